@@ -1,0 +1,64 @@
+# One target a job; .ci/run and people call the same ones. Every target installs what it needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
+JOBS   ?= 2
+
+.PHONY: help setup serve test test-nightly lint types format bench bench-peers replay-sample docs docs-check clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.ready ## Build the native core and install everything into .venv
+
+$(VENV)/.ready: pyproject.toml $(NATIVE)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@command -v cargo >/dev/null || { echo "make setup: needs Rust (cargo) on PATH: https://rustup.rs"; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@
+
+serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
+	$(BIN)/kvrouter up
+
+test: setup ## Run every test that needs no network
+	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core
+	$(BIN)/python -m pytest -n $(JOBS) -m "not nightly"
+
+test-nightly: setup ## Run the long laws too: a million decisions
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS)
+
+lint: setup ## Ruff, import contracts, rustfmt and clippy, fresh docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	cargo fmt --manifest-path native/Cargo.toml --all --check
+	cargo clippy --quiet --release --manifest-path native/Cargo.toml --all-targets -- -D warnings
+	$(MAKE) --no-print-directory docs-check
+
+format: setup ## Rewrite the code in the house's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	cargo fmt --manifest-path native/Cargo.toml --all
+
+types: setup ## mypy, strict, over sources, tests, scripts, benchmarks and examples
+	$(BIN)/mypy
+
+bench: setup ## Our own figures
+	$(BIN)/python -m benchmarks.run
+
+bench-peers: setup ## Our figures beside the peers', in one run, with ratios
+	$(BIN)/python -m benchmarks.peers
+
+replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per router mode
+	$(BIN)/python -m benchmarks.replay_sample
+
+docs: setup ## Write the generated pages
+	$(BIN)/python -m scripts.write_docs
+
+docs-check: setup
+	$(BIN)/python -m scripts.write_docs --check
+
+clean: ## Remove what was built
+	rm -rf $(VENV) native/target dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

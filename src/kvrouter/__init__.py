@@ -1,0 +1,1 @@
+"""kvrouter: a KV-cache-aware, topology-aware router for LLM serving fleets."""

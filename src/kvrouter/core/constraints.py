@@ -1,0 +1,38 @@
+"""What a request may ask of routing."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from kvrouter.core.ids import DpRank, Taint, WorkerId
+
+
+class RouterMode(StrEnum):
+    """How a worker is picked among the eligible ones."""
+
+    KV = "kv"
+    ROUND_ROBIN = "round-robin"
+    RANDOM = "random"
+
+
+class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Taints a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0)."""
+
+    required_taints: frozenset[Taint] = frozenset()
+    preferred_taints: Mapping[Taint, float] = {}
+
+
+class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the decision that one request may replace; None keeps the router's."""
+
+    overlap_score_weight: float | None = None
+    router_temperature: float | None = None
+    router_mode: RouterMode | None = None
+
+
+class Pin(msgspec.Struct, frozen=True):
+    """Route to this worker, and to this rank of it when given; eligibility still holds."""
+
+    worker_id: WorkerId
+    dp_rank: DpRank | None = None

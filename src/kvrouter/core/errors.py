@@ -1,0 +1,151 @@
+"""The errors of kvrouter, each with the fields that explain it and a hint for the HTTP status.
+
+::
+
+    KvrouterError
+    ├── InvalidRequest          400  the client's mistake; names the field
+    │   ├── UnknownModel        404
+    │   └── BodyTooLarge        413
+    ├── Unauthorized            401  an admin route without its token
+    ├── RoutingRefused               nobody may take this request now
+    │   ├── NoEligibleWorker    503  no worker passes; counts per reason
+    │   └── AllWorkersBusy      503  workers pass, and each one is busy
+    ├── ShuttingDown            503  this router drains
+    ├── WorkerFailed            502  engines failed; the tries are used up
+    ├── DeadlineExceeded        504
+    └── ConfigError                  a setting, fleet file or environment that cannot be run with
+        └── TopologyUnavailable      a worker's topology source never appeared
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Reason(StrEnum):
+    """Why one worker rank was refused for one request."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    WRONG_ROLE = "wrong_role"
+    PINNED_ELSEWHERE = "pinned_elsewhere"
+    TAINT_MISSING = "taint_missing"
+    DOMAIN_MISMATCH = "domain_mismatch"
+    DOMAIN_UNKNOWN = "domain_unknown"
+    EXCLUDED = "excluded"
+    BUSY = "busy"
+    NOT_ALIVE = "not_alive"
+    DRAINING = "draining"
+
+
+class KvrouterError(Exception):
+    """The root. ``status_hint`` is the HTTP status that fits, ``code`` a stable word for machines."""
+
+    status_hint: ClassVar[int] = 500
+    code: ClassVar[str] = "internal_error"
+    type: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(KvrouterError):
+    """The client's mistake; ``param`` names the field."""
+
+    status_hint = 400
+    code = "invalid_request"
+    type = "invalid_request_error"
+
+
+class UnknownModel(InvalidRequest):
+    """No worker ever registered this model."""
+
+    status_hint = 404
+    code = "model_not_found"
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body is over the configured limit."""
+
+    status_hint = 413
+    code = "request_too_large"
+
+
+class Unauthorized(KvrouterError):
+    """An admin route was called without the token that is set."""
+
+    status_hint = 401
+    code = "unauthorized"
+    type = "authentication_error"
+
+
+class RoutingRefused(KvrouterError):
+    """Nobody may take the request now. ``refusals`` counts worker ranks per reason."""
+
+    status_hint = 503
+    type = "service_unavailable"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        refusals: Mapping[Reason, int],
+        role: str | None = None,
+        domain: str | None = None,
+        retry_after_s: int = 1,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.refusals = dict(refusals)
+        self.role = role
+        self.domain = domain
+        self.retry_after_s = retry_after_s
+
+
+class NoEligibleWorker(RoutingRefused):
+    """No worker rank passes the request's constraints."""
+
+    code = "no_eligible_worker"
+
+
+class AllWorkersBusy(RoutingRefused):
+    """Worker ranks pass the constraints, and each of them is over its busy threshold."""
+
+    code = "all_workers_busy"
+
+
+class ShuttingDown(KvrouterError):
+    """The router drains and takes no new requests."""
+
+    status_hint = 503
+    code = "shutting_down"
+    type = "service_unavailable"
+
+
+class WorkerFailed(KvrouterError):
+    """Engines failed this request and no safe try is left."""
+
+    status_hint = 502
+    code = "worker_failed"
+    type = "upstream_error"
+
+
+class DeadlineExceeded(KvrouterError):
+    """The request did not make its deadline."""
+
+    status_hint = 504
+    code = "deadline_exceeded"
+    type = "timeout_error"
+
+
+class ConfigError(KvrouterError):
+    """A setting, a fleet file or an environment that cannot be run with; ``param`` names it."""
+
+    code = "invalid_config"
+
+
+class TopologyUnavailable(ConfigError):
+    """The transfer domain's file never appeared, or stayed empty."""
+
+    code = "topology_unavailable"

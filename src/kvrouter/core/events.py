@@ -1,0 +1,102 @@
+"""KV events in the one form that every room behind customs knows.
+
+An engine's wire ends at its adapter: what leaves customs is a :class:`KvBatch`, with the token ids already
+hashed, so that no replica hashes them again.
+"""
+
+from enum import IntEnum
+from typing import ClassVar
+
+import msgspec
+
+from kvrouter.core.columns import HashColumn, count_hashes
+from kvrouter.core.ids import EngineHash, Epoch, EventId, WorkerRank
+
+
+class Medium(IntEnum):
+    """Where a block's bytes are. Only ``GPU`` counts as overlap unless configured otherwise."""
+
+    GPU = 0
+    CPU = 1
+    DISK = 2
+    EXTERNAL = 3
+
+
+class EventKind(IntEnum):
+    """The discriminator that the native index reads; see the ``kind`` of each event."""
+
+    STORED = 0
+    REMOVED = 1
+    CLEARED = 2
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Consecutive blocks were stored; the first follows ``parent``, or begins a sequence when that is None.
+
+    ``engine_hashes[i]`` is the engine's name for the block whose own tokens hash to ``block_hashes[i]``.
+    """
+
+    kind: ClassVar[EventKind] = EventKind.STORED
+
+    parent: EngineHash | None
+    engine_hashes: HashColumn
+    block_hashes: HashColumn
+    medium: Medium = Medium.GPU
+
+    def __post_init__(self) -> None:
+        if len(self.engine_hashes) != len(self.block_hashes) or len(self.engine_hashes) % 8:
+            raise ValueError(
+                "engine_hashes and block_hashes: two columns of the same number of 8-byte hashes, "
+                f"not {len(self.engine_hashes)} and {len(self.block_hashes)} bytes"
+            )
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks were stored."""
+        return count_hashes(self.engine_hashes)
+
+
+class Removed(msgspec.Struct, frozen=True, tag="removed"):
+    """Blocks left a medium; one removal takes back one store."""
+
+    kind: ClassVar[EventKind] = EventKind.REMOVED
+
+    engine_hashes: HashColumn
+    medium: Medium = Medium.GPU
+
+
+class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
+    """Every block of this worker rank is gone, in every medium."""
+
+    kind: ClassVar[EventKind] = EventKind.CLEARED
+
+
+KvEvent = Stored | Removed | Cleared
+
+
+class KvBatch(msgspec.Struct, frozen=True):
+    """What one worker rank publishes at once: event ``i`` has the id ``first_event_id + i``.
+
+    Ids count from 0 within an ``epoch``; a new epoch means that the publisher started anew and holds nothing.
+    ``published_s`` is the sender's wall clock and feeds metrics only.
+    """
+
+    rank: WorkerRank
+    epoch: Epoch
+    first_event_id: EventId
+    events: tuple[KvEvent, ...]
+    published_s: float = 0.0
+
+    @property
+    def next_event_id(self) -> EventId:
+        """The id that follows this batch."""
+        return EventId(self.first_event_id + len(self.events))
+
+
+class KvSnapshot(msgspec.Struct, frozen=True):
+    """All blocks of one worker rank, as stores with parents first, as of just before ``next_event_id``."""
+
+    rank: WorkerRank
+    epoch: Epoch
+    next_event_id: EventId
+    events: tuple[KvEvent, ...]

@@ -1,0 +1,47 @@
+"""Typed ids. An id is never a bare int or str in a signature."""
+
+from typing import NamedTuple, NewType
+
+WorkerId = NewType("WorkerId", int)
+"""An engine instance, unique in its component; 0 ≤ id < 2**63."""
+
+DpRank = NewType("DpRank", int)
+"""A data-parallel index inside one worker."""
+
+Slot = NewType("Slot", int)
+"""The dense index of a worker rank inside one model's fleet; reused under a new generation."""
+
+RequestId = NewType("RequestId", str)
+RouterId = NewType("RouterId", str)
+"""One incarnation of one router process; random at every start."""
+
+LeaseId = NewType("LeaseId", int)
+ModelName = NewType("ModelName", str)
+BlockHash = NewType("BlockHash", int)
+SequenceHash = NewType("SequenceHash", int)
+EngineHash = NewType("EngineHash", int)
+"""What the engine calls a block: opaque, unsigned 64 bits."""
+
+EventId = NewType("EventId", int)
+Epoch = NewType("Epoch", int)
+"""One start of a worker's publisher; random, so that a restart is never taken for a continuation."""
+
+Taint = NewType("Taint", str)
+
+
+class WorkerRank(NamedTuple):
+    """What a request is routed to: a worker and one of its data-parallel ranks."""
+
+    worker_id: WorkerId
+    dp_rank: DpRank
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}/{self.dp_rank}"
+
+
+class LeaseKey(NamedTuple):
+    """Whose claim a lease is: one attempt of one request, booked by one router incarnation."""
+
+    router_id: RouterId
+    request_id: RequestId
+    attempt: int

@@ -1,0 +1,135 @@
+"""A request as it travels from the hall to an engine, and what comes back."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+import msgspec
+
+from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
+from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
+
+TokenBuffer = array[int]
+"""Token ids as ``array('I')``: unsigned 32 bits, the form that is hashed without a copy."""
+
+JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
+KvTransferParams = Mapping[str, object]
+"""What a prefill worker says about where its KV waits; opaque to the router, passed on unchanged."""
+
+
+class Leg(StrEnum):
+    """Which part of a request an engine is asked for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+class FinishReason(StrEnum):
+    """Why an engine ended; ``STOP`` covers end-of-sequence and stop strings."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn. ``resumable`` tells whether another worker can go on with the same tokens."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    guided: str | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def resumable(self) -> bool:
+        """True when nothing in the engine's memory of this request is needed to go on: greedy or unseeded,
+        no penalties over earlier output, no grammar state, no logprobs.
+        """
+        greedy_or_unseeded = self.temperature == 0.0 or self.seed is None
+        no_penalty = (
+            self.frequency_penalty == 0.0 and self.presence_penalty == 0.0 and self.repetition_penalty == 1.0
+        )
+        return greedy_or_unseeded and no_penalty and self.logprobs is None and self.guided is None
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """The rendezvous of a bootstrap handoff, given to both legs; room % dp_size == dp_rank."""
+
+    host: str
+    port: int
+    room: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens counted once per request, however many workers served it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """One leg of one attempt, as a worker receives it.
+
+    ``token_ids`` is the prompt, followed by the tokens already generated elsewhere when ``resumed_tokens`` is
+    above 0: those are context, not output; ``sampling.max_tokens`` counts what is still wanted.
+    """
+
+    request_id: RequestId
+    attempt: int
+    leg: Leg
+    model: ModelName
+    token_ids: TokenBuffer
+    sampling: Sampling
+    dp_rank: DpRank = DpRank(0)
+    resumed_tokens: int = 0
+    bootstrap: Bootstrap | None = None
+    kv_transfer_params: KvTransferParams | None = None
+    prefill_worker_id: WorkerId | None = None
+    lora_name: str | None = None
+    cache_namespace: str | None = None
+
+    @property
+    def engine_key(self) -> str:
+        """What an engine calls this leg: unique over the attempts of a request."""
+        return f"{self.request_id}#{self.attempt}"
+
+
+class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an engine sends back: any number of tokens, and on the last chunk why it ended.
+
+    ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
+    ``kv_transfer_params`` ends a synchronous prefill leg.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    cached_tokens: int | None = None
+    kv_transfer_params: KvTransferParams | None = None
+    error: str | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """One request of a client, validated and tokenized: what the hall hands to the router."""
+
+    request_id: RequestId
+    model: ModelName
+    token_ids: TokenBuffer
+    sampling: Sampling
+    constraints: RoutingConstraints = RoutingConstraints()
+    override: RouterConfigOverride = RouterConfigOverride()
+    pin: Pin | None = None
+    prefill_pin: Pin | None = None
+    lora_name: str | None = None
+    cache_namespace: str | None = None

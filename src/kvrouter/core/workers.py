@@ -1,0 +1,103 @@
+"""What a worker tells the fleet about itself: its card, and its latest load."""
+
+from collections.abc import Mapping
+from enum import Flag, StrEnum, auto
+
+import msgspec
+
+from kvrouter.core.ids import DpRank, Epoch, ModelName, Taint, WorkerId, WorkerRank
+
+
+class Role(StrEnum):
+    """Which leg of a request a worker serves; ``BOTH`` is an aggregated worker that takes decode legs too."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class ModelInput(StrEnum):
+    """What a worker's handler receives. KV routing needs ``Tokens``."""
+
+    Tokens = "tokens"
+    Text = "text"
+
+
+class ModelType(Flag):
+    """Which routes a worker serves, as it registers them."""
+
+    Chat = auto()
+    Completions = auto()
+    Prefill = auto()
+
+
+class Enforcement(StrEnum):
+    """How strictly a KV transfer keeps to its domain."""
+
+    REQUIRED = "required"
+    PREFERRED = "preferred"
+    FALLBACK = "fallback"
+
+
+class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The part of a worker's card that operators set; fields that are not set are not serialised.
+
+    ``kv_transfer_preferred_weight`` is only read when the enforcement is ``preferred``; 0 ≤ weight ≤ 1.
+    """
+
+    topology_domains: Mapping[str, str] = {}
+    topology_levels: tuple[str, ...] = ()
+    kv_transfer_domain: str | None = None
+    kv_transfer_enforcement: Enforcement | None = None
+    kv_transfer_preferred_weight: float | None = None
+    taints: frozenset[Taint] = frozenset()
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_bytes_per_token: int | None = None
+    enable_local_indexer: bool = False
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+
+
+class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker."""
+
+    worker_id: WorkerId
+    incarnation: Epoch
+    model: ModelName
+    role: Role
+    block_size: int
+    context_length: int
+    address: str
+    dp_size: int = 1
+    dp_start: int = 0
+    namespace: str = "default"
+    component: str = "backend"
+    endpoint: str = "generate"
+    model_input: ModelInput = ModelInput.Tokens
+    serves: ModelType = ModelType.Chat | ModelType.Completions
+    publishes_kv_events: bool = True
+    draining: bool = False
+    runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
+
+    def ranks(self) -> tuple[WorkerRank, ...]:
+        """Every worker rank behind this card, in order."""
+        return tuple(
+            WorkerRank(self.worker_id, DpRank(rank))
+            for rank in range(self.dp_start, self.dp_start + self.dp_size)
+        )
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """The latest load of one worker rank, as the engine itself counts it (Dynamo's ForwardPassMetrics).
+
+    A report is a latest value, never a queue: a newer one replaces it.
+    """
+
+    rank: WorkerRank
+    active_blocks: int
+    total_blocks: int
+    active_prefill_tokens: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0

@@ -1,0 +1,1 @@
+"""One request's life as a table: state × event → commands."""

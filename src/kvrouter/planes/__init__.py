@@ -1,0 +1,1 @@
+"""The wires: requests to workers, KV events from workers, and who is there."""

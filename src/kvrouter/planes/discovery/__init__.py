@@ -1,0 +1,1 @@
+"""The discovery plane: a port and its adapters."""

@@ -1,0 +1,1 @@
+"""The events plane: a port and its adapters."""

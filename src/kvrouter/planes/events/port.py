@@ -1,0 +1,34 @@
+"""The event plane: KV event batches and load reports, from workers to routers."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, WorkerRank
+from kvrouter.core.workers import LoadReport
+
+BatchSink = Callable[[KvBatch], None]
+LoadSink = Callable[[LoadReport], None]
+
+
+class EventPublisher(Protocol):
+    """A worker's end. Publishing never waits: an engine never waits for a router."""
+
+    def publish(self, batch: KvBatch) -> None:
+        """Send a batch of KV events; batches of one rank arrive in this order or not at all."""
+
+    def publish_load(self, report: LoadReport) -> None:
+        """Send the latest load of one rank; only the newest matters."""
+
+
+class EventSubscriber(Protocol):
+    """A router's end. Sinks are called in the order of arrival and must not block."""
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        """Begin to deliver; return the function that ends it."""
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last`` (inclusive), or None when its worker no longer has it."""
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        """The rank's whole state as its worker knows it, or None when there is no one to ask."""

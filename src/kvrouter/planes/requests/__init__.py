@@ -1,0 +1,1 @@
+"""The requests plane: a port and its adapters."""

@@ -1,0 +1,54 @@
+"""The request plane: how one leg of a request reaches a worker, and how its tokens come back."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.requests import EngineChunk, EngineRequest
+
+
+class WorkerUnreachable(KvrouterError):
+    """The worker never accepted the request: sending it elsewhere is safe."""
+
+    code = "worker_unreachable"
+
+
+class StreamBroken(KvrouterError):
+    """The worker accepted the request and was lost before its last chunk."""
+
+    code = "stream_broken"
+
+
+class EngineStream(Protocol):
+    """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker is lost.
+
+    The stream holds a bounded number of chunks: a slow reader withholds its own credits and stops only its own
+    producer. Chunks that wait may be merged: tokens are never lost or reordered.
+    """
+
+    def __aiter__(self) -> AsyncIterator[EngineChunk]: ...
+
+    async def __anext__(self) -> EngineChunk: ...
+
+    def cancel(self, reason: str) -> None:
+        """Tell the worker to stop and free what it holds; idempotent, allowed at any time."""
+
+
+class RequestPlane(Protocol):
+    """Opens streams to workers by the address on their card."""
+
+    async def open(self, address: str, request: EngineRequest) -> EngineStream:
+        """Send ``request``; return once the worker accepted it.
+
+        Raises :class:`WorkerUnreachable` when it did not, in bounded time.
+        """
+
+    async def close(self) -> None:
+        """Close every connection; open streams break."""
+
+
+class RequestServer(Protocol):
+    """What a worker offers to its plane: take a leg, answer with chunks."""
+
+    async def submit(self, request: EngineRequest) -> EngineStream:
+        """Accept ``request`` and return its stream; raise an error of the core tree to refuse it."""

@@ -1,0 +1,1 @@
+"""The decision: eligibility, cost, pick, the prefill and decode pair, and why."""

@@ -1,0 +1,1 @@
+"""Where a worker is: domains, levels, distance, transfer policy, link cost."""
