@@ -28,6 +28,7 @@ class EventKind(IntEnum):
     STORED = 0
     REMOVED = 1
     CLEARED = 2
+    HELD = 3
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
@@ -71,6 +72,32 @@ class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
     kind: ClassVar[EventKind] = EventKind.CLEARED
 
 
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """Blocks that a worker rank holds, in a snapshot; never published live.
+
+    A snapshot names each block by its *sequence* hash, so it needs no parents and no order. A block that was
+    stored ``n`` times is listed ``n`` times, across the events of the snapshot.
+    """
+
+    kind: ClassVar[EventKind] = EventKind.HELD
+
+    engine_hashes: HashColumn
+    sequence_hashes: HashColumn
+    medium: Medium = Medium.GPU
+
+    def __post_init__(self) -> None:
+        if len(self.engine_hashes) != len(self.sequence_hashes) or len(self.engine_hashes) % 8:
+            raise ValueError(
+                "engine_hashes and sequence_hashes: two columns of the same number of 8-byte hashes, "
+                f"not {len(self.engine_hashes)} and {len(self.sequence_hashes)} bytes"
+            )
+
+    @property
+    def n_blocks(self) -> int:
+        """How many blocks are listed."""
+        return count_hashes(self.engine_hashes)
+
+
 KvEvent = Stored | Removed | Cleared
 
 
@@ -94,9 +121,9 @@ class KvBatch(msgspec.Struct, frozen=True):
 
 
 class KvSnapshot(msgspec.Struct, frozen=True):
-    """All blocks of one worker rank, as stores with parents first, as of just before ``next_event_id``."""
+    """All blocks of one worker rank, in every medium, as of just before ``next_event_id``."""
 
     rank: WorkerRank
     epoch: Epoch
     next_event_id: EventId
-    events: tuple[KvEvent, ...]
+    events: tuple[Held, ...]
