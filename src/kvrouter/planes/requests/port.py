@@ -22,8 +22,8 @@ class StreamBroken(KvrouterError):
 class EngineStream(Protocol):
     """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker is lost.
 
-    The stream holds a bounded number of chunks: a slow reader withholds its own credits and stops only its own
-    producer. Chunks that wait may be merged: tokens are never lost or reordered.
+    The stream holds a bounded number of chunks: a slow reader withholds its own credits and stops only its
+    own producer. Chunks that wait may be merged: tokens are never lost or reordered.
     """
 
     def __aiter__(self) -> AsyncIterator[EngineChunk]: ...
@@ -31,7 +31,11 @@ class EngineStream(Protocol):
     async def __anext__(self) -> EngineChunk: ...
 
     def cancel(self, reason: str) -> None:
-        """Tell the worker to stop and free what it holds; idempotent, allowed at any time."""
+        """Tell the worker to stop and free what it holds; idempotent, allowed at any time.
+
+        A pending or later read ends at once with a chunk whose finish is ``CANCELLED``. For a prefill leg
+        that has ended, the KV that still waits for its decode worker is freed.
+        """
 
 
 class RequestPlane(Protocol):

@@ -1,0 +1,188 @@
+"""A request's life as one table: (state, input) → next state and commands.
+
+::
+
+                 Placed(aggregated | bootstrap)
+    ROUTING ───────────────────────────────────────▶ DECODING ──FirstTokens──▶ STREAMING ──Finished──▶ DONE
+       │  ▲  └─Placed(synchronous)─▶ PREFILLING ──PrefillDone──▶ ▲                 │
+       │  └────────────LegLost (another worker, a new pair)──────┴─────────────────┘  (resumable only)
+       └─NotPlaced─▶ DONE          ClientLeft, LegRefused, tries used up: from anywhere ─▶ DONE
+
+Tokens are the one input that comes thousands of times: :meth:`Journey.tokens` notes them without a row.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvrouter.core.errors import KvrouterError, WorkerFailed
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import FinishReason, Leg, Sampling
+from kvrouter.journey.words import (
+    Abandon,
+    ClientLeft,
+    Command,
+    End,
+    Fail,
+    Finished,
+    FirstTokens,
+    Input,
+    LegLost,
+    LegRefused,
+    NoteFirstToken,
+    NotPlaced,
+    Place,
+    Placed,
+    PrefillDone,
+    SendDecode,
+    SendPrefill,
+    Shape,
+    State,
+)
+
+REDISPATCHES_MAX = 2
+"""How often a request may be sent anew: one poisonous prompt must not kill a fleet."""
+
+
+class JourneyError(KvrouterError):
+    """An input that this state cannot have: the driver is wrong, not the request."""
+
+    code = "journey_error"
+
+
+class Journey:
+    """One request, from its first routing to its one ending."""
+
+    __slots__ = (
+        "_excluded",
+        "_redispatches_max",
+        "_sampling",
+        "attempt",
+        "generated",
+        "resumes",
+        "state",
+    )
+
+    def __init__(self, sampling: Sampling, *, redispatches_max: int = REDISPATCHES_MAX) -> None:
+        self.state = State.ROUTING
+        self.attempt = 0
+        self.resumes = 0
+        self.generated: list[int] = []
+        self._sampling = sampling
+        self._redispatches_max = redispatches_max
+        self._excluded: frozenset[WorkerId] = frozenset()
+
+    @property
+    def remaining_tokens(self) -> int:
+        """How many output tokens are still wanted: ``max_tokens`` counts over all attempts."""
+        return self._sampling.max_tokens - len(self.generated)
+
+    def begin(self) -> list[Command]:
+        """The first command."""
+        return [Place(self.attempt, self._excluded)]
+
+    def tokens(self, token_ids: Sequence[int]) -> None:
+        """Note output tokens; they are what a resumed attempt goes on from."""
+        self.generated.extend(token_ids)
+
+    def handle(self, event: Input) -> list[Command]:
+        """Return what is to be done now; raise :class:`JourneyError` on an input that cannot be."""
+        if self.state is State.DONE:
+            return []
+        row = _TABLE.get((self.state, type(event)))
+        if row is None:
+            raise JourneyError(f"{type(event).__name__} cannot happen while {self.state.name}")
+        return row(self, event)
+
+    def _placed(self, event: Placed) -> list[Command]:
+        match event.shape:
+            case Shape.AGGREGATED:
+                self.state = State.DECODING
+                return [SendDecode(None)]
+            case Shape.BOOTSTRAP:
+                self.state = State.DECODING
+                return [SendPrefill(), SendDecode(None)]
+            case Shape.SYNCHRONOUS:
+                self.state = State.PREFILLING
+                return [SendPrefill()]
+
+    def _not_placed(self, event: NotPlaced) -> list[Command]:
+        return self._fail(event.error)
+
+    def _prefill_done(self, event: PrefillDone) -> list[Command]:
+        if event.params is None:
+            return self._lost(
+                LegLost(Leg.PREFILL, event.worker_id, "its prefill answer carries no kv_transfer_params")
+            )
+        self.state = State.DECODING
+        return [SendDecode(event.params)]
+
+    def _first_tokens(self, _event: FirstTokens) -> list[Command]:
+        self.state = State.STREAMING
+        return [NoteFirstToken()]
+
+    def _finished(self, event: Finished) -> list[Command]:
+        self.state = State.DONE
+        return [Abandon("finished"), End(event.finish)]
+
+    def _lost(self, event: LegLost) -> list[Command]:
+        self._excluded |= {event.worker_id}
+        if self.attempt >= self._redispatches_max:
+            return self._fail(
+                WorkerFailed(
+                    f"worker {event.worker_id} failed ({event.why}); "
+                    f"it was try {self.attempt + 1} of {self._redispatches_max + 1}"
+                )
+            )
+        self.attempt += 1
+        self.state = State.ROUTING
+        return [Abandon(event.why), Place(self.attempt, self._excluded)]
+
+    def _lost_while_streaming(self, event: LegLost) -> list[Command]:
+        if event.leg is Leg.PREFILL:
+            return []  # decode has its KV: what becomes of the prefill worker no longer matters here
+        if self.remaining_tokens <= 0:
+            self.state = State.DONE
+            return [Abandon(event.why), End(FinishReason.LENGTH)]
+        if not self._sampling.resumable:
+            return self._fail(
+                WorkerFailed(
+                    f"worker {event.worker_id} failed after {len(self.generated)} tokens ({event.why}), and "
+                    "this request cannot go on elsewhere: it has a seed, penalties, a grammar or logprobs"
+                )
+            )
+        self.resumes += 1
+        return self._lost(event)
+
+    def _refused(self, event: LegRefused) -> list[Command]:
+        return self._fail(event.error)
+
+    def _left(self, event: ClientLeft) -> list[Command]:
+        self.state = State.DONE
+        return [Abandon(event.reason)]
+
+    def _fail(self, error: KvrouterError) -> list[Command]:
+        self.state = State.DONE
+        return [Abandon(error.code), Fail(error)]
+
+
+_Row = Callable[[Journey, Any], list[Command]]
+
+_TABLE: dict[tuple[State, type[Input]], _Row] = {
+    (State.ROUTING, Placed): Journey._placed,
+    (State.ROUTING, NotPlaced): Journey._not_placed,
+    (State.ROUTING, ClientLeft): Journey._left,
+    (State.PREFILLING, PrefillDone): Journey._prefill_done,
+    (State.PREFILLING, LegLost): Journey._lost,
+    (State.PREFILLING, LegRefused): Journey._refused,
+    (State.PREFILLING, ClientLeft): Journey._left,
+    (State.DECODING, NotPlaced): Journey._not_placed,
+    (State.DECODING, FirstTokens): Journey._first_tokens,
+    (State.DECODING, Finished): Journey._finished,
+    (State.DECODING, LegLost): Journey._lost,
+    (State.DECODING, LegRefused): Journey._refused,
+    (State.DECODING, ClientLeft): Journey._left,
+    (State.STREAMING, Finished): Journey._finished,
+    (State.STREAMING, LegLost): Journey._lost_while_streaming,
+    (State.STREAMING, LegRefused): Journey._refused,
+    (State.STREAMING, ClientLeft): Journey._left,
+}

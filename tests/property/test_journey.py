@@ -1,0 +1,171 @@
+"""The journey's table: whatever happens, a request ends once, is sent at most three times, leaves nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import NoEligibleWorker, WorkerFailed
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import FinishReason, Leg, Sampling
+from kvrouter.journey.journey import Journey, JourneyError
+from kvrouter.journey.words import (
+    Abandon,
+    ClientLeft,
+    Command,
+    End,
+    Fail,
+    Finished,
+    FirstTokens,
+    Input,
+    LegLost,
+    LegRefused,
+    NoteFirstToken,
+    NotPlaced,
+    Place,
+    Placed,
+    PrefillDone,
+    SendDecode,
+    SendPrefill,
+    Shape,
+    State,
+)
+
+REFUSED = NoEligibleWorker("nobody", refusals={})
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
+SEEDED = Sampling(max_tokens=8, temperature=1.0, seed=7)
+
+
+def lost(worker: int, leg: Leg = Leg.DECODE) -> LegLost:
+    return LegLost(leg, WorkerId(worker), "connection reset")
+
+
+def kinds(commands: list[Command]) -> list[str]:
+    return [type(command).__name__ for command in commands]
+
+
+def streaming(sampling: Sampling = GREEDY, tokens: int = 3) -> Journey:
+    journey = Journey(sampling)
+    journey.begin()
+    journey.handle(Placed(Shape.AGGREGATED))
+    journey.handle(FirstTokens())
+    journey.tokens(range(tokens))
+    return journey
+
+
+def test_a_synchronous_pair_hands_the_prefill_answer_to_decode() -> None:
+    journey = Journey(GREEDY)
+    assert journey.begin() == [Place(0, frozenset())]
+    assert journey.handle(Placed(Shape.SYNCHRONOUS)) == [SendPrefill()]
+    assert journey.handle(PrefillDone(WorkerId(1), {"room": 5})) == [SendDecode({"room": 5})]
+    assert journey.handle(FirstTokens()) == [NoteFirstToken()]
+    assert journey.handle(Finished(FinishReason.STOP)) == [Abandon("finished"), End(FinishReason.STOP)]
+
+
+def test_a_bootstrap_pair_sends_both_legs_at_once() -> None:
+    journey = Journey(GREEDY)
+    assert journey.handle(Placed(Shape.BOOTSTRAP)) == [SendPrefill(), SendDecode(None)]
+
+
+def test_a_prefill_answer_without_transfer_params_is_the_workers_fault() -> None:
+    journey = Journey(GREEDY)
+    journey.handle(Placed(Shape.SYNCHRONOUS))
+    commands = journey.handle(PrefillDone(WorkerId(4), None))
+    assert commands[-1] == Place(1, frozenset({WorkerId(4)}))
+
+
+def test_a_worker_lost_before_the_first_token_is_replaced_and_never_asked_again() -> None:
+    journey = Journey(SEEDED)
+    journey.handle(Placed(Shape.AGGREGATED))
+    assert kinds(journey.handle(lost(1))) == ["Abandon", "Place"]
+    journey.handle(Placed(Shape.AGGREGATED))
+    assert journey.handle(lost(2))[-1] == Place(2, frozenset({WorkerId(1), WorkerId(2)}))
+
+
+def test_a_poisonous_prompt_meets_three_workers_at_most() -> None:
+    journey = Journey(GREEDY)
+    for worker in range(3):
+        journey.handle(Placed(Shape.AGGREGATED))
+        commands = journey.handle(lost(worker))
+    (failed,) = [command for command in commands if isinstance(command, Fail)]
+    assert isinstance(failed.error, WorkerFailed)
+    assert "try 3 of 3" in str(failed.error)
+
+
+def test_a_resumable_request_goes_on_elsewhere_and_others_get_one_error() -> None:
+    journey = streaming(GREEDY)
+    assert kinds(journey.handle(lost(1))) == ["Abandon", "Place"]
+    assert (journey.remaining_tokens, journey.resumes) == (5, 1)
+    assert kinds(streaming(SEEDED).handle(lost(1))) == ["Abandon", "Fail"]
+
+
+def test_a_worker_lost_after_the_last_wanted_token_costs_nothing() -> None:
+    assert streaming(SEEDED, tokens=8).handle(lost(1)) == [
+        Abandon("connection reset"),
+        End(FinishReason.LENGTH),
+    ]
+
+
+def test_a_prefill_worker_lost_after_the_first_token_is_no_loss() -> None:
+    journey = streaming(SEEDED)
+    assert journey.handle(lost(1, Leg.PREFILL)) == []
+    assert journey.state is State.STREAMING
+
+
+def test_an_impossible_input_is_the_drivers_error() -> None:
+    with pytest.raises(JourneyError, match="FirstTokens cannot happen while ROUTING"):
+        Journey(GREEDY).handle(FirstTokens())
+
+
+def possible(state: State) -> st.SearchStrategy[Input]:
+    """What may happen in ``state``, as a driver would see it."""
+    legs = st.builds(LegLost, st.sampled_from([Leg.PREFILL, Leg.DECODE]), st.integers(0, 5), st.just("gone"))
+    ends: list[st.SearchStrategy[Input]] = [st.just(ClientLeft("closed"))]
+    if state is State.ROUTING:
+        ends += [st.builds(Placed, st.sampled_from(Shape)), st.just(NotPlaced(REFUSED))]
+    elif state is State.PREFILLING:
+        ends += [
+            legs,
+            st.builds(PrefillDone, st.integers(0, 5), st.sampled_from([None, {"room": 1}])),
+            st.just(LegRefused(REFUSED)),
+        ]
+    elif state is State.DECODING:
+        ends += [
+            legs,
+            st.just(FirstTokens()),
+            st.just(Finished(FinishReason.STOP)),
+            st.just(NotPlaced(REFUSED)),
+        ]
+    else:
+        ends += [legs, st.just(Finished(FinishReason.STOP)), st.just(LegRefused(REFUSED))]
+    return st.one_of(ends)
+
+
+@given(st.data(), st.sampled_from([GREEDY, SEEDED]))
+def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, sampling: Sampling) -> None:
+    journey = Journey(sampling)
+    commands = journey.begin()
+    sent = 0
+    left = False
+    for _ in range(30):
+        if journey.state is State.DONE:
+            break
+        event = data.draw(possible(journey.state))
+        left = isinstance(event, ClientLeft)
+        if journey.state is State.STREAMING:
+            journey.tokens(range(data.draw(st.integers(0, max(0, journey.remaining_tokens)))))
+        new = journey.handle(event)
+        if any(isinstance(command, SendDecode | SendPrefill) for command in new):
+            sent += 1
+        names = kinds(new)
+        if "Place" in names or "End" in names or "Fail" in names:
+            assert names.index("Abandon") == 0, "what an attempt holds goes before anything else happens"
+        commands += new
+    else:
+        return
+    names = kinds(commands)
+    assert names.count("Place") <= 3
+    assert names.count("End") + names.count("Fail") == (0 if left else 1)
+    assert names[-1] in {"Abandon", "End", "Fail"}
+    places = [command for command in commands if isinstance(command, Place)]
+    assert [place.attempt for place in places] == list(range(len(places)))
+    assert journey.handle(Finished(FinishReason.STOP)) == []
