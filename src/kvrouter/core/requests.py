@@ -3,13 +3,17 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 
-TokenBuffer = array[int]
+if TYPE_CHECKING:
+    TokenBuffer = array[int]
+else:  # the array type takes no parameter at run time before Python 3.12
+    TokenBuffer = array
 """Token ids as ``array('I')``: unsigned 32 bits, the form that is hashed without a copy."""
 
 JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
