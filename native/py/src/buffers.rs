@@ -1,0 +1,126 @@
+//! What crosses the border without a copy: token buffers in, u32 columns out, hash columns as bytes.
+
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyBufferError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList, PyTuple};
+
+/// Calls `f` with the token ids of `tokens`: a C-contiguous u32 buffer as it lies, any sequence of ints copied.
+pub fn with_tokens<R>(tokens: &Bound<'_, PyAny>, f: impl FnOnce(&[u32]) -> R) -> PyResult<R> {
+    if tokens.is_instance_of::<PyList>() || tokens.is_instance_of::<PyTuple>() {
+        return Ok(f(&sequence_tokens(tokens)?));
+    }
+    match PyBuffer::<u32>::get(tokens) {
+        Ok(buffer) => {
+            if buffer.dimensions() != 1 || !buffer.is_c_contiguous() {
+                return Err(PyValueError::new_err(
+                    "tokens: the buffer has to be C-contiguous with one dimension",
+                ));
+            }
+            // SAFETY: one contiguous dimension of aligned u32 (checked by PyBuffer), kept alive by `buffer`;
+            // the interpreter stays attached, so no Python code writes to it while `f` runs.
+            let ids = unsafe { slice_of(buffer.buf_ptr().cast::<u32>(), buffer.item_count()) };
+            Ok(f(ids))
+        }
+        Err(_) if is_other_buffer(tokens) || !tokens.hasattr("__len__")? => {
+            Err(PyTypeError::new_err(format!(
+                "tokens: a buffer of unsigned 32-bit integers or a sequence of ints, not {}",
+                described(tokens)
+            )))
+        }
+        Err(_) => Ok(f(&sequence_tokens(tokens)?)),
+    }
+}
+
+fn is_other_buffer(object: &Bound<'_, PyAny>) -> bool {
+    // SAFETY: only asks whether the type fills the buffer slot.
+    unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) == 1 }
+}
+
+fn described(object: &Bound<'_, PyAny>) -> String {
+    let name = object.get_type().name().map_or_else(|_| "?".into(), |name| name.to_string());
+    match object.getattr("dtype") {
+        Ok(dtype) => format!("{name} of {dtype}"),
+        Err(_) => name,
+    }
+}
+
+fn sequence_tokens(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
+    let mut ids = Vec::with_capacity(tokens.len()?);
+    for item in tokens.try_iter()? {
+        let item = item?;
+        match item.extract::<u32>() {
+            Ok(id) => ids.push(id),
+            Err(error) => return Err(token_error(ids.len(), &item, &error)),
+        }
+    }
+    Ok(ids)
+}
+
+fn token_error(position: usize, item: &Bound<'_, PyAny>, error: &PyErr) -> PyErr {
+    if error.is_instance_of::<PyOverflowError>(item.py()) {
+        PyOverflowError::new_err(format!("tokens[{position}]: {item} is not within 0..4294967295"))
+    } else {
+        PyTypeError::new_err(format!("tokens[{position}]: an int, not {}", described(item)))
+    }
+}
+
+/// A writable u32 column over slots, borrowed for one call.
+pub struct OutColumn(PyBuffer<u32>);
+
+impl OutColumn {
+    pub fn get(out: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let buffer = PyBuffer::<u32>::get(out).map_err(|_| {
+            PyTypeError::new_err(format!("out: a buffer of unsigned 32-bit integers, not {}", described(out)))
+        })?;
+        if buffer.readonly() {
+            return Err(PyBufferError::new_err("out: the buffer is read-only"));
+        }
+        if buffer.dimensions() != 1 || !buffer.is_c_contiguous() {
+            return Err(PyValueError::new_err("out: the buffer has to be C-contiguous with one dimension"));
+        }
+        Ok(OutColumn(buffer))
+    }
+
+    /// The column's memory. The caller stays attached to the interpreter while it is borrowed.
+    pub fn as_mut_slice(&mut self, _attached: Python<'_>) -> &mut [u32] {
+        if self.0.item_count() == 0 {
+            return &mut [];
+        }
+        // SAFETY: one contiguous, writable dimension of aligned u32, kept alive by the buffer; while the caller
+        // is attached no other thread runs Python code that could alias it.
+        unsafe { std::slice::from_raw_parts_mut(self.0.buf_ptr().cast::<u32>(), self.0.item_count()) }
+    }
+}
+
+/// # Safety
+/// `pointer` has to be valid for `len` reads unless `len` is 0.
+unsafe fn slice_of<'a, T>(pointer: *const T, len: usize) -> &'a [T] {
+    if len == 0 {
+        &[]
+    } else {
+        std::slice::from_raw_parts(pointer, len)
+    }
+}
+
+/// Hashes as a column: 8 bytes each, little-endian.
+pub fn to_column<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, hashes.len() * 8, |bytes| {
+        for (chunk, hash) in bytes.chunks_exact_mut(8).zip(hashes) {
+            chunk.copy_from_slice(&hash.to_le_bytes());
+        }
+        Ok(())
+    })
+}
+
+/// Appends the hashes of a column to `hashes`; `name` is what an error calls the column.
+pub fn extend_from_column(hashes: &mut Vec<u64>, column: &[u8], name: &str) -> PyResult<()> {
+    if column.len() % 8 != 0 {
+        return Err(PyValueError::new_err(format!(
+            "{name}: a column of 8-byte hashes, not {} bytes",
+            column.len()
+        )));
+    }
+    hashes.extend(column.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))));
+    Ok(())
+}
