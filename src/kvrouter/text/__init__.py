@@ -1,0 +1,1 @@
+"""Text in and text out: tokenizer, chat template, incremental detokenizer, stop strings."""
