@@ -1,0 +1,1 @@
+"""What kvrouter costs and what it gains, measured."""
