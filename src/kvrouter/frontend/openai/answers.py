@@ -1,0 +1,125 @@
+"""What a client gets: JSON answers, and the pieces that server-sent events are joined from.
+
+A stream's event differs from the one before it in one string. The rest is encoded once a request.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+
+import msgspec
+
+from kvrouter.core.errors import KvrouterError, RoutingRefused
+from kvrouter.core.requests import FinishReason, Usage
+
+DONE_EVENT = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.encode
+
+
+class Kind(Enum):
+    """The two routes; the values are the id prefix and the ``object`` of whole and of streamed answers."""
+
+    CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    COMPLETION = ("cmpl", "text_completion", "text_completion")
+
+
+def usage_json(usage: Usage) -> dict[str, object]:
+    """OpenAI's usage object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def error_json(error: KvrouterError) -> dict[str, object]:
+    """OpenAI's error shape; a refusal adds how many worker ranks were refused for which reason."""
+    body: dict[str, object] = {
+        "message": error.message,
+        "type": error.type,
+        "param": error.param,
+        "code": error.code,
+    }
+    if isinstance(error, RoutingRefused):
+        body["refusals"] = {str(reason): count for reason, count in sorted(error.refusals.items())}
+        body["role"] = error.role
+        body["domain"] = error.domain
+    return {"error": body}
+
+
+def error_headers(error: KvrouterError) -> list[tuple[bytes, bytes]]:
+    """``Retry-After`` where waiting may help."""
+    if isinstance(error, RoutingRefused):
+        return [(b"retry-after", str(error.retry_after_s).encode())]
+    return []
+
+
+def error_event(error: KvrouterError) -> bytes:
+    """The one event that ends a stream which cannot go on."""
+    return b"data: " + _encode(error_json(error)) + b"\n\n"
+
+
+class Answer:
+    """The answer to one call, whole or streamed. ``created_s`` is the wall clock in whole seconds.
+
+    An event of a stream is ``_open``, the delta's fields, ``_close``, the finish reason, ``_end``.
+    """
+
+    __slots__ = ("_chat", "_close", "_end", "_id", "_kind", "_open", "_text_head", "_text_tail")
+
+    def __init__(
+        self, kind: Kind, *, request_id: str, model: str, created_s: int, usage_null: bool = False
+    ) -> None:
+        self._kind = kind
+        self._chat = kind is Kind.CHAT
+        self._id = {"id": f"{kind.value[0]}-{request_id}", "created": created_s, "model": model}
+        fixed = _encode({**self._id, "object": kind.value[2]})[:-1]
+        self._open = b"data: " + fixed + b',"choices":[{"index":0,' + (b'"delta":{' if self._chat else b"")
+        self._close = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":'
+        self._end = b'}],"usage":null}\n\n' if usage_null else b"}]}\n\n"
+        self._text_head = self._open + (b'"content":' if self._chat else b'"text":')
+        self._text_tail = self._close + b"null" + self._end
+
+    def first_event(self) -> bytes:
+        """The chat's first event, which carries the role; completions have none."""
+        if not self._chat:
+            return b""
+        return self._open + b'"role":"assistant","content":""' + self._text_tail
+
+    def text_event(self, text: str) -> bytes:
+        """One event with new text: the hot path, one encode and one join."""
+        return b"".join((self._text_head, _encode(text), self._text_tail))
+
+    def text_event_with_usage(self, text: str, usage: Usage) -> bytes:
+        """One event with new text and the usage so far."""
+        event = self._text_head + _encode(text) + self._close + b"null}],"
+        return event + _encode({"usage": usage_json(usage)})[1:] + b"\n\n"
+
+    def last_event(self, finish: FinishReason, *, nvext: Mapping[str, object] | None = None) -> bytes:
+        """The event that says why the answer ended."""
+        head = self._open if self._chat else self._text_head + b'""'
+        event = head + self._close + _encode(finish.value)
+        if nvext:
+            return event + b"}]," + _encode({"nvext": nvext})[1:] + b"\n\n"
+        return event + self._end
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The event after the last: no choices, only the usage."""
+        body = {**self._id, "object": self._kind.value[2], "choices": [], "usage": usage_json(usage)}
+        return b"data: " + _encode(body) + b"\n\n"
+
+    def whole(
+        self, text: str, finish: FinishReason, usage: Usage, *, nvext: Mapping[str, object] | None
+    ) -> bytes:
+        """The answer in one piece."""
+        choice: dict[str, object] = {"index": 0, "finish_reason": finish.value, "logprobs": None}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        body: dict[str, object] = {**self._id, "object": self._kind.value[1], "choices": [choice]}
+        body["usage"] = usage_json(usage)
+        if nvext:
+            body["nvext"] = nvext
+        return _encode(body)

@@ -1,0 +1,60 @@
+"""From bytes to a body, or to an error that names the field."""
+
+import json
+import math
+import re
+from typing import TypeVar
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest
+
+Body = TypeVar("Body")
+
+_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
+_UNKNOWN = re.compile(r"contains unknown field `(?P<field>[^`]+)`")
+
+
+def decode_body(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
+    """Return the body; raise :class:`InvalidRequest` with the field's path as ``param``."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        path = _not_finite(data)
+        if path is not None:
+            raise InvalidRequest(f"{path}: must be a finite number", param=path) from None
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def _named(message: str) -> InvalidRequest:
+    """Turn msgspec's message, which ends in the path, into one that begins with it."""
+    found = _PATH.search(message)
+    path = found["path"] if found else ""
+    what = message[: found.start()] if found else message
+    for pattern in (_MISSING, _UNKNOWN):
+        named = pattern.search(what)
+        if named:
+            path = f"{path}.{named['field']}" if path else named["field"]
+    what = what[:1].lower() + what[1:]
+    return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+
+
+def _not_finite(data: bytes) -> str | None:
+    """The path of a NaN or infinity, which JSON does not have and careless clients send; None without one."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    todo: list[tuple[str, object]] = [("", value)]
+    while todo:
+        path, item = todo.pop()
+        if isinstance(item, float) and not math.isfinite(item):
+            return path
+        if isinstance(item, dict):
+            todo.extend((f"{path}.{key}" if path else str(key), inner) for key, inner in item.items())
+        elif isinstance(item, list):
+            todo.extend((f"{path}[{index}]", inner) for index, inner in enumerate(item))
+    return None

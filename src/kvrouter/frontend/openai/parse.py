@@ -1,0 +1,223 @@
+"""What a body means: validated sampling and routing wishes, before anything is tokenized."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import DpRank, ModelName, WorkerId
+from kvrouter.core.requests import Sampling
+from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.schema import ChatBody, CompletionBody, GenerateBody, NvExt, StreamOptions
+
+_CHAT = msgspec.json.Decoder(ChatBody)
+_COMPLETION = msgspec.json.Decoder(CompletionBody)
+
+STOP_TOKENS_MAX = 64
+TAINTS_MAX = 32
+COMPLETION_TOKENS_DEFAULT = 16
+"""OpenAI's default for ``max_tokens`` of a completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a generation call asks for, whatever its route. ``max_tokens`` None: up to the context length."""
+
+    body: GenerateBody
+    max_tokens: int | None
+    max_tokens_field: str
+    stops: tuple[str, ...]
+    nvext: NvExt
+    stream_options: StreamOptions
+
+    @property
+    def model(self) -> ModelName:
+        """The model that the client names."""
+        return ModelName(self.body.model)
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer comes as server-sent events."""
+        return bool(self.body.stream)
+
+    @property
+    def constraints(self) -> RoutingConstraints:
+        """Required and preferred taints."""
+        return self.nvext.routing_constraints
+
+    @property
+    def override(self) -> RouterConfigOverride:
+        """Settings of the decision for this request alone."""
+        return self.nvext.router_config_override
+
+    @property
+    def pin(self) -> Pin | None:
+        """The worker that must decode, or serve the whole request."""
+        return _pin(self.nvext.worker_id, self.nvext.dp_rank)
+
+    @property
+    def prefill_pin(self) -> Pin | None:
+        """The worker that must prefill."""
+        return _pin(self.nvext.prefill_worker_id, self.nvext.prefill_dp_rank)
+
+    @property
+    def cache_namespace(self) -> str | None:
+        """What keeps this request's KV blocks apart from other tenants'."""
+        return self.nvext.cache_salt or self.body.cache_salt or None
+
+    def sampling(self, max_tokens: int) -> Sampling:
+        """The sampling that an engine gets, once the number of tokens is known."""
+        body = self.body
+        if body.min_tokens is not None and body.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens: must not be above max_tokens, which is {max_tokens}", param="min_tokens"
+            )
+        return Sampling(
+            max_tokens=max_tokens,
+            min_tokens=body.min_tokens or 0,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=-1 if body.top_k is None else body.top_k,
+            seed=body.seed,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """A chat; the messages are plain JSON values, for the template to judge."""
+
+    call: Call
+    messages: Sequence[Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionCall:
+    """A completion of a text or of token ids."""
+
+    call: Call
+    prompt: str | Sequence[int]
+
+
+def parse_chat(data: bytes) -> ChatCall:
+    """Return the chat call in ``data``; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_CHAT, data)
+    if not body.messages:
+        raise InvalidRequest("messages: must not be empty", param="messages")
+    _refuse_what_engines_cannot({"tools": body.tools, "logprobs": body.logprobs})
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise InvalidRequest(
+            "max_completion_tokens: give this or max_tokens, not both", param="max_completion_tokens"
+        )
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    call = _call(body, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
+    messages = [
+        {key: msgspec.json.decode(value) for key, value in message.items()} for message in body.messages
+    ]
+    return ChatCall(call, messages)
+
+
+def parse_completion(data: bytes) -> CompletionCall:
+    """Return the completion call in ``data``; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_COMPLETION, data)
+    _refuse_what_engines_cannot(
+        {
+            "logprobs": body.logprobs,
+            "echo": body.echo,
+            "suffix": body.suffix,
+            "best_of": (body.best_of or 1) - 1,
+        }
+    )
+    call = _call(body, max_tokens=body.max_tokens or COMPLETION_TOKENS_DEFAULT, field="max_tokens")
+    return CompletionCall(call, _one_prompt(body.prompt))
+
+
+def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int]:
+    """Return the one prompt of a body that may hold several, in any of OpenAI's four forms."""
+    if not prompt or prompt in ([""], [[]]):
+        raise InvalidRequest("prompt: must not be empty", param="prompt")
+    if isinstance(prompt, str):
+        return prompt
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    if len(token_ids) == len(prompt):
+        return token_ids
+    if token_ids:
+        raise InvalidRequest("prompt: either token ids or texts, not both", param="prompt")
+    if len(prompt) > 1:
+        raise InvalidRequest(f"prompt: one prompt a request, not {len(prompt)}", param="prompt")
+    (only,) = (item for item in prompt if not isinstance(item, int))
+    return only
+
+
+def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
+    _refuse_what_engines_cannot({"logit_bias": body.logit_bias})
+    if not body.model:
+        raise InvalidRequest("model: must not be empty", param="model")
+    if body.n is not None and body.n > 1:
+        raise InvalidRequest(f"n: one answer a request, not {body.n}", param="n")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InvalidRequest(
+            f"response_format.type: {body.response_format.type!r} needs an engine that takes text; "
+            "the workers of this model take tokens",
+            param="response_format.type",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: only with stream: true", param="stream_options")
+    if len(body.stop_token_ids or ()) > STOP_TOKENS_MAX:
+        raise InvalidRequest(f"stop_token_ids: at most {STOP_TOKENS_MAX}", param="stop_token_ids")
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    nvext = body.nvext or NvExt()
+    _check_routing(nvext)
+    return Call(
+        body=body,
+        max_tokens=max_tokens,
+        max_tokens_field=field,
+        stops=stops,
+        nvext=nvext,
+        stream_options=body.stream_options or StreamOptions(),
+    )
+
+
+def _refuse_what_engines_cannot(fields: Mapping[str, object]) -> None:
+    """Refuse fields that would change the answer and that token-in engines cannot honour."""
+    for field, value in fields.items():
+        if value:
+            raise InvalidRequest(
+                f"{field}: needs an engine that takes text; the workers of this model take tokens",
+                param=field,
+            )
+
+
+def _check_routing(nvext: NvExt) -> None:
+    constraints = nvext.routing_constraints
+    where = "nvext.routing_constraints"
+    for field, taints in (
+        ("required_taints", constraints.required_taints),
+        ("preferred_taints", constraints.preferred_taints),
+    ):
+        if len(taints) > TAINTS_MAX:
+            raise InvalidRequest(f"{where}.{field}: at most {TAINTS_MAX} taints", param=f"{where}.{field}")
+        if not all(taint.strip() for taint in taints):
+            raise InvalidRequest(f"{where}.{field}: a taint is empty", param=f"{where}.{field}")
+    for field in ("overlap_score_weight", "router_temperature"):
+        value = getattr(nvext.router_config_override, field)
+        if value is not None and value < 0:
+            path = f"nvext.router_config_override.{field}"
+            raise InvalidRequest(f"{path}: must be ≥ 0, not {value}", param=path)
+    for rank_field, worker_field in (("dp_rank", "worker_id"), ("prefill_dp_rank", "prefill_worker_id")):
+        if getattr(nvext, rank_field) is not None and getattr(nvext, worker_field) is None:
+            raise InvalidRequest(
+                f"nvext.{rank_field}: only together with nvext.{worker_field}", param=f"nvext.{rank_field}"
+            )
+
+
+def _pin(worker_id: int | None, dp_rank: int | None) -> Pin | None:
+    if worker_id is None:
+        return None
+    return Pin(WorkerId(worker_id), None if dp_rank is None else DpRank(dp_rank))

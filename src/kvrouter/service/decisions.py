@@ -1,0 +1,29 @@
+"""The last decisions, kept by request id, for "why did that request go there?"."""
+
+from collections import OrderedDict
+
+from kvrouter.core.ids import RequestId
+from kvrouter.routing.decision import Decision
+
+
+class DecisionLog:
+    """Holds the attempts of the last ``requests_max`` requests; the oldest request is forgotten first."""
+
+    def __init__(self, *, requests_max: int) -> None:
+        self._requests_max = requests_max
+        self._by_request: OrderedDict[RequestId, list[tuple[float, Decision]]] = OrderedDict()
+
+    def record(self, decision: Decision, *, decided_at_s: float) -> None:
+        """Add one attempt's decision; ``decided_at_s`` is a wall-clock time."""
+        if self._requests_max == 0:
+            return
+        attempts = self._by_request.get(decision.request_id)
+        if attempts is None:
+            attempts = self._by_request[decision.request_id] = []
+            if len(self._by_request) > self._requests_max:
+                self._by_request.popitem(last=False)
+        attempts.append((decided_at_s, decision))
+
+    def get(self, request_id: RequestId) -> list[tuple[float, Decision]] | None:
+        """Every attempt's decision in order, or None when the request is unknown or forgotten."""
+        return self._by_request.get(request_id)

@@ -1,0 +1,447 @@
+"""The loading dock: does what a request's journey says, and brings its tokens back.
+
+One :class:`Generation` is one request. It is pulled: nothing runs ahead of its reader, so that a slow client holds
+back its own engine stream and nobody else's. Only the prefill leg of a bootstrap handoff runs beside it.
+"""
+
+import asyncio
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self, assert_never
+
+from msgspec.structs import replace
+
+from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, RoutingRefused
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import (
+    Bootstrap,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    GenerateRequest,
+    KvTransferParams,
+    Leg,
+    Usage,
+)
+from kvrouter.journey.journey import Journey
+from kvrouter.journey.words import (
+    Abandon,
+    ClientLeft,
+    Command,
+    End,
+    Fail,
+    Finished,
+    FirstTokens,
+    LegLost,
+    LegRefused,
+    NoteFirstToken,
+    NotPlaced,
+    Place,
+    Placed,
+    PrefillDone,
+    SendDecode,
+    SendPrefill,
+    Shape,
+    State,
+)
+from kvrouter.planes.requests.port import EngineStream, RequestPlane, StreamBroken, WorkerUnreachable
+from kvrouter.service.placement import Placement, Placer
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a worker may be silent before it counts as lost, in seconds; and the whole request's limit."""
+
+    first_token_s: float = 120.0
+    between_tokens_s: float = 60.0
+    request_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened, on the loop's clock, in seconds."""
+
+    begun_s: float
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """What one attempt holds; all of it is given back when the attempt is abandoned."""
+
+    placement: Placement
+    prefill: EngineStream | None = None
+    prefill_task: asyncio.Task[None] | None = None
+    decode: EngineStream | None = None
+    lost: list[LegLost] = field(default_factory=list)
+
+
+class Generation:
+    """The answer to one request, as an async iterator of chunks; use it as a context manager.
+
+    Errors before the first chunk are raised by the first read; after it, by the read that meets them. Leaving the
+    context cancels what still runs and closes every lease.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        placer: Placer,
+        plane: RequestPlane,
+        *,
+        patience: Patience,
+        redispatches_max: int,
+        on_end: Callable[["Generation"], None],
+    ) -> None:
+        self.request = request
+        self.error: KvrouterError | None = None
+        self.finish: FinishReason | None = None
+        self.cached_tokens = 0
+        self._loop = asyncio.get_running_loop()
+        self.times = Times(begun_s=self._loop.time())
+        self._journey = Journey(request.sampling, redispatches_max=redispatches_max)
+        self._placer = placer
+        self._plane = plane
+        self._patience = patience
+        self._on_end = on_end
+        self._attempt: _Attempt | None = None
+        self._last_placement: Placement | None = None
+        self._heard_s = self.times.begun_s
+        self._is_reading = False
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._tail_tokens = 0
+        self._closed = False
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the current (or last) attempt went; None before the first decision."""
+        return self._last_placement
+
+    @property
+    def attempts(self) -> int:
+        """How many times the request was placed."""
+        return self._journey.attempt + 1
+
+    @property
+    def resumes(self) -> int:
+        """How many times a stream went on at another worker."""
+        return self._journey.resumes
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far, counted once, however many workers served them."""
+        return Usage(
+            prompt_tokens=len(self.request.token_ids),
+            completion_tokens=len(self._journey.generated),
+            cached_tokens=self.cached_tokens,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self.close("client left")
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._journey.state is State.DONE:
+            raise StopAsyncIteration
+        if self._attempt is None:
+            await self._perform(self._journey.begin())
+        while True:
+            if self.error is not None:
+                self.close(self.error.code)
+                raise self.error
+            if self.finish is not None:
+                self.close("finished")
+                return EngineChunk(finish=self.finish)
+            chunk = await self._read()
+            if chunk is not None:
+                return chunk
+
+    def close(self, reason: str) -> None:
+        """End now, whatever runs: streams are cancelled, leases closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._journey.handle(ClientLeft(reason))
+        self._abandon(reason)
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            self._watchdog = None
+        self.times.ended_s = self._loop.time()
+        self._on_end(self)
+
+    # Reading
+
+    async def _read(self) -> EngineChunk | None:
+        """Read one chunk of the last leg; None when the attempt changed and there is nothing for the client."""
+        attempt = self._attempt
+        if attempt is None or attempt.decode is None:
+            raise RuntimeError("a generation without a decode stream was read")
+        self._heard_s = self._loop.time()  # time that the client took does not count as the worker's silence
+        self._is_reading = True
+        try:
+            chunk = await attempt.decode.__anext__()
+        except StreamBroken as error:
+            return await self._lose(attempt, str(error))
+        except StopAsyncIteration:
+            return await self._lose(attempt, "the stream ended without a last chunk")
+        finally:
+            self._is_reading = False
+        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+            return await self._lose(attempt, chunk.error or "the engine cancelled the request")
+        if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
+            self._note_cached(chunk.cached_tokens)
+        if chunk.token_ids:
+            if self._journey.state is State.DECODING:
+                await self._perform(self._journey.handle(FirstTokens()))
+            self._journey.tokens(chunk.token_ids)
+            self._count_output(attempt, len(chunk.token_ids))
+        if chunk.finish is not None:
+            attempt.decode = None
+            await self._perform(self._journey.handle(Finished(chunk.finish)))
+            self.close("finished")
+        return chunk
+
+    async def _lose(self, attempt: _Attempt, why: str) -> None:
+        """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
+        pick = attempt.placement.decision.decode
+        await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why)))
+
+    def _lost(self, attempt: _Attempt, lost: LegLost) -> Sequence[Command]:
+        if self.error is not None:  # we ended it ourselves: the deadline passed
+            return self._journey.handle(ClientLeft(self.error.code))
+        return self._journey.handle(attempt.lost[0] if attempt.lost else lost)
+
+    def _count_output(self, attempt: _Attempt, tokens: int) -> None:
+        """Tell the ledger of each block of output that became full."""
+        block_size = attempt.placement.block_size
+        self._tail_tokens += tokens
+        if self._tail_tokens >= block_size:
+            blocks, self._tail_tokens = divmod(self._tail_tokens, block_size)
+            self._placer.output_blocks(attempt.placement, blocks)
+
+    def _note_cached(self, cached_tokens: int) -> None:
+        """The engine's own count of what it had cached; the client's usage shows that of its first token."""
+        if not self._journey.generated:
+            self.cached_tokens = cached_tokens
+        if self._attempt is not None:
+            self._placer.note_cached_tokens(self._attempt.placement, cached_tokens)
+
+    # Doing what the journey says
+
+    async def _perform(self, commands: Sequence[Command]) -> None:
+        todo = deque(commands)
+        while todo:
+            command = todo.popleft()
+            match command:
+                case Place():
+                    todo.extend(await self._place(command))
+                case SendPrefill():
+                    todo.extend(await self._send_prefill())
+                case SendDecode():
+                    todo.extend(await self._send_decode(command.params))
+                case NoteFirstToken():
+                    self._first_token()
+                case Abandon():
+                    self._abandon(command.reason)
+                case End():
+                    self.finish = command.finish
+                case Fail():
+                    self.error = command.error
+                case _:
+                    assert_never(command)
+
+    async def _place(self, command: Place) -> Sequence[Command]:
+        token_ids = self.request.token_ids
+        if self._journey.generated:
+            token_ids = token_ids + array("I", self._journey.generated)
+        try:
+            placement = await self._placer.place(
+                self.request, token_ids, attempt=command.attempt, excluded=command.excluded
+            )
+        except (RoutingRefused, InvalidRequest) as error:
+            return self._journey.handle(NotPlaced(error))
+        if self._journey.state is State.DONE:
+            self._placer.release(placement)
+            return []
+        self._attempt = _Attempt(placement)
+        self._last_placement = placement
+        self._tail_tokens = placement.prompt.isl_tokens % placement.block_size
+        now = self._loop.time()
+        if self.times.placed_s is None:
+            self.times.placed_s = now
+        self._heard_s = now
+        self._watch()
+        return self._journey.handle(Placed(placement.shape))
+
+    async def _send_prefill(self) -> Sequence[Command]:
+        attempt = self._held()
+        if attempt.placement.shape is Shape.BOOTSTRAP:
+            attempt.prefill_task = self._loop.create_task(self._run_prefill_beside(attempt))
+            return []
+        pick = attempt.placement.prefill_pick
+        try:
+            params = await self._run_prefill(attempt)
+        except (WorkerUnreachable, StreamBroken) as error:
+            return self._lost(attempt, LegLost(Leg.PREFILL, pick.rank.worker_id, str(error)))
+        except InvalidRequest as error:
+            return self._journey.handle(LegRefused(error))
+        return self._journey.handle(PrefillDone(pick.rank.worker_id, params))
+
+    async def _run_prefill(self, attempt: _Attempt) -> KvTransferParams | None:
+        """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
+        placement = attempt.placement
+        request = self._engine_request(placement, Leg.PREFILL, bootstrap=placement.bootstrap)
+        stream = await self._plane.open(placement.prefill_address, request)
+        attempt.prefill = stream
+        params: KvTransferParams | None = None
+        self._is_reading = True
+        async for chunk in stream:
+            self._heard_s = self._loop.time()
+            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+                raise StreamBroken(chunk.error or "the engine cancelled the prefill")
+            if chunk.cached_tokens is not None and self._attempt is attempt:
+                self._note_cached(chunk.cached_tokens)
+            if chunk.kv_transfer_params is not None:
+                params = chunk.kv_transfer_params
+            if chunk.finish is not None:
+                break
+        self._placer.prefill_done(placement)
+        return params
+
+    async def _run_prefill_beside(self, attempt: _Attempt) -> None:
+        """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
+        worker_id = attempt.placement.prefill_pick.rank.worker_id
+        try:
+            await self._run_prefill(attempt)
+        except (WorkerUnreachable, StreamBroken, InvalidRequest) as error:
+            attempt.lost.append(LegLost(Leg.PREFILL, worker_id, str(error)))
+            if attempt.decode is not None and self._journey.state is not State.STREAMING:
+                attempt.decode.cancel("its prefill leg failed")
+
+    async def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
+        attempt = self._held()
+        try:
+            if params is not None:
+                self._placer.pick_decode_again(attempt.placement)
+            decode = attempt.placement.decision.decode
+            request = self._engine_request(
+                attempt.placement, decode.leg, bootstrap=attempt.placement.bootstrap, params=params
+            )
+            attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
+        except RoutingRefused as error:
+            return self._journey.handle(NotPlaced(error))
+        except (WorkerUnreachable, StreamBroken) as error:
+            pick = attempt.placement.decision.decode
+            return self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, str(error)))
+        except InvalidRequest as error:
+            return self._journey.handle(LegRefused(error))
+        if attempt.lost:
+            return self._lost(attempt, attempt.lost[0])
+        return []
+
+    def _engine_request(
+        self,
+        placement: Placement,
+        leg: Leg,
+        *,
+        bootstrap: Bootstrap | None,
+        params: KvTransferParams | None = None,
+    ) -> EngineRequest:
+        resumed = len(self._journey.generated)
+        sampling = self.request.sampling
+        if leg is Leg.PREFILL:
+            sampling = replace(sampling, max_tokens=1, min_tokens=0)
+        elif resumed:
+            sampling = replace(
+                sampling,
+                max_tokens=self._journey.remaining_tokens,
+                min_tokens=max(0, sampling.min_tokens - resumed),
+            )
+        pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
+        prefill_worker_id: WorkerId | None = None
+        if leg is Leg.DECODE:
+            prefill_worker_id = placement.prefill_pick.rank.worker_id
+        return EngineRequest(
+            request_id=self.request.request_id,
+            attempt=placement.decision.attempt,
+            leg=leg,
+            model=self.request.model,
+            token_ids=placement.token_ids,
+            sampling=sampling,
+            dp_rank=pick.rank.dp_rank,
+            resumed_tokens=resumed,
+            bootstrap=bootstrap,
+            kv_transfer_params=params,
+            prefill_worker_id=prefill_worker_id,
+            lora_name=self.request.lora_name,
+            cache_namespace=self.request.cache_namespace,
+        )
+
+    def _held(self) -> _Attempt:
+        if self._attempt is None:
+            raise RuntimeError("the journey sends a leg before it was placed")
+        return self._attempt
+
+    def _first_token(self) -> None:
+        now = self._loop.time()
+        if self.times.first_token_s is None:
+            self.times.first_token_s = now
+        attempt = self._held()
+        if attempt.prefill_task is None or attempt.prefill_task.done():
+            attempt.prefill = None  # its KV has been fetched: nothing waits there any more
+        self._placer.first_token(attempt.placement)
+
+    def _abandon(self, reason: str) -> None:
+        """Cancel both legs and close the leases of the current attempt."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        if attempt.prefill_task is not None and not attempt.prefill_task.done():
+            attempt.prefill_task.cancel()
+        if attempt.decode is not None:
+            attempt.decode.cancel(reason)
+        if attempt.prefill is not None:
+            attempt.prefill.cancel(reason)
+        self._placer.release(attempt.placement)
+
+    # Silence
+
+    def _watch(self) -> None:
+        """Look again when the current limit of silence would be reached; one timer a request, re-armed lazily."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        self._watchdog = self._loop.call_at(self._silent_until_s(), self._look)
+
+    def _silent_until_s(self) -> float:
+        patience = self._patience
+        streaming = self._journey.state is State.STREAMING
+        silence_s = patience.between_tokens_s if streaming else patience.first_token_s
+        return min(self._heard_s + silence_s, self.times.begun_s + patience.request_s)
+
+    def _look(self) -> None:
+        self._watchdog = None
+        now = self._loop.time()
+        late = now >= self.times.begun_s + self._patience.request_s
+        if not late and not self._is_reading:
+            self._heard_s = now
+        if now < self._silent_until_s():
+            self._watch()
+            return
+        attempt = self._attempt
+        if attempt is None:
+            return
+        if late:
+            self.error = DeadlineExceeded(f"the request took longer than {self._patience.request_s:g} s")
+        silent = f"no token for {now - self._heard_s:.0f} s"
+        for stream in (attempt.decode, attempt.prefill):
+            if stream is not None:
+                stream.cancel(silent)

@@ -1,0 +1,65 @@
+"""A placed attempt: the decision, and what was booked for it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import LeaseId, WorkerId
+from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
+from kvrouter.journey.words import Shape
+from kvrouter.routing.decision import Decision, Pick
+
+
+@dataclass(slots=True)
+class Placement:
+    """One attempt's workers and leases. ``decision`` changes when decode is picked again after prefill."""
+
+    decision: Decision
+    prompt: Prompt
+    token_ids: TokenBuffer
+    block_size: int
+    shape: Shape
+    decode_address: str
+    decode_lease: LeaseId
+    prefill_address: str = ""
+    prefill_lease: LeaseId | None = None
+    bootstrap: Bootstrap | None = None
+
+    @property
+    def prefill_pick(self) -> Pick:
+        """The prefill worker of a pair."""
+        if self.decision.prefill is None:
+            raise RuntimeError("an aggregated attempt has no prefill worker")
+        return self.decision.prefill
+
+
+class Placer(Protocol):
+    """Picks and books workers for the attempts of requests, and keeps their leases true."""
+
+    async def place(
+        self,
+        request: GenerateRequest,
+        token_ids: TokenBuffer,
+        *,
+        attempt: int,
+        excluded: frozenset[WorkerId],
+    ) -> Placement:
+        """Decide and book; wait as long as the settings allow when nobody may take the request now."""
+
+    def pick_decode_again(self, placement: Placement) -> None:
+        """After a synchronous prefill: decide decode afresh under the frozen constraint, and move the lease."""
+
+    def prefill_done(self, placement: Placement) -> None:
+        """The prefill leg ended: its tokens no longer load its worker."""
+
+    def first_token(self, placement: Placement) -> None:
+        """The first token came: load moves from prefill to decode."""
+
+    def output_blocks(self, placement: Placement, blocks: int) -> None:
+        """So many more blocks are full of output."""
+
+    def note_cached_tokens(self, placement: Placement, cached_tokens: int) -> None:
+        """What the engine really had cached, beside what was predicted."""
+
+    def release(self, placement: Placement) -> None:
+        """Close the leases; idempotent."""
