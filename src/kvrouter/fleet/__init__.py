@@ -1,1 +1,18 @@
 """Who is there: worker ranks as dense slots, with columns of what each one is and does."""
+
+from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, FloatColumn, IntColumn, SlotColumn
+from kvrouter.fleet.fleet import MAX_SLOTS, Change, Fleet
+from kvrouter.fleet.places import UNKNOWN_VALUE
+
+__all__ = [
+    "MAX_SLOTS",
+    "UNKNOWN",
+    "UNKNOWN_VALUE",
+    "BoolColumn",
+    "Change",
+    "Columns",
+    "Fleet",
+    "FloatColumn",
+    "IntColumn",
+    "SlotColumn",
+]

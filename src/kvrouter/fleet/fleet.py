@@ -1,0 +1,372 @@
+"""The fleet of one model: worker ranks and their slots."""
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport, Role, WorkerCard
+from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, SlotColumn
+from kvrouter.fleet.places import Places
+from kvrouter.topology.policy import Required, policy_of
+from kvrouter.topology.taints import topology_domains
+from kvrouter.topology.validation import validate_runtime_config
+
+MAX_SLOTS: Final = 65_536
+"""Worker ranks in one model's fleet."""
+
+_MASK64: Final = (1 << 64) - 1
+
+Key = TypeVar("Key")
+Built = TypeVar("Built")
+
+
+class Change(NamedTuple):
+    """What a card changed. Drop what is known of the ``freed`` slots before using the ``joined`` ones:
+    a slot may be in both. ``warnings`` are about the card, one line each.
+    """
+
+    joined: tuple[Slot, ...]
+    freed: tuple[Slot, ...]
+    warnings: tuple[str, ...]
+
+
+class _Member:
+    """One worker: its card, its slots by rank, and whether it answers."""
+
+    __slots__ = ("alive", "card", "slots")
+
+    def __init__(self, card: WorkerCard) -> None:
+        self.card = card
+        self.alive = True
+        self.slots: dict[DpRank, Slot] = {}
+
+
+class Fleet:
+    """Who serves one model. Every change raises ``version``; reading changes nothing.
+
+    A slot is reused by a later worker rank under a higher generation. ``n_slots`` is one more than the
+    highest slot in use, and the length of every column.
+    """
+
+    def __init__(self, model: ModelName, block_size: int) -> None:
+        self.model = model
+        self.block_size = block_size
+        self.version = 0
+        self.columns = Columns()
+        self._places = Places()
+        self._members: dict[WorkerId, _Member] = {}
+        self._rank_at: list[WorkerRank | None] = []
+        self._generation: list[int] = []
+        self._free: list[Slot] = []
+        self._derived: dict[tuple[object, object], object] = {}
+
+    # --- who is there
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[WorkerCard]:
+        return (member.card for member in self._members.values())
+
+    @property
+    def n_slots(self) -> int:
+        """One more than the highest slot in use."""
+        return len(self._rank_at)
+
+    def card(self, worker_id: WorkerId) -> WorkerCard | None:
+        """Return the worker's card; None when it is not here."""
+        member = self._members.get(worker_id)
+        return None if member is None else member.card
+
+    def is_alive(self, worker_id: WorkerId) -> bool:
+        """Whether the worker is here and answers."""
+        member = self._members.get(worker_id)
+        return member is not None and member.alive
+
+    def slots_of(self, worker_id: WorkerId) -> tuple[Slot, ...]:
+        """Return the slots of the worker's ranks, in the order of ranks."""
+        member = self._members.get(worker_id)
+        return () if member is None else tuple(member.slots.values())
+
+    def slot_of(self, rank: WorkerRank) -> Slot | None:
+        """Return the slot of a worker rank; None when it is not here."""
+        member = self._members.get(rank.worker_id)
+        return None if member is None else member.slots.get(rank.dp_rank)
+
+    def rank_at(self, slot: Slot) -> WorkerRank | None:
+        """Return the worker rank at ``slot``; None when the slot is free."""
+        return self._rank_at[slot] if 0 <= slot < len(self._rank_at) else None
+
+    def card_at(self, slot: Slot) -> WorkerCard | None:
+        """Return the card of the worker at ``slot``; None when the slot is free."""
+        rank = self.rank_at(slot)
+        return None if rank is None else self._members[rank.worker_id].card
+
+    def generation(self, slot: Slot) -> int:
+        """Return how many worker ranks have had ``slot``, the present one included."""
+        return self._generation[slot] if 0 <= slot < len(self._generation) else 0
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether some prefill worker answers and is not draining: requests then go through a pair."""
+        return self.derived(_has_prefill, None)
+
+    @property
+    def required_domain(self) -> str | None:
+        """A domain that some prefill worker here requires its KV transfers to keep to."""
+        return self.derived(_required_domain, None)
+
+    @property
+    def any_required(self) -> bool:
+        """Whether some prefill worker here requires its KV transfers to keep to a domain."""
+        return self.required_domain is not None
+
+    # --- columns over slots
+
+    def domains(self) -> tuple[str, ...]:
+        """Every topology domain that some worker has a value of, sorted."""
+        return tuple(sorted(self._places.domains()))
+
+    def domain_ids(self, domain: str) -> npt.NDArray[np.int32]:
+        """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` where there is none."""
+        return self._places.ids(domain)
+
+    def n_domain_ids(self, domain: str) -> int:
+        """Return one more than the largest id that :meth:`domain_ids` holds."""
+        column = self._places.domain(domain)
+        return 0 if column is None else column.n_ids
+
+    def domain_value_id(self, domain: str, value: str) -> int | None:
+        """Return the id of the domain's value; None when no worker has it."""
+        column = self._places.domain(domain)
+        at = -1 if column is None else column.id_of(value)
+        return None if at < 0 else at
+
+    def domain_value_at(self, domain: str, slot: Slot) -> str | None:
+        """Return the domain's value at ``slot``."""
+        column = self._places.domain(domain)
+        return None if column is None else column.value_at(slot)
+
+    def carries(self, taint: Taint) -> BoolColumn:
+        """Return which slots carry ``taint``, whether their own or made from a topology domain."""
+        return self._places.carries(taint)
+
+    @property
+    def rank_order(self) -> SlotColumn:
+        """The slots in use in the order of their worker ranks, which does not depend on who joined first."""
+        return self.derived(_rank_order, None)
+
+    def derived(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
+        """Return ``build(self, key)``, kept until the fleet changes; ``key`` must be hashable.
+
+        For what follows from cards and liveness alone: load reports are not a change. The keys of one
+        builder must be few: one for each policy or domain value of the fleet, never one for each request.
+        """
+        try:
+            return cast("Built", self._derived[build, key])
+        except KeyError:
+            built = self._derived[build, key] = build(self, key)
+            return built
+
+    # --- changes
+
+    def join(self, card: WorkerCard) -> Change:
+        """Take in a worker, or a new incarnation of one (the old one leaves), or a new card of a present one.
+
+        Raises ConfigError, with ``param`` naming the field and the fleet unchanged, for another model,
+        another block size, impossible ranks, a full fleet, or a runtime config that cannot be run with.
+        """
+        member = self._members.get(card.worker_id)
+        warnings = self._validate(card, member)
+        freed: list[Slot] = []
+        if member is not None and member.card.incarnation != card.incarnation:
+            freed += self._drop(member)
+            member = None
+        if member is None:
+            member = self._members[card.worker_id] = _Member(card)
+        joined = self._apply(member, card, freed)
+        self._changed()
+        return Change(joined, tuple(freed), tuple(warnings))
+
+    def update(self, card: WorkerCard) -> Change | None:
+        """Replace the card of a present worker; None when this incarnation of it is not here.
+
+        Raises what :meth:`join` raises.
+        """
+        member = self._members.get(card.worker_id)
+        if member is None or member.card.incarnation != card.incarnation:
+            return None
+        return self.join(card)
+
+    def leave(self, worker_id: WorkerId, incarnation: Epoch) -> list[Slot]:
+        """Let a worker go and return its freed slots: none when another incarnation of it is here."""
+        member = self._members.get(worker_id)
+        if member is None or member.card.incarnation != incarnation:
+            return []
+        freed = self._drop(member)
+        del self._members[worker_id]
+        self._changed()
+        return freed
+
+    def set_alive(self, worker_id: WorkerId, alive: bool) -> bool:
+        """Say whether a worker answers; False when it is not here."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return False
+        if member.alive != alive:
+            member.alive = alive
+            for slot in member.slots.values():
+                self.columns.write(slot, "alive", alive)
+            self._changed()
+        return True
+
+    def report(self, report: LoadReport) -> bool:
+        """Keep the latest load of a worker rank; False when it is not here."""
+        slot = self.slot_of(report.rank)
+        if slot is None:
+            return False
+        self.columns.write(slot, "has_report", True)
+        self.columns.write(slot, "report_active_blocks", report.active_blocks)
+        self.columns.write(slot, "report_prefill_tokens", report.active_prefill_tokens)
+        if report.total_blocks > 0:
+            self.columns.write(slot, "total_blocks", report.total_blocks)
+        return True
+
+    # --- how
+
+    def _validate(self, card: WorkerCard, member: _Member | None) -> list[str]:
+        if card.model != self.model:
+            raise ConfigError(f"model: worker {card.worker_id} serves {card.model!r}, not {self.model!r}",
+                              param="model")  # fmt: skip
+        if card.block_size != self.block_size:
+            raise ConfigError(
+                f"block_size: worker {card.worker_id} has blocks of {card.block_size} tokens, "
+                f"the fleet of {self.model!r} has {self.block_size}",
+                param="block_size",
+            )
+        if card.dp_size < 1 or card.dp_start < 0:
+            raise ConfigError(
+                f"dp_size: worker {card.worker_id} has {card.dp_size} ranks from {card.dp_start}",
+                param="dp_size",
+            )
+        in_use = self.n_slots - len(self._free) - (0 if member is None else len(member.slots))
+        if in_use + card.dp_size > MAX_SLOTS:
+            raise ConfigError(
+                f"dp_size: the fleet of {self.model!r} is full: {MAX_SLOTS} worker ranks", param="dp_size"
+            )
+        return validate_runtime_config(card.runtime_config)
+
+    def _apply(self, member: _Member, card: WorkerCard, freed: list[Slot]) -> tuple[Slot, ...]:
+        wanted = {rank.dp_rank for rank in card.ranks()}
+        gone = [dp_rank for dp_rank in member.slots if dp_rank not in wanted]
+        freed.extend(self._free_slot(member.slots.pop(dp_rank)) for dp_rank in gone)
+        same_blocks = member.card.runtime_config.total_kv_blocks == card.runtime_config.total_kv_blocks
+        member.card = card
+        joined = []
+        for rank in card.ranks():
+            slot = member.slots.get(rank.dp_rank)
+            is_new = slot is None
+            if slot is None:
+                slot = member.slots[rank.dp_rank] = self._take_slot(rank)
+                joined.append(slot)
+            self._write(slot, member, keep_total_blocks=same_blocks and not is_new)
+        member.slots = dict(sorted(member.slots.items()))
+        return tuple(joined)
+
+    def _write(self, slot: Slot, member: _Member, *, keep_total_blocks: bool) -> None:
+        card, config, write = member.card, member.card.runtime_config, self.columns.write
+        write(slot, "alive", member.alive)
+        write(slot, "draining", card.draining)
+        write(slot, "prefill", card.role is Role.PREFILL)
+        write(slot, "decode_or_both", card.role is not Role.PREFILL)
+        write(slot, "max_num_batched_tokens", _known(config.max_num_batched_tokens))
+        write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
+        if not keep_total_blocks:  # a load report may have said better meanwhile
+            write(slot, "total_blocks", config.total_kv_blocks or np.inf)
+        self._places.put(slot, topology_domains(config), config.taints)
+
+    def _take_slot(self, rank: WorkerRank) -> Slot:
+        if self._free:
+            slot = heapq.heappop(self._free)
+            self._rank_at[slot] = rank
+        else:
+            slot = Slot(len(self._rank_at))
+            self._rank_at.append(rank)
+            self._resize(len(self._rank_at))
+            if slot == len(self._generation):
+                self._generation.append(0)
+        self._generation[slot] += 1
+        self.columns.write(slot, "present", True)
+        self.columns.write(slot, "rank_hash", hash_rank(rank))
+        return slot
+
+    def _free_slot(self, slot: Slot) -> Slot:
+        self._rank_at[slot] = None
+        self.columns.clear(slot)
+        self._places.put(slot, {}, frozenset())
+        heapq.heappush(self._free, slot)
+        return slot
+
+    def _resize(self, n_slots: int) -> None:
+        self.columns.resize(n_slots)
+        self._places.resize(n_slots)
+
+    def _drop(self, member: _Member) -> list[Slot]:
+        freed = [self._free_slot(slot) for slot in member.slots.values()]
+        member.slots.clear()
+        return freed
+
+    def _changed(self) -> None:
+        n_slots = len(self._rank_at)
+        while n_slots and self._rank_at[n_slots - 1] is None:
+            n_slots -= 1
+        if n_slots < len(self._rank_at):
+            del self._rank_at[n_slots:]
+            self._free = [slot for slot in self._free if slot < n_slots]
+            heapq.heapify(self._free)
+            self._resize(n_slots)
+        self._derived.clear()
+        self.version += 1
+
+
+def hash_rank(rank: WorkerRank) -> int:
+    """Return 64 well-mixed bits that depend on the rank alone (splitmix64's finisher, twice)."""
+    return mix64(mix64(rank.worker_id + 0x9E3779B97F4A7C15) ^ rank.dp_rank)
+
+
+def mix64(bits: int) -> int:
+    """Return splitmix64's finisher of 64 bits: every input bit changes every output bit half the time."""
+    bits &= _MASK64
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return bits ^ (bits >> 31)
+
+
+def _known(count: int | None) -> int:
+    return UNKNOWN if count is None else count
+
+
+def _has_prefill(fleet: Fleet, _: None) -> bool:
+    columns = fleet.columns
+    return bool((columns.prefill & columns.alive & ~columns.draining).any())
+
+
+def _required_domain(fleet: Fleet, _: None) -> str | None:
+    domains = []
+    for card in fleet:
+        policy = policy_of(card.runtime_config, None) if card.role is Role.PREFILL else None
+        if isinstance(policy, Required):
+            domains.append(policy.domain)
+    return min(domains, default=None)
+
+
+def _rank_order(fleet: Fleet, _: None) -> SlotColumn:
+    ranked = ((fleet.rank_at(Slot(slot)), slot) for slot in range(fleet.n_slots))
+    return np.array(
+        [slot for _, slot in sorted((rank, slot) for rank, slot in ranked if rank is not None)], np.intp
+    )

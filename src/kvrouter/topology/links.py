@@ -1,0 +1,65 @@
+"""What it costs to move KV between two places."""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from types import MappingProxyType
+
+import msgspec
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.topology.distance import distance
+
+
+class Link(msgspec.Struct, frozen=True):
+    """One link: seconds until the first byte, and bytes a second from then on."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.latency_s) and self.latency_s >= 0.0):
+            raise ConfigError(f"latency_s: {self.latency_s} is not 0 or more", param="latency_s")
+        if not (isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0.0):
+            raise ConfigError(
+                f"bandwidth_bytes_per_s: {self.bandwidth_bytes_per_s} is not above 0",
+                param="bandwidth_bytes_per_s",
+            )
+
+    def transfer_s(self, kv_bytes: float) -> float:
+        """Seconds to move ``kv_bytes`` over this link alone."""
+        return self.latency_s + kv_bytes / self.bandwidth_bytes_per_s
+
+
+DEFAULT_LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        "zone": Link(0.0005, 12.5e9),  # 100 Gbit/s between racks of one zone
+        "rack": Link(0.00002, 50e9),  # 400 Gbit/s under one switch
+        "host": Link(0.00001, 400e9),  # over the host's own GPU links
+    }
+)
+OTHERWISE = Link(0.002, 3.125e9)
+"""Two workers that share no level that has a link: 25 Gbit/s between zones."""
+
+
+class LinkTable(msgspec.Struct, frozen=True, eq=False):
+    """Links by the level that two workers share, and by pair of domain values where one was measured.
+
+    ``by_level`` names levels; ``otherwise`` serves workers that share none of them. ``pairs`` holds
+    (domain, value, other value), in either order, and wins over both; the first that fits in ``pairs``'s own
+    order is taken.
+    """
+
+    by_level: Mapping[str, Link] = DEFAULT_LINKS
+    otherwise: Link = OTHERWISE
+    pairs: Mapping[tuple[str, str, str], Link] = {}
+
+    def link(self, a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) -> Link:
+        """Return the link between the workers whose domain values are ``a`` and ``b``."""
+        for (domain, one, other), link in self.pairs.items():
+            if (a.get(domain), b.get(domain)) in ((one, other), (other, one)):
+                return link
+        shared = distance(a, b, levels).depth
+        for level in reversed(levels[:shared]):
+            if level in self.by_level:
+                return self.by_level[level]
+        return self.otherwise
