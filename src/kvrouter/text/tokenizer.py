@@ -1,19 +1,16 @@
 """From text to token ids and back, as the model's own ``tokenizer.json`` says."""
 
-import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.requests import TokenBuffer
+from kvrouter.text.folder import read_json_object, token_content
 from kvrouter.text.pieces import TokenPieces
-
-TokenIds: TypeAlias = "array[int]"
-"""Token ids as one buffer of unsigned 32-bit integers (typecode ``I``): what hashing reads without a copy."""
 
 EOS_FILES = ("generation_config.json", "config.json")
 
@@ -63,16 +60,21 @@ class Tokenizer:
             eos_ids.update(_as_ids(read_json_object(folder / name).get("eos_token_id")))
         return cls(backend, eos_tokens=[eos_token] if eos_token else [], eos_ids=eos_ids)
 
-    def encode(self, text: str) -> TokenIds:
+    def encode(self, text: str) -> TokenBuffer:
         """Return the ids of ``text`` alone, for text that a chat template made. The GIL is free meanwhile.
 
         A special token written out in ``text`` becomes that special token, as in every engine.
         """
         # The batch form is the only one that skips offsets: two thirds of the time of a plain encode.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        try:
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError as error:
+            raise InvalidRequest(
+                "the prompt is not text, or half a surrogate pair", param="prompt"
+            ) from error
         return array("I", encoding.ids)
 
-    def encode_prompt(self, text: str) -> TokenIds:
+    def encode_prompt(self, text: str) -> TokenBuffer:
         """Return the ids of a plain completion prompt: ``bos_ids``, then those of ``text``."""
         ids = self.encode(text)
         return self.bos_ids + ids if self.bos_ids else ids
@@ -80,26 +82,6 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids``; special and unknown ids have none; bad UTF-8 becomes U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=True)
-
-
-def read_json_object(path: Path) -> Mapping[str, object]:
-    """Return the object in ``path``, empty when there is no such file."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", param=str(path)) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object", param=str(path))
-    return content
-
-
-def token_content(entry: object) -> str | None:
-    """Return the text of a token that a configuration gives as a string or as ``{"content": …}``."""
-    if isinstance(entry, dict):
-        entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
 
 
 def _as_ids(entry: object) -> list[int]:
@@ -115,7 +97,7 @@ def _id_of(vocabulary: Mapping[str, int], token: str) -> int:
     return token_id
 
 
-def _ids_before_text(backend: Backend) -> TokenIds:
+def _ids_before_text(backend: Backend) -> TokenBuffer:
     """Return the ids that the post-processor adds in front; what it adds behind would end the prompt."""
     plain = backend.encode("a", add_special_tokens=False).ids
     processed = backend.encode("a", add_special_tokens=True).ids

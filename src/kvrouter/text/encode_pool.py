@@ -1,0 +1,52 @@
+"""Encoding beside the event loop: a long prompt takes milliseconds, and streams must not wait for it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.requests import TokenBuffer
+
+OFF_LOOP_CHARS = 8_192
+"""About one millisecond of encoding; a hop to a thread and back costs a tenth of that."""
+
+
+class EncodePoolFull(KvrouterError):
+    """More long prompts wait for a thread than the pool admits."""
+
+    status_hint: ClassVar[int] = 503
+    code: ClassVar[str] = "encode_pool_full"
+    type: ClassVar[str] = "service_unavailable"
+
+
+class EncodePool:
+    """A few threads that encode long prompts; shared by all models of a process."""
+
+    def __init__(
+        self, *, off_loop_chars: int = OFF_LOOP_CHARS, threads: int = 2, prompts_max: int = 256
+    ) -> None:
+        """Prompts above ``off_loop_chars`` go to a thread, at most ``prompts_max`` at once."""
+        self._off_loop_chars = off_loop_chars
+        self._prompts_max = prompts_max
+        self._prompts = 0
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvrouter-encode")
+
+    async def encode(self, encode: Callable[[str], TokenBuffer], text: str) -> TokenBuffer:
+        """Return ``encode(text)``. ``EncodePoolFull`` when too many long prompts wait already.
+
+        A caller that is cancelled gives its place up; encoding that has begun ends unheard.
+        """
+        if len(text) <= self._off_loop_chars:
+            return encode(text)
+        if self._prompts >= self._prompts_max:
+            raise EncodePoolFull(f"{self._prompts} long prompts wait to be encoded")
+        self._prompts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode, text)
+        finally:
+            self._prompts -= 1
+
+    def close(self) -> None:
+        """Take no more prompts and end the threads once what they hold is encoded."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,96 @@
+"""Chat messages as a client sends them, checked and put into the form that chat templates read."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest
+
+MESSAGES_MAX = 4_096
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """Return a copy of ``messages`` that every chat template understands.
+
+    Content becomes one string (the text parts, a newline between them; empty for an assistant that only calls
+    tools), the arguments of tool calls become objects, fields that are not known here stay as they are.
+    Raises ``InvalidRequest`` whose ``param`` is the path of the field, such as ``messages[2].content``.
+    """
+    if not messages:
+        raise InvalidRequest("messages: must not be empty", param="messages")
+    if len(messages) > MESSAGES_MAX:
+        raise InvalidRequest(
+            f"messages: at most {MESSAGES_MAX} messages, not {len(messages)}", param="messages"
+        )
+    return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def _template_message(message: object, path: str) -> dict[str, object]:
+    if not isinstance(message, Mapping):
+        raise _wrong(path, "must be an object")
+    role = message.get("role")
+    if role not in ROLES:
+        raise _wrong(f"{path}.role", f"must be one of {', '.join(ROLES)}")
+    out = dict(message)
+    calls = message.get("tool_calls")
+    if calls is None:
+        out.pop("tool_calls", None)
+    else:
+        out["tool_calls"] = _template_calls(calls, f"{path}.tool_calls")
+    content = message.get("content")
+    if content is None and role == "assistant":
+        out["content"] = ""
+    else:
+        out["content"] = _content_text(content, f"{path}.content")
+    return out
+
+
+def _content_text(content: object, path: str) -> str:
+    """Return the text of a content: a string, or a list of text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise _wrong(path, "must be a string or a list of parts")
+    return "\n".join(_part_text(part, f"{path}[{at}]") for at, part in enumerate(content))
+
+
+def _part_text(part: object, path: str) -> str:
+    if not isinstance(part, Mapping):
+        raise _wrong(path, "must be an object with a type")
+    if part.get("type") != "text":
+        raise _wrong(
+            f"{path}.type", "only text parts are supported; this model takes no image, audio or file"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise _wrong(f"{path}.text", "must be a string")
+    return text
+
+
+def _template_calls(calls: object, path: str) -> list[dict[str, object]]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        raise _wrong(path, "must be a list of tool calls")
+    return [_template_call(call, f"{path}[{at}]") for at, call in enumerate(calls)]
+
+
+def _template_call(call: object, path: str) -> dict[str, object]:
+    """Return a tool call whose arguments are an object: templates print them as JSON themselves."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise _wrong(f"{path}.function", "must be an object with a name and arguments")
+    if not isinstance(function.get("name"), str):
+        raise _wrong(f"{path}.function.name", "must be a string")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _wrong(f"{path}.function.arguments", "must be a JSON object in a string") from error
+    if not isinstance(arguments, Mapping):
+        raise _wrong(f"{path}.function.arguments", "must be a JSON object in a string")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _wrong(path: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{path}: {what}", param=path)

@@ -1,0 +1,76 @@
+"""What the front door holds for each model: everything between a client's text and an engine's tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.requests import TokenBuffer
+from kvrouter.text.chat import ChatTemplate
+from kvrouter.text.detokenizer import Detokenizer, make_detokenizer
+from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.tokenizer import Tokenizer
+from kvrouter.text.words import MOCK_FOLDER
+
+MOCK_CONTEXT_TOKENS = 131_072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """One model's tokenizer, chat template and context length; ``pool`` is shared and not closed here."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    context_length_tokens: int
+    pool: EncodePool
+
+    @classmethod
+    def load(cls, folder: Path, *, context_length_tokens: int, pool: EncodePool) -> "TextModel":
+        """Read a model's folder; a second for a large vocabulary. ``ConfigError`` says what is wrong."""
+        if context_length_tokens < 1:
+            raise ConfigError(
+                f"the context length is at least 1 token, not {context_length_tokens}", param="context_length"
+            )
+        return cls(
+            tokenizer=Tokenizer.from_folder(folder),
+            template=ChatTemplate.from_folder(folder),
+            context_length_tokens=context_length_tokens,
+            pool=pool,
+        )
+
+    @classmethod
+    def load_mock(
+        cls, *, context_length_tokens: int = MOCK_CONTEXT_TOKENS, pool: EncodePool | None = None
+    ) -> "TextModel":
+        """Read the model that ships with the package."""
+        return cls.load(MOCK_FOLDER, context_length_tokens=context_length_tokens, pool=pool or EncodePool())
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the prompt text of a chat; ``InvalidRequest`` names the field that is wrong."""
+        if self.template is None:
+            raise InvalidRequest("messages: this model has no chat template", param="messages")
+        return self.template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+        )
+
+    async def encode_chat(self, text: str) -> TokenBuffer:
+        """Return the ids of what ``prepare_chat`` made; the template wrote the special tokens itself."""
+        return await self.pool.encode(self.tokenizer.encode, text)
+
+    async def encode_prompt(self, text: str) -> TokenBuffer:
+        """Return the ids of a completion's prompt, begun as the tokenizer's post-processor begins a text."""
+        return await self.pool.encode(self.tokenizer.encode_prompt, text)
+
+    def detokenizer(self, *, context: Sequence[int] = ()) -> Detokenizer:
+        """Return a detokenizer for the ids that follow ``context``."""
+        return make_detokenizer(self.tokenizer, context=context)
