@@ -1,0 +1,53 @@
+"""Settings and the fleet file: one source for flags, environment, YAML and the documentation pages."""
+
+from kvrouter.config.document import Document, parse_document, read_document
+from kvrouter.config.fleet import (
+    EngineHashes,
+    FleetFile,
+    Handoff,
+    KvLoadFailure,
+    KvTransferSpec,
+    LinkSpec,
+    LinksSpec,
+    MockEngineSpec,
+    MockTiming,
+    ModelSpec,
+    PairLink,
+    TopologySpec,
+    WorkerGroup,
+)
+from kvrouter.config.fleet_checks import LoadedFleet, default_fleet_document, load_fleet
+from kvrouter.config.router import KvRouterConfig, MismatchPolicy
+from kvrouter.config.sources import Loaded, load_settings
+from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSettings, Settings
+
+__all__ = [
+    "Document",
+    "EngineHashes",
+    "FleetFile",
+    "FrontendSettings",
+    "Handoff",
+    "KvLoadFailure",
+    "KvRouterConfig",
+    "KvTransferSpec",
+    "LinkSpec",
+    "LinksSpec",
+    "Loaded",
+    "LoadedFleet",
+    "LogFormat",
+    "LogLevel",
+    "LogSettings",
+    "MismatchPolicy",
+    "MockEngineSpec",
+    "MockTiming",
+    "ModelSpec",
+    "PairLink",
+    "Settings",
+    "TopologySpec",
+    "WorkerGroup",
+    "default_fleet_document",
+    "load_fleet",
+    "load_settings",
+    "parse_document",
+    "read_document",
+]

@@ -1,0 +1,172 @@
+"""What a fleet file must say as a whole: names that meet, domains that exist, models that somebody
+decodes."""
+
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from kvrouter.config.document import Document, parse_document
+from kvrouter.config.fleet import FleetFile, WorkerGroup
+from kvrouter.config.problems import (
+    Problem,
+    config_error,
+    did_you_mean,
+    innermost,
+    problem_of,
+    raise_problems,
+)
+from kvrouter.core.workers import Enforcement, Role
+
+RANKS_MAX = 65_536
+"""How many worker ranks one file may describe."""
+
+_RESERVED_TAINTS = "dynamo.topology/"
+
+
+class LoadedFleet(NamedTuple):
+    """A fleet that can be run, and what its owner should hear about before relying on it."""
+
+    fleet: FleetFile
+    warnings: tuple[str, ...]
+
+
+def default_fleet_document() -> Document:
+    """Return the fleet of ``kvrouter up`` without a file: two zones, KV transfers kept inside each."""
+    text = files("kvrouter.config").joinpath("default-fleet.yaml").read_text("utf-8")
+    return parse_document(text, "default-fleet.yaml")
+
+
+def load_fleet(document: Document) -> LoadedFleet:
+    """Validate a fleet file; raise ConfigError with one line, file and line number per mistake."""
+    try:
+        fleet = FleetFile.model_validate(document.content)
+    except ValidationError as error:
+        problems = innermost([problem_of(item, FleetFile) for item in error.errors()])
+        problems.sort(key=lambda problem: document.line_of(problem.path))
+        raise config_error(problems, document.place) from error
+    raise_problems(
+        [*_name_problems(fleet), *_topology_problems(fleet), *_size_problems(fleet)], document.place
+    )
+    return LoadedFleet(fleet, (*_transfer_warnings(fleet), *_engine_warnings(fleet)))
+
+
+def _name_problems(fleet: FleetFile) -> Iterator[Problem]:
+    names = [model.name for model in fleet.models]
+    yield from _repeated("models", names)
+    yield from _repeated("workers", [group.name for group in fleet.workers])
+    for position, group in enumerate(fleet.workers):
+        path = ("workers", position, "model")
+        if group.model is None and len(names) > 1:
+            yield Problem(path, f"is required: the file has {len(names)} models")
+        elif group.model is not None and group.model not in names:
+            yield Problem(
+                path, f"must be a model of this file, not {group.model!r}{did_you_mean(group.model, names)}"
+            )
+
+
+def _repeated(section: str, names: list[str]) -> Iterator[Problem]:
+    for position, name in enumerate(names):
+        if name in names[:position]:
+            yield Problem(
+                (section, position, "name"), f"must be unique: {name!r} is {section}[{names.index(name)}]"
+            )
+
+
+def _topology_problems(fleet: FleetFile) -> Iterator[Problem]:
+    levels = fleet.topology.levels
+    for position, level in enumerate(levels):
+        if level in levels[:position]:
+            yield Problem(("topology", "levels", position), f"must be unique: {level!r} is there already")
+
+    def unknown(name: str) -> str | None:
+        if name in levels:
+            return None
+        listed = ", ".join(levels) if levels else "none are given"
+        return f"must be one of topology.levels ({listed}), not {name!r}{did_you_mean(name, levels)}"
+
+    links = fleet.topology.link_table
+    for level in links.within:
+        if must := unknown(level):
+            yield Problem(("topology", "links", "within", level), must)
+    for position, pair in enumerate(links.pairs):
+        if must := unknown(pair.level):
+            yield Problem(("topology", "links", "pairs", position, "level"), must)
+    for position, group in enumerate(fleet.workers):
+        for domain in group.domains:
+            if must := unknown(domain):
+                yield Problem(("workers", position, "domains", domain), must)
+        for index, taint in enumerate(group.taints):
+            if taint.startswith(_RESERVED_TAINTS):
+                must = f"must not begin with {_RESERVED_TAINTS}: topology taints come from domains"
+                yield Problem(("workers", position, "taints", index), must)
+    policy = fleet.kv_transfer
+    if policy is not None:
+        if must := unknown(policy.domain):
+            yield Problem(("kv_transfer", "domain"), must)
+        if policy.enforcement is Enforcement.PREFERRED and policy.preferred_weight is None:
+            yield Problem(("kv_transfer", "preferred_weight"), "is required under 'preferred': from 0 to 1")
+
+
+def _size_problems(fleet: FleetFile) -> Iterator[Problem]:
+    ranks = sum(group.replicas * group.dp_size for group in fleet.workers)
+    if ranks > RANKS_MAX:
+        yield Problem(("workers",), f"must have ≤ {RANKS_MAX} ranks together, not {ranks}")
+    for position, model in enumerate(fleet.models):
+        roles = {group.role for group in _groups_of(fleet, model.name)}
+        if not roles & {Role.DECODE, Role.BOTH}:
+            yield Problem(("models", position), f"no worker decodes {model.name!r}: add role decode or both")
+
+
+def _groups_of(fleet: FleetFile, model: str) -> list[WorkerGroup]:
+    """Return the groups that serve ``model``; one without a model serves the only one."""
+    return [group for group in fleet.workers if group.model == model or group.model is None]
+
+
+def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
+    policy = fleet.kv_transfer
+    if fleet.router.kv_transfer_weight > 0 and fleet.topology.links is None:
+        yield "router.kv_transfer_weight weighs assumed links: measure them and write topology.links"
+    if policy is None:
+        return
+    if policy.preferred_weight is not None and policy.enforcement is not Enforcement.PREFERRED:
+        yield f"kv_transfer.preferred_weight has no effect under {policy.enforcement.value!r}"
+    for model in fleet.models:
+        yield from _domain_warnings(fleet, model.name, policy.domain, policy.enforcement)
+
+
+def _domain_warnings(fleet: FleetFile, model: str, domain: str, enforcement: Enforcement) -> Iterator[str]:
+    groups = _groups_of(fleet, model)
+    prefill = [group for group in groups if group.role is Role.PREFILL]
+    if not prefill:
+        yield f"kv_transfer has no effect on model {model!r}: no worker of it has role prefill"
+        return
+    if enforcement is not Enforcement.REQUIRED:
+        return
+    for group in groups:
+        if domain not in group.domains:
+            yield f"group {group.name!r} has no {domain}: under 'required' KV may neither reach nor leave it"
+    decodes = {
+        group.domains[domain]
+        for group in groups
+        if group.role is not Role.PREFILL and domain in group.domains
+    }
+    prefills = {group.domains[domain] for group in prefill if domain in group.domains}
+    for value in sorted(prefills - decodes):
+        yield f"{domain}={value} has prefill workers and no decode worker: they get no requests of {model!r}"
+    for value in sorted(decodes - prefills):
+        yield f"{domain}={value} has decode workers and no prefill worker: they get no requests of {model!r}"
+
+
+def _engine_warnings(fleet: FleetFile) -> Iterator[str]:
+    for group in fleet.workers:
+        model = fleet.model_of(group)
+        room_tokens = group.engine.total_kv_blocks * model.block_size
+        if room_tokens < model.context_length:
+            yield (
+                f"group {group.name!r} has room for {room_tokens} tokens, "
+                f"less than the context length of {model.name!r} ({model.context_length})"
+            )
+        if not group.engine.kv_events and fleet.router.kv_events:
+            yield f"group {group.name!r} publishes no KV events: the router takes its caches for empty"

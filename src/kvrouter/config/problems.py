@@ -1,0 +1,161 @@
+"""What is wrong with a setting or a fleet file, in words that name the field and the mend."""
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from kvrouter.core.errors import ConfigError
+
+Path = tuple[str | int, ...]
+"""Where a value stands in a document: keys and list positions, from the top."""
+
+
+class Problem(NamedTuple):
+    """One mistake: where it stands, and what it must be instead."""
+
+    path: Path
+    must: str
+
+
+def dotted(path: Path) -> str:
+    """Return ``path`` as people write it: ``workers[0].replicas``."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` (did you mean …?)`` for the nearest known word, or nothing when none is near."""
+    nearest = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def raise_problems(problems: Sequence[Problem], place: Callable[[Path], str]) -> None:
+    """Raise :func:`config_error` of ``problems``; return when there are none."""
+    if problems:
+        raise config_error(problems, place)
+
+
+def innermost(problems: Sequence[Problem]) -> list[Problem]:
+    """Leave out what only follows from a problem further in: a list is too short as its entry is wrong."""
+    return [
+        problem
+        for problem in problems
+        if not any(
+            len(other.path) > len(problem.path) and other.path[: len(problem.path)] == problem.path
+            for other in problems
+        )
+    ]
+
+
+def config_error(problems: Sequence[Problem], place: Callable[[Path], str]) -> ConfigError:
+    """Return one error with a line per problem, of which there must be one at least.
+
+    ``place(path)`` begins each line: a file and line, or the flag or variable that the value came from.
+    """
+    lines = [f"{place(problem.path)}: {problem.must}" for problem in problems]
+    return ConfigError("\n".join(lines), param=dotted(problems[0].path))
+
+
+def problem_of(error: ErrorDetails, model: type[BaseModel]) -> Problem:
+    """Return what one error of validating ``model`` means to the person who wrote the value."""
+    path: Path = tuple(part for part in error["loc"] if part != "[key]")
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        return Problem(path, f"unknown key{did_you_mean(str(path[-1]), _keys_at(model, path[:-1]))}")
+    if kind == "missing":
+        return Problem(path, "is required")
+    return Problem(path, f"{_must(error)}{_but_is(error)}")
+
+
+def _keys_at(model: type[BaseModel], path: Path) -> list[str]:
+    """Return the keys that the part of ``model`` at ``path`` knows."""
+    for part in path:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        if field is not None:
+            inner = _model_in(field.annotation)
+            if inner is None:
+                return []
+            model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    """Return the model inside an optional, a list or a mapping of it."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)
+
+
+_TYPE_WORDS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text (put it in quotes)",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "mapping_type": "must be a mapping of keys to values",
+    "dict_type": "must be a mapping of keys to values",
+    "invalid_key": "keys must be text",
+    "model_type": "must be a mapping of keys to values",
+    "model_attributes_type": "must be a mapping of keys to values",
+}
+
+_BOUND_WORDS = {
+    "greater_than_equal": ("ge", "≥"),
+    "greater_than": ("gt", ">"),
+    "less_than_equal": ("le", "≤"),
+    "less_than": ("lt", "<"),
+}
+
+
+def _must(error: ErrorDetails) -> str:
+    kind = error["type"]
+    context = error.get("ctx", {})
+    if kind in _TYPE_WORDS:
+        return _TYPE_WORDS[kind]
+    if kind in _BOUND_WORDS:
+        key, sign = _BOUND_WORDS[kind]
+        return f"must be {sign} {_number(context[key])}"
+    if kind in ("enum", "literal_error"):
+        return f"must be {context['expected']}"
+    if kind in ("string_too_short", "too_short"):
+        return (
+            "must not be empty"
+            if context["min_length"] == 1
+            else f"must have ≥ {context['min_length']} parts"
+        )
+    if kind in ("string_too_long", "too_long"):
+        return (
+            f"must have ≤ {context['max_length']} {'characters' if kind.startswith('string') else 'entries'}"
+        )
+    return error["msg"]
+
+
+def _number(limit: object) -> str:
+    return str(int(limit)) if isinstance(limit, float) and limit.is_integer() else str(limit)
+
+
+_SHOWN_MAX_CHARS = 60
+
+
+def _but_is(error: ErrorDetails) -> str:
+    value = error["input"]
+    if isinstance(value, bool):
+        return f", not {str(value).lower()}"
+    if isinstance(value, int | float | str) and value != "":
+        text = repr(value)
+        return f", not {text if len(text) <= _SHOWN_MAX_CHARS else text[:_SHOWN_MAX_CHARS] + '…'}"
+    if isinstance(value, list) and error["type"] in _TYPE_WORDS:
+        return ", not a list"
+    return ""

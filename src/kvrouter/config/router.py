@@ -1,0 +1,237 @@
+"""The router's settings: how it chooses, whom it refuses, how long it waits."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Interval, MaxLen
+
+from kvrouter.config.setting import (
+    Count,
+    Finite,
+    Fraction,
+    Group,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Section,
+    Setting,
+    Switch,
+    Whole,
+)
+from kvrouter.core.constraints import RouterMode
+
+
+class MismatchPolicy(StrEnum):
+    """What happens when no decode worker shares the prefill worker's domain."""
+
+    FAIL = "fail"
+    FALLBACK = "fallback"
+
+
+class KvRouterConfig(Section):
+    """How one router decides. Also for those who embed it: ``KvRouterConfig(router_temperature=0.5)``.
+
+    Raises ``pydantic.ValidationError``, a ValueError, that names the field when a value is out of range.
+    """
+
+    router_mode: Annotated[
+        RouterMode, Setting(flag="--router-mode", variable="DYN_ROUTER_MODE", group=Group.ROUTING)
+    ] = RouterMode.KV
+    """How a worker is picked among those that are eligible: by cost, in turn, or by chance. Eligibility
+    (roles, taints, topology, busy workers) is the same in every mode."""
+
+    overlap_score_weight: Annotated[
+        NonNegative,
+        Setting(
+            flag="--kv-overlap-score-weight", variable="DYN_KV_OVERLAP_SCORE_WEIGHT", group=Group.ROUTING
+        ),
+    ] = 1.0
+    """What a block that must be prefilled weighs against a block being decoded. Higher favours cache hits
+    and the time to first token, lower favours even load. At 0 no index is built."""
+
+    router_temperature: Annotated[
+        NonNegative,
+        Setting(flag="--router-temperature", variable="DYN_ROUTER_TEMPERATURE", group=Group.ROUTING),
+    ] = 0.0
+    """How random the pick is. At 0 the lowest cost wins; above, workers are drawn by softmax over costs that
+    are normalised by their range."""
+
+    kv_events: Annotated[
+        Switch, Setting(flag="--kv-events", variable="DYN_ROUTER_USE_KV_EVENTS", group=Group.ROUTING)
+    ] = True
+    """Follow the workers' KV events to know which blocks they hold. Without them the router predicts the
+    caches from its own decisions."""
+
+    track_active_blocks: Annotated[
+        Switch,
+        Setting(flag="--track-active-blocks", variable="DYN_ROUTER_TRACK_ACTIVE_BLOCKS", group=Group.ROUTING),
+    ] = True
+    """Count the blocks of running requests as load. Of no use where workers only prefill."""
+
+    track_prefill_tokens: Annotated[
+        Switch,
+        Setting(
+            flag="--track-prefill-tokens", variable="DYN_ROUTER_TRACK_PREFILL_TOKENS", group=Group.ROUTING
+        ),
+    ] = True
+    """Count the tokens that wait for prefill as load."""
+
+    decisions_kept: Annotated[
+        Annotated[Whole, Interval(ge=0, le=1_000_000)],
+        Setting(
+            flag="--decisions-kept",
+            variable="KVROUTER_DECISIONS_KEPT",
+            group=Group.ROUTING,
+            unit="decisions",
+        ),
+    ] = 1000
+    """How many of the last decisions can be read back by request id."""
+
+    active_decode_blocks_threshold: Annotated[
+        Fraction | None,
+        Setting(
+            flag="--active-decode-blocks-threshold",
+            variable="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
+            group=Group.BUSY,
+            unit="fraction of the worker's blocks",
+        ),
+    ] = None
+    """A worker whose running requests hold more than this part of its KV blocks is busy and gets no new ones.
+    Judged on its load reports, on the router's own count until one comes. Unset: never busy by blocks."""
+
+    active_prefill_tokens_threshold: Annotated[
+        Count | None,
+        Setting(
+            flag="--active-prefill-tokens-threshold",
+            variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
+            group=Group.BUSY,
+            unit="tokens",
+        ),
+    ] = None
+    """A worker with more tokens than this waiting for prefill is busy. Unset: never busy by tokens."""
+
+    admission_queue_max: Annotated[
+        Count,
+        Setting(
+            flag="--admission-queue-max",
+            variable="KVROUTER_ADMISSION_QUEUE_MAX",
+            group=Group.BUSY,
+            unit="requests",
+        ),
+    ] = 0
+    """How many requests may wait while every eligible worker is busy. At 0 they are refused at once."""
+
+    admission_wait_s: Annotated[
+        NonNegative,
+        Setting(
+            flag="--admission-wait-s", variable="KVROUTER_ADMISSION_WAIT_S", group=Group.BUSY, unit="seconds"
+        ),
+    ] = 0.0
+    """How long a request may wait for a worker that is not busy."""
+
+    kv_transfer_topology_level: Annotated[
+        Annotated[str, MaxLen(63)] | None,
+        Setting(
+            flag="--kv-transfer-topology-level",
+            variable="DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL",
+            group=Group.TOPOLOGY,
+        ),
+    ] = None
+    """The topology domain that KV transfers keep to, for prefill workers that publish no policy of their own.
+    Unset: such workers are not constrained."""
+
+    kv_transfer_mismatch_policy: Annotated[
+        MismatchPolicy,
+        Setting(
+            flag="--kv-transfer-mismatch-policy",
+            variable="DYN_ROUTER_KV_TRANSFER_MISMATCH_POLICY",
+            group=Group.TOPOLOGY,
+        ),
+    ] = MismatchPolicy.FAIL
+    """What happens under the topology level when no decode worker shares the prefill worker's domain: refuse
+    the request, or warn, count it and cross the boundary."""
+
+    kv_transfer_weight: Annotated[
+        NonNegative,
+        Setting(
+            flag="--kv-transfer-weight",
+            variable="KVROUTER_KV_TRANSFER_WEIGHT",
+            group=Group.TOPOLOGY,
+            unit="blocks per second",
+        ),
+    ] = 0.0
+    """What one second of expected KV transfer costs a decode worker, in blocks. At 0, or without a link
+    table, the links are not weighed."""
+
+    router_domain_wait_s: Annotated[
+        NonNegative,
+        Setting(
+            flag="--router-domain-wait",
+            variable="KVROUTER_ROUTER_DOMAIN_WAIT",
+            group=Group.TOPOLOGY,
+            unit="seconds",
+        ),
+    ] = 0.0
+    """How long a request waits for a decode worker to join the prefill worker's domain before it is refused,
+    where the domain is required. Nothing is dispatched while it waits."""
+
+    router_ttl_s: Annotated[
+        Positive,
+        Setting(flag="--router-ttl", variable="DYN_ROUTER_TTL", group=Group.CACHE, unit="seconds"),
+    ] = 120.0
+    """How long a predicted block is believed in. Ignored when KV events are followed."""
+
+    router_max_tree_size: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--router-max-tree-size",
+            variable="DYN_ROUTER_MAX_TREE_SIZE",
+            group=Group.CACHE,
+            unit="blocks",
+        ),
+    ] = 2**20
+    """How many predicted blocks are kept; above, the least recently used are pruned. Ignored when KV events
+    are followed."""
+
+    router_prune_target_ratio: Annotated[
+        Annotated[Finite, Interval(gt=0, le=1)],
+        Setting(
+            flag="--router-prune-target-ratio",
+            variable="DYN_ROUTER_PRUNE_TARGET_RATIO",
+            group=Group.CACHE,
+            unit="fraction of the maximum",
+        ),
+    ] = 0.8
+    """The size that pruning goes down to. Ignored when KV events are followed."""
+
+    retries_max: Annotated[
+        Annotated[Whole, Interval(ge=0, le=10)],
+        Setting(
+            flag="--retries-max",
+            variable="KVROUTER_RETRIES_MAX",
+            group=Group.RECOVERY,
+            unit="dispatches",
+        ),
+    ] = 2
+    """How often a request may be sent elsewhere after a worker failed it. Low, so that one poisonous prompt
+    cannot take a fleet down."""
+
+    ttft_timeout_s: Annotated[
+        Positive | None,
+        Setting(
+            flag="--ttft-timeout-s", variable="KVROUTER_TTFT_TIMEOUT_S", group=Group.RECOVERY, unit="seconds"
+        ),
+    ] = None
+    """How long a request may take to its first token before it fails. Unset: as long as the whole request
+    may."""
+
+    request_timeout_s: Annotated[
+        Positive,
+        Setting(
+            flag="--request-timeout-s",
+            variable="KVROUTER_REQUEST_TIMEOUT_S",
+            group=Group.RECOVERY,
+            unit="seconds",
+        ),
+    ] = 600.0
+    """How long a request may take in all; then it fails and its workers are told to stop."""

@@ -1,0 +1,209 @@
+"""What a setting is: one field of a frozen model, with where it can be set from, its unit and its group.
+
+The field's type, default and docstring are read off the model; :class:`Setting` adds what a type cannot say.
+``--help``, the environment, the YAML keys and the documentation page are all made from :class:`SettingSpec`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from types import NoneType, UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
+from pydantic import AllowInfNan, BaseModel, ConfigDict, SecretStr, Strict
+from pydantic.fields import FieldInfo
+
+SettingValue = bool | int | float | str
+"""A setting before validation, as a source gives it."""
+
+Whole = Annotated[int, Strict()]
+Count = Annotated[Whole, Ge(0)]
+PositiveCount = Annotated[Whole, Ge(1)]
+Finite = Annotated[float, Strict(), AllowInfNan(False)]
+NonNegative = Annotated[Finite, Ge(0)]
+Positive = Annotated[Finite, Gt(0)]
+Fraction = Annotated[Finite, Interval(ge=0, le=1)]
+Switch = Annotated[bool, Strict()]
+
+
+class Group(StrEnum):
+    """The heading under which ``--help`` and the documentation list a setting."""
+
+    ROUTING = "Routing"
+    BUSY = "Busy workers and admission"
+    TOPOLOGY = "Topology"
+    CACHE = "Cache prediction (without KV events)"
+    RECOVERY = "Retries and deadlines"
+    FRONT_DOOR = "Front door"
+    LOGS = "Logs"
+
+
+class Kind(StrEnum):
+    """How the text of a flag or a variable becomes a value; the value of each is its name in ``--help``."""
+
+    SWITCH = "BOOL"
+    WHOLE = "INT"
+    NUMBER = "NUMBER"
+    CHOICE = "CHOICE"
+    TEXT = "TEXT"
+    HIDDEN = "SECRET"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a field's type cannot say. ``flag`` is None for a secret, which no process list may show."""
+
+    flag: str | None
+    variable: str
+    group: Group
+    unit: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingSpec:
+    """One setting, complete: what flags, variables and pages are made from."""
+
+    section: str
+    name: str
+    flag: str | None
+    variable: str
+    group: Group
+    unit: str | None
+    kind: Kind
+    choices: tuple[str, ...]
+    optional: bool
+    default: object
+    limits: str
+    meaning: str
+
+    @property
+    def yaml_key(self) -> str:
+        """The dotted path of the key in a YAML file."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def default_text(self) -> str:
+        """The default as people write it in a shell."""
+        if self.default is None:
+            return "unset"
+        if isinstance(self.default, bool):
+            return "true" if self.default else "false"
+        return str(self.default)
+
+    def parse(self, text: str) -> SettingValue:
+        """Return the value that ``text`` stands for; raise ValueError with what it must be otherwise."""
+        text = text.strip()
+        if self.kind is Kind.SWITCH:
+            return parse_switch(text)
+        if self.kind is Kind.WHOLE:
+            try:
+                return int(text)
+            except ValueError:
+                raise ValueError(f"must be a whole number, not {text!r}") from None
+        if self.kind is Kind.NUMBER:
+            try:
+                return float(text)
+            except ValueError:
+                raise ValueError(f"must be a number, not {text!r}") from None
+        return text
+
+
+_SWITCH_WORDS = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(
+    ("false", "0", "no", "off"), False
+)
+
+
+def parse_switch(text: str) -> bool:
+    """Return what a word for on or off means; raise ValueError for any other text."""
+    value = _SWITCH_WORDS.get(text.strip().lower())
+    if value is None:
+        raise ValueError(f"must be true or false, not {text!r}")
+    return value
+
+
+class Section(BaseModel):
+    """A group of settings: frozen, without unknown keys, each field documented by its docstring."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+def settings_of(section: str, model: type[Section]) -> tuple[SettingSpec, ...]:
+    """Return the settings of ``model`` in the order in which they are written."""
+    return tuple(_spec(section, name, field) for name, field in model.model_fields.items())
+
+
+def _spec(section: str, name: str, field: FieldInfo) -> SettingSpec:
+    setting = next((item for item in field.metadata if isinstance(item, Setting)), None)
+    if setting is None or field.description is None:
+        raise TypeError(f"{section}.{name}: a setting needs its Setting(...) and a docstring")
+    inner, optional, bounds = _unwrap(field.annotation)
+    kind, choices = _kind(inner)
+    return SettingSpec(
+        section=section,
+        name=name,
+        flag=setting.flag,
+        variable=setting.variable,
+        group=setting.group,
+        unit=setting.unit,
+        kind=kind,
+        choices=choices,
+        optional=optional,
+        default=field.default.value if isinstance(field.default, StrEnum) else field.default,
+        limits=_limits([*bounds, *field.metadata], choices),
+        meaning=" ".join(field.description.split()),
+    )
+
+
+def _unwrap(annotation: object) -> tuple[object, bool, list[object]]:
+    """Return the plain type inside ``X | None`` and ``Annotated``, whether None is allowed, the metadata."""
+    bounds: list[object] = []
+    optional = False
+    while True:
+        origin = get_origin(annotation)
+        if origin is Annotated:
+            annotation, *metadata = get_args(annotation)
+            bounds += metadata
+        elif origin in (Union, UnionType) and NoneType in get_args(annotation):
+            optional = True
+            (annotation,) = (arg for arg in get_args(annotation) if arg is not NoneType)
+        else:
+            return annotation, optional, bounds
+
+
+def _kind(plain: object) -> tuple[Kind, tuple[str, ...]]:
+    if isinstance(plain, type) and issubclass(plain, StrEnum):
+        return Kind.CHOICE, tuple(member.value for member in plain)
+    kinds = {
+        bool: Kind.SWITCH,
+        int: Kind.WHOLE,
+        float: Kind.NUMBER,
+        str: Kind.TEXT,
+        SecretStr: Kind.HIDDEN,
+    }
+    for known, kind in kinds.items():
+        if plain is known:
+            return kind, ()
+    raise TypeError(f"a setting cannot be of the type {plain!r}")
+
+
+def _limits(metadata: list[object], choices: tuple[str, ...]) -> str:
+    if choices:
+        return " | ".join(choices)
+    parts: list[str] = []
+    for item in metadata:
+        bounds = list(item) if isinstance(item, Interval) else [item]
+        for bound in bounds:
+            match bound:
+                case Ge(limit):
+                    parts.append(f"≥ {limit}")
+                case Gt(limit):
+                    parts.append(f"> {limit}")
+                case Le(limit):
+                    parts.append(f"≤ {limit}")
+                case Lt(limit):
+                    parts.append(f"< {limit}")
+                case _:
+                    pass
+    return ", ".join(parts)

@@ -1,0 +1,239 @@
+"""The settings tree: every setting of ``kvrouter up``, each written once."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Interval
+from pydantic import SecretStr
+
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.config.setting import (
+    Count,
+    Group,
+    NonNegative,
+    Positive,
+    PositiveCount,
+    Section,
+    Setting,
+    SettingSpec,
+    Whole,
+    settings_of,
+)
+
+
+class LogLevel(StrEnum):
+    """The least important log line that is written."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How a log line looks: for eyes, or for machines."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class FrontendSettings(Section):
+    """The front door: where it listens, and the limits of what it takes."""
+
+    http_host: Annotated[
+        str, Setting(flag="--http-host", variable="DYN_HTTP_HOST", group=Group.FRONT_DOOR)
+    ] = "127.0.0.1"
+    """The address to listen on. 0.0.0.0 listens on every interface: set an admin token then."""
+
+    http_port: Annotated[
+        Annotated[Whole, Interval(ge=0, le=65535)],
+        Setting(flag="--http-port", variable="DYN_HTTP_PORT", group=Group.FRONT_DOOR),
+    ] = 8000
+    """The port to listen on. At 0 the system picks a free one, which is logged."""
+
+    admin_token: Annotated[
+        SecretStr | None,
+        Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=Group.FRONT_DOOR),
+    ] = None
+    """The bearer token that the admin routes ask for. Unset: they are open. It has no flag, because the list
+    of processes shows flags."""
+
+    body_max_bytes: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--body-max-bytes",
+            variable="KVROUTER_BODY_MAX_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 64 * 1024 * 1024
+    """The largest request body; a larger one is answered with 413."""
+
+    header_max_bytes: Annotated[
+        Annotated[Whole, Interval(ge=1024, le=1024 * 1024)],
+        Setting(
+            flag="--header-max-bytes",
+            variable="KVROUTER_HEADER_MAX_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 64 * 1024
+    """The largest head of a request: its first line and all headers."""
+
+    connections_max: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--connections-max",
+            variable="KVROUTER_CONNECTIONS_MAX",
+            group=Group.FRONT_DOOR,
+            unit="connections",
+        ),
+    ] = 16_384
+    """How many connections may be open; further ones are closed at once."""
+
+    pipelined_requests_max: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--pipelined-requests-max",
+            variable="KVROUTER_PIPELINED_REQUESTS_MAX",
+            group=Group.FRONT_DOOR,
+            unit="requests",
+        ),
+    ] = 8
+    """How many requests one connection may send ahead; then its reading pauses."""
+
+    header_timeout_s: Annotated[
+        Positive,
+        Setting(
+            flag="--header-timeout-s",
+            variable="KVROUTER_HEADER_TIMEOUT_S",
+            group=Group.FRONT_DOOR,
+            unit="seconds",
+        ),
+    ] = 10.0
+    """How long the head of a request may take to arrive once it has begun."""
+
+    body_timeout_s: Annotated[
+        Positive,
+        Setting(
+            flag="--body-timeout-s",
+            variable="KVROUTER_BODY_TIMEOUT_S",
+            group=Group.FRONT_DOOR,
+            unit="seconds",
+        ),
+    ] = 30.0
+    """How long the body of a request may take to arrive."""
+
+    idle_timeout_s: Annotated[
+        Positive,
+        Setting(
+            flag="--idle-timeout-s",
+            variable="KVROUTER_IDLE_TIMEOUT_S",
+            group=Group.FRONT_DOOR,
+            unit="seconds",
+        ),
+    ] = 75.0
+    """How long a kept-alive connection may stay without a request."""
+
+    write_stall_s: Annotated[
+        Positive,
+        Setting(
+            flag="--write-stall-s",
+            variable="KVROUTER_WRITE_STALL_S",
+            group=Group.FRONT_DOOR,
+            unit="seconds",
+        ),
+    ] = 60.0
+    """How long a client may leave its stream unread before it is cut off."""
+
+    write_high_water_bytes: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--write-high-water-bytes",
+            variable="KVROUTER_WRITE_HIGH_WATER_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 64 * 1024
+    """With more than this unsent on one connection, its stream pauses."""
+
+    write_low_water_bytes: Annotated[
+        Count,
+        Setting(
+            flag="--write-low-water-bytes",
+            variable="KVROUTER_WRITE_LOW_WATER_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 16 * 1024
+    """With no more than this unsent, a paused stream goes on. Below the high water mark."""
+
+    write_overflow_bytes: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--write-overflow-bytes",
+            variable="KVROUTER_WRITE_OVERFLOW_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 1024 * 1024
+    """With more than this unsent although its stream is paused, a client is cut off. Above the high water
+    mark."""
+
+    tokenize_inline_max_chars: Annotated[
+        Count,
+        Setting(
+            flag="--tokenize-inline-max-chars",
+            variable="KVROUTER_TOKENIZE_INLINE_MAX_CHARS",
+            group=Group.FRONT_DOOR,
+            unit="characters",
+        ),
+    ] = 8192
+    """Longer prompts are tokenized in a thread, so that streams do not wait for them."""
+
+    drain_limit_s: Annotated[
+        NonNegative,
+        Setting(
+            flag="--drain-limit-s",
+            variable="KVROUTER_DRAIN_LIMIT_S",
+            group=Group.FRONT_DOOR,
+            unit="seconds",
+        ),
+    ] = 30.0
+    """After SIGTERM no new requests are taken; running ones may finish within this time, then they are
+    cut."""
+
+
+class LogSettings(Section):
+    """What is logged, and how it looks."""
+
+    log_level: Annotated[
+        LogLevel, Setting(flag="--log-level", variable="KVROUTER_LOG_LEVEL", group=Group.LOGS)
+    ] = LogLevel.INFO
+    """The least important line that is written. Each decision is one line at ``info``."""
+
+    log_format: Annotated[
+        LogFormat, Setting(flag="--log-format", variable="KVROUTER_LOG_FORMAT", group=Group.LOGS)
+    ] = LogFormat.TEXT
+    """How a line looks. Prompts and answers are never logged."""
+
+
+class Settings(Section):
+    """The whole tree. A key of YAML is ``<section>.<name>``."""
+
+    frontend: FrontendSettings = FrontendSettings()
+    """The front door."""
+
+    router: KvRouterConfig = KvRouterConfig()
+    """The router."""
+
+    log: LogSettings = LogSettings()
+    """The logs."""
+
+
+SETTINGS: tuple[SettingSpec, ...] = (
+    *settings_of("router", KvRouterConfig),
+    *settings_of("frontend", FrontendSettings),
+    *settings_of("log", LogSettings),
+)
+"""Every setting, in the order in which ``--help`` and the documentation list them."""
