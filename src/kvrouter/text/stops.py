@@ -46,7 +46,6 @@ class StopMatcher:
             return "", self.stopped
         pending = self._held + text
         if self._openers.search(pending) is None:
-            self._held = ""
             return pending, None
         start = self._find(pending)
         if start is not None:
