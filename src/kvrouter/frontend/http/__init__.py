@@ -1,0 +1,32 @@
+"""An HTTP/1.1 server for streams of tokens: a sans-I/O connection, an asyncio driver, an ASGI bridge.
+
+It knows nothing of routing or OpenAI beyond the shape of an error. A handler gets a :class:`Request` and a
+:class:`Responder`.
+"""
+
+from kvrouter.frontend.http.asgi import AsgiBridge
+from kvrouter.frontend.http.limits import Limits
+from kvrouter.frontend.http.messages import Request
+from kvrouter.frontend.http.protocol import Handler, HttpEvent
+from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder, Stream
+from kvrouter.frontend.http.response import SSE_DONE, SSE_FILLER, SseTemplate, error_body, sse_event
+from kvrouter.frontend.http.server import HttpServer, Observer
+
+__all__ = [
+    "SSE_DONE",
+    "SSE_FILLER",
+    "AsgiBridge",
+    "Disconnect",
+    "Disconnected",
+    "Handler",
+    "HttpEvent",
+    "HttpServer",
+    "Limits",
+    "Observer",
+    "Request",
+    "Responder",
+    "SseTemplate",
+    "Stream",
+    "error_body",
+    "sse_event",
+]

@@ -1,0 +1,209 @@
+"""One HTTP/1.1 message after another from httptools' callbacks, with the checks that a grammar leaves open.
+
+The grammar is llhttp's, strict. What is added here are the refusals that a server behind other proxies
+owes them (RFC 9112 §3.2, §6.3): a request that frames its body twice, or carries no or several Host
+headers, is not read in one of its two possible ways; it ends the connection.
+"""
+
+import re
+from typing import NoReturn
+from urllib.parse import unquote_to_bytes
+
+import httptools
+
+from kvrouter.core.errors import BodyTooLarge, InvalidRequest
+from kvrouter.frontend.http.limits import Limits
+from kvrouter.frontend.http.messages import BadRequest, Request, RequestHead
+
+__all__ = ["MessageParser"]
+
+_VERSIONS = frozenset({"1.0", "1.1"})
+_DIGITS = re.compile(rb"[0-9]{1,18}")
+_ABSOLUTE_FORM = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+
+
+class _Fault(Exception):
+    """Raised inside a parser callback: the one way to stop the parser there."""
+
+
+class MessageParser:
+    """Collects messages. ``fault`` is set by the first one that is refused; nothing is fed after it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._parser = httptools.HttpRequestParser(self)
+        self.fault: BadRequest | None = None
+        self._finished: list[Request] = []
+        self._fresh_head: RequestHead | None = None
+        self._is_resuming = False
+        self._begin()
+
+    @property
+    def head(self) -> RequestHead | None:
+        """The head of the message whose body is being read."""
+        return self._head
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the current body that arrived."""
+        return self._body_bytes
+
+    @property
+    def body_left_bytes(self) -> int | None:
+        """Bytes of the current body that are still to come, or None when it is chunked."""
+        return None if self._content_bytes is None else self._content_bytes - self._body_bytes
+
+    def feed(self, data: memoryview) -> int:
+        """Parses; sets ``fault`` instead of raising. Returns the bytes taken: fewer than all at an upgrade.
+
+        An upgrade is not made: the request is served as if it had not asked (RFC 9110 §7.8). Java's HTTP
+        client asks with every first POST over plain text.
+        """
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._head is not None:
+                self._resume_body()
+            return int(upgrade.args[0])
+        except httptools.HttpParserError as error:
+            if self.fault is None:
+                self.fault = BadRequest(400, f"malformed HTTP: {error}")
+        return len(data)
+
+    def take_head(self) -> RequestHead | None:
+        """The head that became complete since the last call."""
+        head, self._fresh_head = self._fresh_head, None
+        return head
+
+    def take_requests(self) -> list[Request]:
+        """The requests that became complete since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    # What httptools calls.
+
+    def on_message_begin(self) -> None:
+        """Starts a message."""
+        if not self._is_resuming:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._chunks: list[bytes] = []
+        self._head: RequestHead | None = None
+        self._body_bytes = 0
+        self._content_bytes: int | None = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request target."""
+        if not self._is_resuming:
+            self._target += url
+
+    def on_header(self, name: bytes, value: bytes | None) -> None:
+        """One header line, or one trailer, which is counted and dropped."""
+        if self._is_resuming:
+            return
+        self._headers.append((name.lower(), (value or b"").strip(b" \t")))
+        if len(self._headers) > self._limits.headers:
+            self._refuse(431, f"more than {self._limits.headers} headers")
+
+    def on_headers_complete(self) -> None:
+        """The head is complete: everything about it is judged here, before its body is read."""
+        if self._is_resuming:
+            self._is_resuming = False
+            return
+        version = self._parser.get_http_version()
+        if version not in _VERSIONS:
+            self._refuse(505, "HTTP version not supported")
+        method = self._parser.get_method().decode("ascii")
+        if method == "CONNECT":
+            self._refuse(405, "CONNECT is not served")
+        self._check_host(version)
+        self._content_bytes = self._framing(version)
+        if self._content_bytes is not None and self._content_bytes > self._limits.body_bytes:
+            self._refuse_body()
+        target, path, query = self._split_target()
+        expects = self._content_bytes != 0 and version == "1.1"
+        self._head = self._fresh_head = RequestHead(
+            method=method,
+            target=target,
+            path=path,
+            query=query,
+            headers=tuple(self._headers),
+            http_version=version,
+            keep_alive=self._parser.should_keep_alive(),
+            expects_continue=expects and b"100-continue" in map(bytes.lower, self._values(b"expect")),
+        )
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        self._body_bytes += len(body)
+        if self._body_bytes > self._limits.body_bytes:
+            self._refuse_body()
+        self._chunks.append(body)
+
+    def on_message_complete(self) -> None:
+        """The message is whole."""
+        if self._head is None:
+            self._refuse(400, "malformed HTTP: no head")
+        if self._parser.should_upgrade() and self._content_bytes != 0:
+            return  # llhttp takes the body for another protocol's bytes; ``feed`` sees to it
+        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._finished.append(Request(self._head, body))
+        self._begin()
+
+    def _resume_body(self) -> None:
+        """Has the body behind an upgrade request read after all, by a parser that saw no upgrade."""
+        length = self._content_bytes
+        framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
+        self._parser = httptools.HttpRequestParser(self)
+        self._is_resuming = True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+
+    def _values(self, name: bytes) -> list[bytes]:
+        return [value for key, value in self._headers if key == name]
+
+    def _check_host(self, version: str) -> None:
+        hosts = len(self._values(b"host"))
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            self._refuse(400, "a request carries exactly one Host header")
+
+    def _framing(self, version: str) -> int | None:
+        """The body's length in bytes, None when it is chunked; two framings, or an odd one, are refused."""
+        lengths, codings = self._values(b"content-length"), self._values(b"transfer-encoding")
+        if codings:
+            if lengths or len(codings) > 1 or version == "1.0":
+                self._refuse(400, "ambiguous body framing")
+            if codings[0].lower() != b"chunked":
+                self._refuse(501, "only the chunked transfer coding is served")
+            return None
+        if not lengths:
+            return 0
+        if len(lengths) > 1 or not _DIGITS.fullmatch(lengths[0]):
+            self._refuse(400, "invalid Content-Length")
+        return int(lengths[0])
+
+    def _split_target(self) -> tuple[bytes, str, str]:
+        """(path as sent, path decoded, query) of an origin-form or absolute-form target, or of ``*``."""
+        target = self._target
+        origin = _ABSOLUTE_FORM.match(target)
+        if origin is not None:
+            target = target[origin.end() :]
+            if not target.startswith(b"/"):
+                target = b"/" + target
+        if not target.startswith(b"/") and target != b"*":
+            self._refuse(400, "invalid request target")
+        raw_path, _, query = target.partition(b"#")[0].partition(b"?")
+        try:
+            return raw_path, unquote_to_bytes(raw_path).decode("utf-8"), query.decode("ascii")
+        except UnicodeDecodeError:
+            self._refuse(400, "the request target is not UTF-8")
+
+    def _refuse_body(self) -> NoReturn:
+        message = f"the request body is over {self._limits.body_bytes} bytes"
+        self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code)
+
+    def _refuse(self, status: int, reason: str, *, code: str = InvalidRequest.code) -> NoReturn:
+        self.fault = BadRequest(status, reason, code)
+        raise _Fault(reason)

@@ -1,0 +1,358 @@
+"""One connection on asyncio: drives :class:`ServerConnection` with a transport, one request at a time.
+
+A request that came early (pipelining) waits until the answer before it has ended, its handler has returned
+and the client has taken enough of it. So answers keep their order, and a client that does not read cannot
+make the server pile them up.
+"""
+
+import asyncio
+import logging
+import socket
+import traceback
+from collections import deque
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from functools import partial
+from typing import Protocol, TypeAlias, cast
+
+from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.frontend.http.connection import ServerConnection
+from kvrouter.frontend.http.limits import Limits
+from kvrouter.frontend.http.messages import BadRequest, ConnectionClosed, Event, Request, RequestHead
+from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
+from kvrouter.frontend.http.response import CONTINUE, PROCESSING, error_body, response_head
+
+__all__ = ["Handler", "HttpEvent", "HttpProtocol", "ServerSide"]
+
+Handler: TypeAlias = Callable[[Request, Responder], Awaitable[None]]
+"""Answers one request through its responder."""
+
+_log = logging.getLogger("kvrouter.frontend.http")
+_JSON = ((b"content-type", b"application/json"),)
+
+
+class HttpEvent(StrEnum):
+    """What is worth counting; handed to the observer, one call each."""
+
+    CONNECTION_OPENED = "connection_opened"
+    CONNECTION_CLOSED = "connection_closed"
+    CONNECTION_REFUSED = "connection_refused"
+    REQUEST = "request"
+    BAD_REQUEST = "bad_request"
+    CLIENT_LEFT = "client_left"
+    WRITE_STALLED = "write_stalled"
+    WRITE_OVERFLOW = "write_overflow"
+    DRAIN_CUT = "drain_cut"
+    HANDLER_FAILED = "handler_failed"
+
+
+class ServerSide(Protocol):
+    """What a connection needs of its server."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of every connection."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether answers should end their connections."""
+
+    def opened(self, connection: "HttpProtocol") -> bool:
+        """A connection was accepted; False when it is one too many."""
+
+    def closed(self, connection: "HttpProtocol") -> None:
+        """A connection is gone."""
+
+    def handle(self, request: Request, responder: Responder) -> "asyncio.Task[None]":
+        """Runs the handler."""
+
+    def flush_soon(self, connection: "HttpProtocol") -> None:
+        """Has ``connection.flush`` called before the event loop waits for sockets again."""
+
+    def date_line(self) -> bytes:
+        """The Date header line of this second."""
+
+    def observe(self, event: HttpEvent) -> None:
+        """Counts."""
+
+
+class HttpProtocol(asyncio.Protocol):
+    """The transport's other half, and the :class:`Wire` of its responders."""
+
+    def __init__(self, server: ServerSide, loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._loop = loop
+        self._limits = server.limits
+        self._connection = ServerConnection(server.limits, now_s=loop.time())
+        self._requests: deque[Request] = deque()
+        self._responder: Responder | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._client: tuple[str, int] | None = None
+        self._fault: BadRequest | None = None
+        self._owes_continue = False
+        self._reading = True
+        self._input_ended = False
+        self._closing = False
+        self._lost = False
+        self._cut_reason = Disconnect.CLIENT_LEFT
+        self._linger_until_s: float | None = None
+        self._probed_at_s = 0.0
+        self._written_bytes = 0
+        self._taken_bytes = 0
+        self._taken_at_s = loop.time()
+
+    # What the event loop calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accepts, or refuses a connection too many."""
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(
+            high=self._limits.high_water_bytes, low=self._limits.low_water_bytes
+        )
+        peer = transport.get_extra_info("peername")
+        if isinstance(peer, tuple):
+            self._client = (str(peer[0]), int(peer[1]))
+            # A token is a small segment that must not wait for the acknowledgement of the one before.
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if not self._server.opened(self):
+            self._refuse(BadRequest(503, "too many connections", code="too_many_connections"))
+            self._close()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client; those after its last request are dropped."""
+        if not self._closing and self._fault is None:
+            self._take(self._connection.receive(data, self._loop.time()))
+
+    def eof_received(self) -> bool:
+        """The client shut its writing side. True keeps our side open while something is owed to it."""
+        self._input_ended = True
+        if self._linger_until_s is not None:
+            return False
+        self._take(self._connection.receive_eof())
+        return self._responder is not None or bool(self._requests) or self._fault is not None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone; a handler that still answers is told."""
+        self._lost = True
+        self._writable.set()
+        self._requests.clear()
+        responder = self._responder
+        if responder is not None and not responder.ended:
+            if responder.disconnected is None:
+                self._server.observe(HttpEvent.CLIENT_LEFT)
+                _log.info("http.client_left started=%s error=%s", responder.started, type(exc).__name__)
+            responder.tell(self._cut_reason)
+        self._server.closed(self)
+
+    def pause_writing(self) -> None:
+        """The client does not keep up."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._writable.set()
+        self._advance()
+
+    # What responders call.
+
+    @property
+    def flush_at_bytes(self) -> int:
+        """Unflushed bytes of a stream from which it is flushed at once."""
+        return self._limits.high_water_bytes
+
+    @property
+    def may_keep_alive(self) -> bool:
+        """Whether another request would be taken on this connection."""
+        return not (self._server.is_draining or self._input_ended)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the bytes not yet taken by the client are below the high-water mark."""
+        return self._writable.is_set()
+
+    async def wait_writable(self) -> None:
+        """Returns once ``is_writable``, or once the connection is lost."""
+        await self._writable.wait()
+
+    def date_line(self) -> bytes:
+        """The Date header line of this second."""
+        return self._server.date_line()
+
+    def write(self, data: bytes) -> None:
+        """Hands bytes to the transport."""
+        if not self._lost:
+            self._written_bytes += len(data)
+            self._transport.write(data)
+
+    def flush_soon(self) -> None:
+        """Has ``flush`` called before the event loop waits for sockets again."""
+        self._server.flush_soon(self)
+
+    def flush(self) -> None:
+        """Sends what the open stream holds; cuts off a client for which too much waits."""
+        responder = self._responder
+        if self._lost or responder is None or responder.stream is None:
+            return
+        data = responder.stream.take()
+        if data:
+            self.write(data)
+        if (
+            not self._writable.is_set()
+            and not responder.ended
+            and self._transport.get_write_buffer_size() > self._limits.overflow_bytes
+        ):
+            self.cut(Disconnect.WRITE_OVERFLOW)
+
+    # What the server calls.
+
+    def sweep(self, now_s: float) -> None:
+        """Looks at the clocks: request and idle time, stalled writes, lingering, clients that may be gone."""
+        if self._linger_until_s is not None:
+            if now_s >= self._linger_until_s:
+                self._transport.close()
+        elif not self._closing:
+            self._take(self._connection.on_time(now_s))
+        waiting_bytes = self._transport.get_write_buffer_size()
+        taken_bytes = self._written_bytes - waiting_bytes
+        if waiting_bytes == 0 or taken_bytes != self._taken_bytes:
+            self._taken_bytes, self._taken_at_s = taken_bytes, now_s
+        elif now_s - self._taken_at_s >= self._limits.write_stall_s:
+            self.cut(Disconnect.WRITE_STALLED)
+        if self._input_ended and now_s - self._probed_at_s >= self._limits.probe_s:
+            self._probed_at_s = now_s
+            self._probe()
+
+    def drain(self) -> None:
+        """Closes if nothing is owed; otherwise the answer being given, or asked for, is the last one."""
+        if self._responder is None and self._connection.is_idle and not self._lost:
+            self._close()
+
+    def cut(self, reason: Disconnect) -> None:
+        """Drops the connection at once, with unsent bytes; the handler is told the reason."""
+        if self._lost:
+            return
+        self._server.observe(HttpEvent(reason.value))
+        _log.warning("http.cut reason=%s unsent_bytes=%d", reason, self._transport.get_write_buffer_size())
+        self._cut_reason = reason
+        self._closing = True
+        if self._responder is not None:
+            self._responder.tell(reason)
+        self._transport.abort()
+
+    # What moves a connection on.
+
+    def _take(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case RequestHead():
+                    self._owes_continue = event.expects_continue
+                case Request():
+                    self._owes_continue = False
+                    self._requests.append(event)
+                case BadRequest():
+                    self._server.observe(HttpEvent.BAD_REQUEST)
+                    _log.info("http.bad_request status=%d reason=%s", event.status, event.reason)
+                    self._fault = event
+                case ConnectionClosed():
+                    self._input_ended = True
+        self._advance()
+        if (
+            not (self._lost or self._closing or self._input_ended)
+            and self._reading != self._connection.wants_read
+        ):
+            self._reading = not self._reading
+            if self._reading:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
+
+    def _advance(self) -> None:
+        """Starts what is next, unless something is in progress or the client must first read more."""
+        if self._responder is not None or self._closing or self._lost or not self._writable.is_set():
+            return
+        if self._requests:
+            request = self._requests.popleft()
+            self._responder = Responder(request, self, client=self._client)
+            self._server.observe(HttpEvent.REQUEST)
+            self._server.handle(request, self._responder).add_done_callback(
+                partial(self._handled, self._responder)
+            )
+        elif self._fault is not None:
+            self._refuse(self._fault)
+            self._linger()
+        elif self._input_ended:
+            self._close()
+        elif self._owes_continue:
+            self._owes_continue = False
+            self.write(CONTINUE)
+
+    def _handled(self, responder: Responder, task: "asyncio.Task[None]") -> None:
+        if self._has_failed(responder, task):
+            responder.keep_alive = False
+            answerable = not responder.ended and responder.disconnected is None
+            if answerable and responder.started:
+                self.cut(Disconnect.HANDLER_FAILED)
+            else:
+                self._server.observe(HttpEvent.HANDLER_FAILED)
+            if answerable and not responder.started:
+                message = "the server failed to answer this request"
+                body = error_body(message, error_type=KvrouterError.type, code=KvrouterError.code)
+                responder.answer(500, _JSON, body)
+        self._responder = None
+        if self._lost:
+            return
+        if not responder.keep_alive or self._server.is_draining:
+            self._close()
+        else:
+            self._take(self._connection.request_done(self._loop.time()))
+
+    def _has_failed(self, responder: Responder, task: "asyncio.Task[None]") -> bool:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, Disconnected):
+            # Not its message: that may quote the prompt.
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            _log.error("http.handler_failed error=%s\n%s", type(error).__name__, frames)
+            return True
+        if responder.ended or responder.disconnected is not None:
+            return False
+        _log.error("http.handler_unfinished cancelled=%s started=%s", task.cancelled(), responder.started)
+        return True
+
+    def _refuse(self, fault: BadRequest) -> None:
+        error_type = InvalidRequest.type if fault.status < 500 else KvrouterError.type
+        body = error_body(fault.reason, error_type=error_type, code=fault.code)
+        head = response_head(
+            fault.status,
+            _JSON,
+            date_line=self.date_line(),
+            connection=b"close",
+            content_bytes=len(body),
+            chunked=False,
+        )
+        self.write(head + body)
+
+    def _linger(self) -> None:
+        """Reads on for a while before closing: bytes left unread would reset the answer on its way."""
+        self._closing = True
+        if self._input_ended or self._limits.linger_s == 0:
+            self._close()
+            return
+        self._linger_until_s = self._loop.time() + self._limits.linger_s
+        if not self._reading:
+            self._reading = True
+            self._transport.resume_reading()
+        self._transport.write_eof()
+
+    def _probe(self) -> None:
+        responder = self._responder
+        if responder is None or responder.ended or responder.disconnected is not None:
+            return
+        if responder.stream is not None:
+            responder.stream.probe()
+        elif responder.request.head.http_version == "1.1":
+            self.write(PROCESSING)
+
+    def _close(self) -> None:
+        self._closing = True
+        self._transport.close()

@@ -1,0 +1,198 @@
+"""The HTTP server: listens, keeps its connections' clocks, and drains."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from kvrouter.frontend.http.limits import Limits
+from kvrouter.frontend.http.messages import Request
+from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
+from kvrouter.frontend.http.responder import Disconnect, Responder
+from kvrouter.frontend.http.response import DateHeader
+
+__all__ = ["HttpServer", "Observer"]
+
+Observer: TypeAlias = Callable[[HttpEvent], None]
+"""Told of everything that is worth counting."""
+
+
+def _observe_nothing(_: HttpEvent) -> None:
+    pass
+
+
+class HttpServer:
+    """Serves ``handler`` over HTTP/1.1 and 1.0: a task per request, one request at a time per connection.
+
+    A handler that raises before its answer has begun is answered for with a 500; after that its connection
+    is cut, so that the client cannot take the part for the whole. A handler is not cancelled when its
+    client leaves: it is told (:class:`Responder`). Only ``drain`` cancels, at its very end.
+    """
+
+    def __init__(
+        self, handler: Handler, limits: Limits | None = None, *, observer: Observer = _observe_nothing
+    ) -> None:
+        self._handler = handler
+        self._limits = Limits() if limits is None else limits
+        self._observer = observer
+        self._listeners: list[asyncio.Server] = []
+        self._connections: set[HttpProtocol] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unflushed: list[HttpProtocol] = []
+        self._date = DateHeader()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._quiet = asyncio.Event()
+        self._is_draining = False
+
+    async def serve(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        sockets: Sequence[socket.socket] | None = None,
+        reuse_port: bool = False,
+    ) -> None:
+        """Starts to accept on ``host:port`` (port 0: any), or on bound ``sockets``; returns at once.
+
+        Raises OSError when an address cannot be had, RuntimeError after ``drain``.
+        """
+        if self._is_draining:
+            raise RuntimeError("this server has drained")
+        self._loop = asyncio.get_running_loop()
+        if sockets is None:
+            listener = await self._loop.create_server(
+                self._accept, host, port, reuse_port=reuse_port, backlog=2048
+            )
+            self._listeners.append(listener)
+        else:
+            for sock in sockets:
+                listener = await self._loop.create_server(self._accept, sock=sock, backlog=2048)
+                self._listeners.append(listener)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(self._limits.sweep_s, self._sweep_all)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """(host, port) of every listening socket."""
+        names = [sock.getsockname() for listener in self._listeners for sock in listener.sockets]
+        return [(str(name[0]), int(name[1])) for name in names]
+
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+        return len(self._connections)
+
+    @property
+    def running(self) -> int:
+        """Handlers that have not returned."""
+        return len(self._tasks)
+
+    async def drain(self, limit_s: float) -> int:
+        """Stops accepting, lets what runs finish for ``limit_s`` seconds, then cuts it.
+
+        Returns how many connections were cut. Handlers learn of it (``Disconnect.DRAIN_CUT``) and are
+        cancelled after ``Limits.handler_grace_s`` more. Idle connections close at once, busy ones after
+        their answer; a request that is half received is still served.
+        """
+        self._is_draining = True
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self._connections):
+            connection.drain()
+        await self._wait_quiet(limit_s)
+        cut = list(self._connections)
+        for connection in cut:
+            connection.cut(Disconnect.DRAIN_CUT)
+        if not await self._wait_quiet(self._limits.handler_grace_s):
+            for task in self._tasks:
+                task.cancel()
+            await self._wait_quiet(self._limits.handler_grace_s)
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for listener in self._listeners:
+            await listener.wait_closed()
+        self._listeners.clear()
+        return len(cut)
+
+    # What connections call.
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of every connection."""
+        return self._limits
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether answers should end their connections."""
+        return self._is_draining
+
+    def opened(self, connection: HttpProtocol) -> bool:
+        """A connection was accepted; False when it is one too many."""
+        fits = len(self._connections) < self._limits.connections
+        self._connections.add(connection)
+        self.observe(HttpEvent.CONNECTION_OPENED if fits else HttpEvent.CONNECTION_REFUSED)
+        return fits
+
+    def closed(self, connection: HttpProtocol) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+        self.observe(HttpEvent.CONNECTION_CLOSED)
+        self._note_quiet()
+
+    def handle(self, request: Request, responder: Responder) -> "asyncio.Task[None]":
+        """Runs the handler."""
+        task = self._loop.create_task(self._run(request, responder))
+        self._tasks.add(task)
+        task.add_done_callback(self._handled)
+        return task
+
+    def flush_soon(self, connection: HttpProtocol) -> None:
+        """Has ``connection.flush`` called before the event loop waits for sockets again."""
+        if not self._unflushed:
+            self._loop.call_soon(self._flush_all)
+        self._unflushed.append(connection)
+
+    def date_line(self) -> bytes:
+        """The Date header line of this second."""
+        return self._date.line(time.time())
+
+    def observe(self, event: HttpEvent) -> None:
+        """Counts."""
+        self._observer(event)
+
+    def _accept(self) -> HttpProtocol:
+        return HttpProtocol(self, self._loop)
+
+    async def _run(self, request: Request, responder: Responder) -> None:
+        await self._handler(request, responder)
+
+    def _handled(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        self._note_quiet()
+
+    def _flush_all(self) -> None:
+        unflushed, self._unflushed = self._unflushed, []
+        for connection in unflushed:
+            connection.flush()
+
+    def _sweep_all(self) -> None:
+        now_s = self._loop.time()
+        for connection in list(self._connections):
+            connection.sweep(now_s)
+        self._sweep = self._loop.call_later(self._limits.sweep_s, self._sweep_all)
+
+    def _note_quiet(self) -> None:
+        if not self._connections and not self._tasks:
+            self._quiet.set()
+
+    async def _wait_quiet(self, limit_s: float) -> bool:
+        """Waits until no connection is open and no handler runs; False when the limit came first."""
+        self._quiet.clear()
+        self._note_quiet()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._quiet.wait()
+        except TimeoutError:
+            return False
+        return True
