@@ -13,15 +13,16 @@ class InfiniteCache:
         self._blocks: dict[tuple[int, tuple[Hashable, ...]], int] = {}
 
     def store(self, tokens: Sequence[Hashable]) -> int:
-        """Remember a prompt; returns how many of its leading tokens were there before, in full blocks."""
+        """Remember a prompt; returns how many of its leading tokens were there before, in full blocks.
+
+        A block is known only under a known block, so those that are known are the leading ones.
+        """
         before = -1
         cached_blocks = 0
-        contiguous = True
         for start in range(0, len(tokens) - self._block_size + 1, self._block_size):
             block = (before, tuple(tokens[start : start + self._block_size]))
             known = self._blocks.get(block)
-            contiguous = contiguous and known is not None
-            cached_blocks += contiguous
+            cached_blocks += known is not None
             before = len(self._blocks) if known is None else known
             self._blocks[block] = before
         return cached_blocks * self._block_size

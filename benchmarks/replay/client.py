@@ -158,4 +158,6 @@ def _what_is_wrong(reading: _Reading, request: PlannedRequest) -> str | None:
         return f"{reading.output_tokens} tokens came, {request.output_tokens} were asked for"
     if reading.cached_tokens is None:
         return "the usage does not say how many prompt tokens were cached"
+    if PREFILL_WORKER_HEADER not in reading.headers or DECODE_WORKER_HEADER not in reading.headers:
+        return "the headers do not name the workers"
     return None

@@ -5,7 +5,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,9 @@ from types import TracebackType
 from typing import Self
 
 import yaml
+
+from kvrouter.config import FleetFile
+from kvrouter.core.workers import Enforcement
 
 READY_POLL_S = 0.1
 LOG_TAIL_CHARS = 2000
@@ -22,11 +24,16 @@ class FleetFailed(RuntimeError):
     """The fleet did not start, or did not stop cleanly; the message ends with the tail of its log."""
 
 
-def write_fleet_file(source: Path, target: Path, *, speedup: float) -> None:
-    """Copy a fleet file with another speed-up."""
-    fleet = yaml.safe_load(source.read_text(encoding="utf-8"))
-    fleet["speedup"] = speedup
-    target.write_text(yaml.safe_dump(fleet, sort_keys=False), encoding="utf-8")
+def write_fleet_file(fleet: FleetFile, target: Path, *, speedup: float) -> None:
+    """Write the fleet with another speed-up."""
+    faster = fleet.model_copy(update={"speedup": speedup})
+    content = faster.model_dump(mode="json", exclude_unset=True)
+    target.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def requires_a_domain(fleet: FleetFile) -> bool:
+    """Whether a KV transfer must never leave its domain."""
+    return fleet.kv_transfer is not None and fleet.kv_transfer.enforcement is Enforcement.REQUIRED
 
 
 def up_command(fleet_file: Path, *, router_mode: str, port: int) -> list[str]:

@@ -1,0 +1,243 @@
+"""The replay's client against a small server of its own: what it measures, and what it calls an error."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from benchmarks.replay.client import DECODE_WORKER_HEADER, PREFILL_WORKER_HEADER, Answer, Target, replay
+from benchmarks.replay.schedule import PlannedRequest
+
+Body = dict[str, object]
+Handler = Callable[[Body, asyncio.StreamWriter], Awaitable[None]]
+
+HEAD = (
+    "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n"
+    f"{PREFILL_WORKER_HEADER}: 3\r\n{DECODE_WORKER_HEADER}: 7\r\n\r\n"
+)
+
+
+def request(*, conversation: int = 0, turn: int = 0, due_s: float = 0.0, tokens: int = 2) -> PlannedRequest:
+    return PlannedRequest(
+        conversation=conversation,
+        turn=turn,
+        due_s=due_s,
+        prompt=f" prompt {conversation} {turn}",
+        output_tokens=tokens,
+    )
+
+
+def event(**fields: object) -> bytes:
+    chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "mock", "choices": []}
+    return b"data: " + json.dumps(chunk | fields).encode() + b"\n\n"
+
+
+def text(content: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": {"content": content}, "finish_reason": None}])
+
+
+def usage(*, output_tokens: int = 2, cached_tokens: int | None = 16) -> bytes:
+    details = None if cached_tokens is None else {"cached_tokens": cached_tokens}
+    return event(
+        usage={
+            "prompt_tokens": 40,
+            "completion_tokens": output_tokens,
+            "total_tokens": 40 + output_tokens,
+            "prompt_tokens_details": details,
+        }
+    )
+
+
+@asynccontextmanager
+async def server(handler: Handler) -> AsyncIterator[str]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+        body: Body = json.loads(await reader.readexactly(length))
+        await handler(body, writer)
+        writer.close()
+        await writer.wait_closed()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listening:
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+
+
+async def ask(handler: Handler, *conversations: list[PlannedRequest], limit_s: float = 5.0) -> list[Answer]:
+    async with server(handler) as base_url:
+        target = Target(base_url=base_url, model="mock", speedup=100.0, request_timeout_s=limit_s)
+        return await replay(target, conversations)
+
+
+async def good(_body: Body, writer: asyncio.StreamWriter) -> None:
+    writer.write(HEAD.encode() + text("a") + text("b") + usage() + b"data: [DONE]\n\n")
+    await writer.drain()
+
+
+async def test_an_answer_carries_what_the_server_said() -> None:
+    seen: list[Body] = []
+
+    async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
+        seen.append(body)
+        await good(body, writer)
+
+    (answer,) = await ask(handler, [request()])
+    assert answer.error is None
+    assert (answer.prompt_tokens, answer.output_tokens, answer.cached_tokens) == (40, 2, 16)
+    assert (answer.prefill_worker, answer.decode_worker) == ("3", "7")
+    assert answer.ttft_s is not None
+    assert answer.itl_s is not None
+    assert answer.late_s >= 0
+    (body,) = seen
+    assert body["messages"] == [{"role": "user", "content": " prompt 0 0"}]
+    assert body["max_tokens"] == 2
+    assert body["stream"] is True
+    assert body["stream_options"] == {"include_usage": True}
+
+
+async def test_the_first_token_is_the_first_text_not_the_role() -> None:
+    role_read = asyncio.Event()
+    times: list[float] = []
+
+    async def handler(_body: Body, writer: asyncio.StreamWriter) -> None:
+        role = event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
+        writer.write(HEAD.encode() + role)
+        await writer.drain()
+        started = asyncio.get_running_loop().time()
+        await asyncio.wait_for(role_read.wait(), 5)
+        times.append(asyncio.get_running_loop().time() - started)
+        writer.write(text("a") + text("b") + usage() + b"data: [DONE]\n\n")
+
+    asyncio.get_running_loop().call_later(0.05, role_read.set)
+    (answer,) = await ask(handler, [request()])
+    assert answer.ttft_s is not None
+    assert answer.ttft_s >= times[0]
+
+
+async def test_a_turn_waits_for_the_answer_before_it_and_others_do_not() -> None:
+    events: list[str] = []
+    other_came = asyncio.Event()
+
+    async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
+        messages = body["messages"]
+        assert isinstance(messages, list)
+        name = messages[0]["content"]
+        events.append(f"begin{name}")
+        if name == " prompt 1 0":
+            other_came.set()
+        else:
+            await asyncio.wait_for(other_came.wait(), 5)
+        events.append(f"end{name}")
+        await good(body, writer)
+
+    answers = await ask(handler, [request(), request(turn=1)], [request(conversation=1)])
+    assert [(answer.conversation, answer.turn) for answer in answers] == [(0, 0), (0, 1), (1, 0)]
+    assert events.index("end prompt 0 0") < events.index("begin prompt 0 1")
+    assert events.index("begin prompt 1 0") < events.index("end prompt 0 0")
+
+
+async def test_waiting_for_the_answer_before_is_not_the_clients_delay() -> None:
+    answered = asyncio.Event()
+
+    async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
+        await answered.wait()
+        await good(body, writer)
+
+    asyncio.get_running_loop().call_later(0.3, answered.set)
+    first, second = await ask(handler, [request(), request(turn=1)])
+    assert first.ttft_s is not None
+    assert first.ttft_s >= 0.25
+    assert second.late_s < 0.25
+
+
+async def test_requests_are_sent_when_they_are_due_divided_by_the_speedup() -> None:
+    loop = asyncio.get_running_loop()
+    came: list[float] = []
+
+    async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
+        came.append(loop.time())
+        await good(body, writer)
+
+    await ask(handler, [request(), request(turn=1, due_s=20.0)])
+    assert 0.1 < came[1] - came[0] < 2.0
+
+
+async def test_a_refusal_is_an_error_and_the_conversation_goes_on() -> None:
+    refused = False
+
+    async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
+        nonlocal refused
+        if refused:
+            await good(body, writer)
+            return
+        refused = True
+        writer.write(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+
+    first, second = await ask(handler, [request(), request(turn=1)])
+    assert first.error is not None
+    assert "503" in first.error
+    assert second.error is None
+
+
+async def test_a_stream_that_breaks_is_an_error() -> None:
+    async def handler(_body: Body, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 9999\r\n\r\n")
+        writer.write(text("a"))
+
+    (answer,) = await ask(handler, [request()])
+    assert answer.error is not None
+    assert answer.ttft_s is None
+
+
+async def test_an_answer_that_hangs_is_an_error() -> None:
+    done = asyncio.Event()
+
+    async def handler(_body: Body, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD.encode() + text("a"))
+        await writer.drain()
+        await done.wait()
+
+    async with server(handler) as base_url:
+        target = Target(base_url=base_url, model="mock", speedup=1.0, request_timeout_s=0.2)
+        (answer,) = await replay(target, [[request()]])
+        done.set()
+    assert answer.error is not None
+    assert answer.error.startswith("TimeoutError")
+
+
+async def test_an_answer_of_another_length_is_an_error() -> None:
+    (answer,) = await ask(good, [request(tokens=3)])
+    assert answer.error == "2 tokens came, 3 were asked for"
+
+
+async def test_an_answer_without_text_is_an_error() -> None:
+    async def handler(_body: Body, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD.encode() + usage() + b"data: [DONE]\n\n")
+
+    (answer,) = await ask(handler, [request()])
+    assert answer.error == "the answer has no text"
+
+
+async def test_usage_without_cached_tokens_is_an_error() -> None:
+    async def handler(_body: Body, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD.encode() + text("ab") + usage(cached_tokens=None) + b"data: [DONE]\n\n")
+
+    (answer,) = await ask(handler, [request()])
+    assert answer.error == "the usage does not say how many prompt tokens were cached"
+
+
+async def test_headers_that_do_not_name_the_workers_are_an_error() -> None:
+    async def handler(_body: Body, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        writer.write(text("ab") + usage() + b"data: [DONE]\n\n")
+
+    (answer,) = await ask(handler, [request()])
+    assert answer.error == "the headers do not name the workers"
+
+
+async def test_every_answer_is_told_as_it_comes() -> None:
+    told: list[Answer] = []
+    async with server(good) as base_url:
+        target = Target(base_url=base_url, model="mock", speedup=1.0)
+        answers = await replay(target, [[request(), request(turn=1)]], on_answer=told.append)
+    assert told == answers
