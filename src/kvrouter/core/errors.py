@@ -4,6 +4,7 @@
 
     KvrouterError
     ├── InvalidRequest          400  the client's mistake; names the field
+    │   ├── ContextLengthExceeded
     │   ├── UnknownModel        404
     │   └── BodyTooLarge        413
     ├── Unauthorized            401  an admin route without its token
@@ -56,6 +57,12 @@ class InvalidRequest(KvrouterError):
     status_hint = 400
     code = "invalid_request"
     type = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and the answer together, do not fit into the model's context."""
+
+    code = "context_length_exceeded"
 
 
 class UnknownModel(InvalidRequest):

@@ -1,6 +1,7 @@
 """A placed attempt: the decision, and what was booked for it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrouter.core.hashing import Prompt
@@ -8,12 +9,14 @@ from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
 from kvrouter.journey.words import Shape
 from kvrouter.routing.decision import Decision, Pick
+from kvrouter.routing.request import RouteRequest
 
 
 @dataclass(slots=True)
 class Placement:
     """One attempt's workers and leases. ``decision`` changes when decode is picked again after prefill."""
 
+    wish: RouteRequest
     decision: Decision
     prompt: Prompt
     token_ids: TokenBuffer
@@ -24,6 +27,8 @@ class Placement:
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None
     bootstrap: Bootstrap | None = None
+    decode_domains: Mapping[str, str] = field(default_factory=dict)
+    prefill_domains: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prefill_pick(self) -> Pick:

@@ -1,0 +1,68 @@
+"""Where a request went, as its client sees it: response headers, and ``nvext`` when it asks."""
+
+from collections.abc import Collection, Mapping
+
+from kvrouter.service.generation import Generation
+from kvrouter.service.placement import Placement
+
+
+def placed_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
+    """The workers that answered, their domains, and the overlap that was counted on."""
+    placement = generation.placement
+    if placement is None:
+        return ()
+    decision = placement.decision
+    served = decision.decode if decision.prefill is None else decision.prefill
+    headers = [
+        (b"x-kvrouter-decode-worker", str(decision.decode.rank).encode()),
+        (b"x-kvrouter-decode-domain", _domains(placement.decode_domains)),
+        (b"x-kvrouter-overlap-blocks", str(served.overlap_blocks).encode()),
+    ]
+    if decision.prefill is not None:
+        headers.append((b"x-kvrouter-prefill-worker", str(decision.prefill.rank).encode()))
+        headers.append((b"x-kvrouter-prefill-domain", _domains(placement.prefill_domains)))
+    return tuple(headers)
+
+
+def placed_nvext(generation: Generation, extra_fields: Collection[str]) -> Mapping[str, object] | None:
+    """``nvext`` of the answer: what ``nvext.extra_fields`` asked for, None when it asked for nothing."""
+    placement = generation.placement
+    if placement is None or not extra_fields:
+        return None
+    nvext: dict[str, object] = {}
+    if "worker_id" in extra_fields:
+        nvext["worker_id"] = _workers(placement)
+    if "timing" in extra_fields:
+        nvext["timing"] = _timing(generation)
+    return nvext
+
+
+def _workers(placement: Placement) -> dict[str, object]:
+    decision = placement.decision
+    workers: dict[str, object] = {
+        "decode_worker_id": decision.decode.rank.worker_id,
+        "decode_dp_rank": decision.decode.rank.dp_rank,
+    }
+    if decision.prefill is not None:
+        workers["prefill_worker_id"] = decision.prefill.rank.worker_id
+        workers["prefill_dp_rank"] = decision.prefill.rank.dp_rank
+    return workers
+
+
+def _timing(generation: Generation) -> dict[str, object]:
+    times, usage = generation.times, generation.usage
+    timing: dict[str, object] = {"kv_hit_rate": round(usage.cached_tokens / max(1, usage.prompt_tokens), 4)}
+    for name, moment_s in (
+        ("queue_ms", times.placed_s),
+        ("ttft_ms", times.first_token_s),
+        ("total_time_ms", times.ended_s),
+    ):
+        if moment_s is not None:
+            timing[name] = round(1e3 * (moment_s - times.begun_s), 3)
+    return timing
+
+
+def _domains(domains: Mapping[str, str]) -> bytes:
+    """``zone=a,rack=r1``; values are percent-free ASCII wherever a taint may be written."""
+    text = ",".join(f"{domain}={value}" for domain, value in domains.items())
+    return text.encode("latin-1", "replace")

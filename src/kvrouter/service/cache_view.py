@@ -1,0 +1,102 @@
+"""What the router believes of the workers' caches: from KV events, from its own decisions, or nothing."""
+
+import asyncio
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import Slot
+from kvrouter.index.port import ApproximateIndex, BlockIndex
+from kvrouter.routing.decision import Decision
+from kvrouter.service.event_pump import EventPump
+
+U32 = npt.NDArray[np.uint32]
+
+
+class CacheView(Protocol):
+    """Overlaps for a decision, and what a decision teaches."""
+
+    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:
+        """Leading blocks of ``prompt`` that each slot holds; None when caches are not looked at.
+
+        The array is reused by the next call.
+        """
+
+    def decided(self, decision: Decision, prompt: Prompt) -> None:
+        """The prompt's blocks will be where the decision sends it."""
+
+    def freed(self, slot: Slot) -> None:
+        """The slot's worker rank is gone, and its cache with it."""
+
+
+class NoCacheView:
+    """``--kv-overlap-score-weight 0``, or a mode that asks no costs: no index is built."""
+
+    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:  # noqa: ARG002 - the port's signature
+        """Caches are not looked at."""
+        return None
+
+    def decided(self, decision: Decision, prompt: Prompt) -> None:
+        """Nothing to learn."""
+
+    def freed(self, slot: Slot) -> None:
+        """Nothing to forget."""
+
+
+class EventCacheView:
+    """KV events tell what each rank holds. A rank whose feed recovers scores nothing."""
+
+    def __init__(self, index: BlockIndex, pump: EventPump) -> None:
+        self.index = index
+        self.pump = pump
+        self._out: U32 = np.zeros(16, np.uint32)
+
+    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:
+        """Leading blocks held, by slot."""
+        if len(self._out) < n_slots:
+            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
+        out = self._out[:n_slots]
+        self.index.overlap(prompt, out)
+        if not self.pump.all_score:
+            out *= self.pump.scores(n_slots)
+        return out
+
+    def decided(self, decision: Decision, prompt: Prompt) -> None:
+        """The engines' own events will tell."""
+
+    def freed(self, slot: Slot) -> None:
+        """The pump drops the slot's blocks with its feed."""
+        self.pump.freed(slot)
+
+
+class PredictedCacheView:
+    """``--no-kv-events``: a decision predicts that its workers will hold the prompt's blocks for a while."""
+
+    def __init__(self, index: ApproximateIndex) -> None:
+        self.index = index
+        self._out: U32 = np.zeros(16, np.uint32)
+
+    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:
+        """Leading blocks that are believed to be held, by slot."""
+        if len(self._out) < n_slots:
+            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
+        out = self._out[:n_slots]
+        self.index.overlap(prompt, out, _now_s())
+        return out
+
+    def decided(self, decision: Decision, prompt: Prompt) -> None:
+        """Both workers of a pair will hold the prompt's blocks."""
+        now_s = _now_s()
+        self.index.touch(decision.decode.slot, prompt, now_s)
+        if decision.prefill is not None:
+            self.index.touch(decision.prefill.slot, prompt, now_s)
+
+    def freed(self, slot: Slot) -> None:
+        """Forget the slot."""
+        self.index.drop(slot)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

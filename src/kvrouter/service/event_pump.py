@@ -1,0 +1,195 @@
+"""The service entrance: KV events from the event plane, through each rank's feed, into the index."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.events import KvBatch, KvEvent
+from kvrouter.core.ids import Epoch, Slot, WorkerRank
+from kvrouter.feed.rank_feed import RankFeed
+from kvrouter.feed.words import (
+    Apply,
+    AskRange,
+    AskSnapshot,
+    Command,
+    Count,
+    Empty,
+    FeedCount,
+    FeedState,
+    Load,
+)
+from kvrouter.index.port import Applied, BlockIndex
+from kvrouter.planes.events.port import EventSubscriber
+
+
+class PumpObserver:
+    """What the pump tells telemetry; does nothing by itself."""
+
+    def feed_counted(self, name: FeedCount, n: int) -> None:
+        """A feed counted something."""
+
+    def events_applied(self, applied: Applied) -> None:
+        """Events reached the index."""
+
+    def recovery_failed(self, rank: WorkerRank, why: str) -> None:
+        """Asking a worker for its events went wrong."""
+
+
+@dataclass(slots=True)
+class _Entrance:
+    """One rank's feed, and what runs for it."""
+
+    feed: RankFeed
+    slot: Slot
+    timer: asyncio.TimerHandle | None = None
+    ask: asyncio.Task[None] | None = None
+
+
+class EventPump:
+    """Feeds one model's index. Runs on the event loop; nothing here waits for a request.
+
+    ``scores`` tells per slot whether its blocks count now: a rank whose feed recovers scores nothing.
+    """
+
+    def __init__(self, index: BlockIndex, subscriber: EventSubscriber, observer: PumpObserver) -> None:
+        self._index = index
+        self._subscriber = subscriber
+        self._observer = observer
+        self._entrances: dict[WorkerRank, _Entrance] = {}
+        self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
+        self._silent = 0
+
+    @property
+    def all_score(self) -> bool:
+        """True when no feed recovers: the common case, in which nothing need be masked."""
+        return self._silent == 0
+
+    def scores(self, n_slots: int) -> npt.NDArray[np.bool_]:
+        """The mask over slots; False where there is no feed."""
+        self._grow(n_slots)
+        return self._scores[:n_slots]
+
+    def feeds(self) -> Iterator[tuple[Slot, RankFeed]]:
+        """Every rank's feed, for the fleet page."""
+        return ((entrance.slot, entrance.feed) for entrance in self._entrances.values())
+
+    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
+        """A worker rank was discovered: ask it for what it holds."""
+        self._grow(slot + 1)
+        entrance = self._entrances[rank] = _Entrance(RankFeed(rank), slot)
+        self._silent += 1
+        now_s = asyncio.get_running_loop().time()
+        self._after(entrance, entrance.feed.on_start(now_s=now_s))
+        self._after(entrance, entrance.feed.on_new_epoch(epoch, now_s=now_s))
+
+    def freed(self, slot: Slot) -> None:
+        """A slot has no worker rank any more: its blocks go, and so does what runs for it."""
+        for rank, entrance in list(self._entrances.items()):
+            if entrance.slot == slot:
+                self._stop(entrance)
+                del self._entrances[rank]
+                if not self._scores[slot]:
+                    self._silent -= 1
+        self._scores[slot] = False
+        self._index.drop(slot)
+
+    def on_batch(self, batch: KvBatch) -> None:
+        """A batch arrived; of a rank that is not known yet it is let go: discovery will ask for a snapshot."""
+        entrance = self._entrances.get(batch.rank)
+        if entrance is not None:
+            self._after(entrance, entrance.feed.on_batch(batch, now_s=self._now_s()))
+
+    def close(self) -> None:
+        """Stop everything that runs."""
+        for entrance in self._entrances.values():
+            self._stop(entrance)
+        self._entrances.clear()
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+    def _after(self, entrance: _Entrance, commands: list[Command]) -> None:
+        """Do what a feed said, until it says nothing more; then set its next timer."""
+        orphaned = 0
+        for command in commands:
+            match command:
+                case Apply(events):
+                    orphaned += self._apply(entrance, events)
+                case Empty():
+                    self._index.drop(entrance.slot)
+                case Load(snapshot):
+                    self._observer.events_applied(self._index.load(entrance.slot, snapshot.events))
+                case AskRange() | AskSnapshot():
+                    self._ask(entrance, command)
+                case Count(name, n):
+                    self._observer.feed_counted(name, n)
+        if orphaned:
+            self._after(entrance, entrance.feed.on_orphan(now_s=self._now_s()))
+            return
+        self._note_score(entrance)
+        self._set_timer(entrance)
+
+    def _apply(self, entrance: _Entrance, events: tuple[KvEvent, ...]) -> int:
+        applied = self._index.apply(entrance.slot, events)
+        self._observer.events_applied(applied)
+        return applied.orphaned
+
+    def _note_score(self, entrance: _Entrance) -> None:
+        scores = entrance.feed.state is not FeedState.RECOVERING
+        if scores != self._scores[entrance.slot]:
+            self._scores[entrance.slot] = scores
+            self._silent += -1 if scores else 1
+
+    def _set_timer(self, entrance: _Entrance) -> None:
+        due_s = entrance.feed.next_timeout_s
+        if entrance.timer is not None:
+            if due_s is not None and entrance.timer.when() == due_s:
+                return
+            entrance.timer.cancel()
+            entrance.timer = None
+        if due_s is not None:
+            loop = asyncio.get_running_loop()
+            entrance.timer = loop.call_at(due_s, self._timed_out, entrance)
+
+    def _timed_out(self, entrance: _Entrance) -> None:
+        entrance.timer = None
+        self._after(entrance, entrance.feed.on_timeout(now_s=self._now_s()))
+
+    def _ask(self, entrance: _Entrance, command: AskRange | AskSnapshot) -> None:
+        """Ask the worker; an older question that is still open has been given up by the feed."""
+        if entrance.ask is not None:
+            entrance.ask.cancel()
+        entrance.ask = asyncio.get_running_loop().create_task(self._answer(entrance, command))
+
+    async def _answer(self, entrance: _Entrance, command: AskRange | AskSnapshot) -> None:
+        feed = entrance.feed
+        try:
+            if isinstance(command, AskRange):
+                batch = await self._subscriber.recover_range(feed.rank, command.first, command.last)
+                commands = feed.on_range(command.ticket, batch, now_s=self._now_s())
+            else:
+                snapshot = await self._subscriber.recover_snapshot(feed.rank)
+                commands = feed.on_snapshot(command.ticket, snapshot, now_s=self._now_s())
+        except (OSError, ValueError) as error:
+            self._observer.recovery_failed(feed.rank, str(error))
+            return  # the feed's own timer asks again
+        if entrance.ask is asyncio.current_task():
+            entrance.ask = None
+        self._after(entrance, commands)
+
+    def _grow(self, n_slots: int) -> None:
+        if n_slots > len(self._scores):
+            grown = np.zeros(max(n_slots, 2 * len(self._scores)), np.bool_)
+            grown[: len(self._scores)] = self._scores
+            self._scores = grown
+
+    @staticmethod
+    def _stop(entrance: _Entrance) -> None:
+        if entrance.timer is not None:
+            entrance.timer.cancel()
+        if entrance.ask is not None:
+            entrance.ask.cancel()

@@ -1,0 +1,311 @@
+"""The map room of one model: one reading of its fleet, one decision, one booking, no await between them."""
+
+import asyncio
+import random
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, RoutingRefused
+from kvrouter.core.hashing import Prompt, hash_seed
+from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, WorkerId
+from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
+from kvrouter.core.workers import WorkerCard
+from kvrouter.fleet.fleet import Fleet
+from kvrouter.journey.words import Shape
+from kvrouter.ledger.port import Ledger
+from kvrouter.routing.decision import Decision, Pick
+from kvrouter.routing.request import RouteRequest, View
+from kvrouter.routing.route import route, route_decode
+from kvrouter.routing.settings import RoutingSettings
+from kvrouter.service.cache_view import CacheView
+from kvrouter.service.decisions import DecisionLog
+from kvrouter.service.placement import Placement
+from kvrouter.service.waiting_room import WaitingRoom
+
+U32 = npt.NDArray[np.uint32]
+DOMAIN_WAITERS_MAX = 1024
+"""How many requests may wait for a decode worker to join a domain; admission has its own limit."""
+
+ROOM_LIMIT = 2**63 - 1
+"""A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
+
+
+class RouterObserver:
+    """What a model's router tells telemetry; does nothing by itself."""
+
+    def decided(self, decision: Decision, *, decision_s: float) -> None:
+        """A request was placed (or decode was picked again)."""
+
+    def refused(self, error: RoutingRefused, request: GenerateRequest) -> None:
+        """A request was refused."""
+
+    def parked(self, waiting: int) -> None:
+        """The number of requests in the waiting room changed."""
+
+    def cached_tokens(self, *, predicted: int, actual: int) -> None:
+        """An engine told how many tokens it had cached."""
+
+
+class ModelRouter:
+    """Decides, books and keeps the leases of one model's requests; see :class:`placement.Placer`."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        cache: CacheView,
+        ledger: Ledger,
+        router_id: RouterId,
+        config: KvRouterConfig,
+        settings: RoutingSettings,
+        decisions: DecisionLog,
+        observer: RouterObserver,
+        seed: int,
+    ) -> None:
+        self.fleet = fleet
+        self.cache = cache
+        self.ledger = ledger
+        self.settings = settings
+        self.waiting_room = WaitingRoom(places_max=max(config.admission_queue_max, DOMAIN_WAITERS_MAX))
+        self._config = config
+        self._router_id = router_id
+        self._decisions = decisions
+        self._observer = observer
+        self._random = random.Random(seed)
+        self._turn = 0
+        self._not_active: U32 = np.zeros(16, np.uint32)
+
+    # Deciding
+
+    def hash_prompt(
+        self, token_ids: TokenBuffer, *, lora_name: str | None = None, cache_namespace: str | None = None
+    ) -> Prompt:
+        """Hash a prompt's blocks, once; the result travels with the request."""
+        seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
+        return Prompt(token_ids, block_size=self.fleet.block_size, seed=seed)
+
+    def decide(self, request: RouteRequest, prompt: Prompt, *, explain: bool = False) -> Decision:
+        """Take one reading and decide; books nothing."""
+        return route(request, self._view(prompt), explain=explain)
+
+    def explain(self, request: GenerateRequest) -> Decision:
+        """Decide as :meth:`place` would, with a row for every candidate; changes nothing."""
+        prompt = self.hash_prompt(
+            request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
+        )
+        return self.decide(
+            _route_request(request, prompt, attempt=0, excluded=frozenset()), prompt, explain=True
+        )
+
+    async def place(
+        self,
+        request: GenerateRequest,
+        token_ids: TokenBuffer,
+        *,
+        attempt: int,
+        excluded: frozenset[WorkerId],
+    ) -> Placement:
+        """Decide and book. Raises :class:`RoutingRefused` when waiting is not allowed or was in vain."""
+        prompt = self.hash_prompt(
+            token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
+        )
+        wish = _route_request(request, prompt, attempt=attempt, excluded=excluded)
+        began_s = asyncio.get_running_loop().time()
+        while True:
+            started = time.perf_counter()
+            try:
+                decision = self.decide(wish, prompt)
+            except RoutingRefused as refused:
+                await self._wait(refused, request, began_s=began_s)
+                continue
+            placement = self._book(wish, decision, prompt, token_ids)
+            self._observer.decided(decision, decision_s=time.perf_counter() - started)
+            self._decisions.record(decision, decided_at_s=time.time())
+            return placement
+
+    def pick_decode_again(self, placement: Placement) -> None:
+        """After a synchronous prefill: decide decode afresh under the frozen constraint, and move the lease."""
+        old = placement.decision
+        view = self._view(placement.prompt, exclude=placement.decode_lease)
+        decision = route_decode(placement.wish, view, old)
+        if decision.decode.slot == old.decode.slot:
+            return
+        self.ledger.move(placement.decode_lease, decision.decode.slot, 0)
+        placement.decision = decision
+        placement.decode_address = self._card(decision.decode).address
+        placement.decode_domains = self._card(decision.decode).runtime_config.topology_domains
+        self._observer.decided(decision, decision_s=0.0)
+        self._decisions.record(decision, decided_at_s=time.time())
+
+    def _view(self, prompt: Prompt, *, exclude: LeaseId | None = None) -> View:
+        n_slots = self.fleet.n_slots
+        self.ledger.ensure_slots(n_slots)
+        if len(self._not_active) < n_slots:
+            self._not_active = np.zeros(max(n_slots, 2 * len(self._not_active)), np.uint32)
+        not_active = self._not_active[:n_slots]
+        if self.settings.track_active_blocks:
+            self.ledger.not_active(prompt, not_active, exclude=exclude)
+        columns = self.ledger.columns()
+        self._turn += 1
+        return View(
+            fleet=self.fleet,
+            overlap_blocks=self.cache.overlap(prompt, n_slots),
+            prefill_tokens=columns.prefill_tokens[:n_slots],
+            active_blocks=columns.active_blocks[:n_slots],
+            not_active=not_active,
+            settings=self.settings,
+            seed=self._random.getrandbits(64),
+            turn=self._turn,
+        )
+
+    # Waiting
+
+    async def _wait(self, refused: RoutingRefused, request: GenerateRequest, *, began_s: float) -> None:
+        """Wait for a change when the settings allow it; raise ``refused`` otherwise."""
+        limit_s = self._wait_limit_s(refused)
+        try:
+            if limit_s <= 0:
+                raise refused
+            self._observer.parked(len(self.waiting_room) + 1)
+            await self.waiting_room.wait(refused, until_s=began_s + limit_s)
+        except RoutingRefused:
+            self._observer.refused(refused, request)
+            raise
+        finally:
+            self._observer.parked(len(self.waiting_room))
+
+    def _wait_limit_s(self, refused: RoutingRefused) -> float:
+        config = self._config
+        if isinstance(refused, AllWorkersBusy):
+            full = len(self.waiting_room) >= config.admission_queue_max
+            return 0.0 if full else config.admission_wait_s
+        if isinstance(refused, NoEligibleWorker) and refused.domain is not None:
+            return config.router_domain_wait_s
+        return 0.0
+
+    def changed(self) -> None:
+        """The fleet, a load or a lease changed: whoever waits may try again."""
+        self.waiting_room.pulse()
+
+    # Booking
+
+    def _book(
+        self, wish: RouteRequest, decision: Decision, prompt: Prompt, token_ids: TokenBuffer
+    ) -> Placement:
+        """Claim the picked ranks. The two legs of an attempt hold leases 2·attempt and 2·attempt + 1."""
+        settings, ledger = self.settings, self.ledger
+        decode, prefill = decision.decode, decision.prefill
+        attempt = decision.attempt
+        prefill_lease: LeaseId | None = None
+        if prefill is not None:
+            prefill_lease = ledger.book(
+                key=self._key(decision.request_id, 2 * attempt),
+                slot=prefill.slot,
+                prompt=prompt,
+                prefill_tokens=self._uncached_tokens(prefill, prompt),
+                track_blocks=False,
+            )
+        decode_lease = ledger.book(
+            key=self._key(decision.request_id, 2 * attempt + 1),
+            slot=decode.slot,
+            prompt=prompt,
+            prefill_tokens=self._uncached_tokens(decode, prompt) if prefill is None else 0,
+            track_blocks=settings.track_active_blocks,
+        )
+        self.cache.decided(decision, prompt)
+        decode_card = self._card(decode)
+        placement = Placement(
+            wish=wish,
+            decision=decision,
+            prompt=prompt,
+            token_ids=token_ids,
+            block_size=self.fleet.block_size,
+            shape=Shape.AGGREGATED,
+            decode_address=decode_card.address,
+            decode_lease=decode_lease,
+            decode_domains=decode_card.runtime_config.topology_domains,
+        )
+        if prefill is not None:
+            prefill_card = self._card(prefill)
+            placement.prefill_lease = prefill_lease
+            placement.prefill_address = prefill_card.address
+            placement.prefill_domains = prefill_card.runtime_config.topology_domains
+            placement.bootstrap = self._bootstrap(prefill_card, prefill)
+            placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
+        return placement
+
+    def _uncached_tokens(self, pick: Pick, prompt: Prompt) -> int:
+        if not self.settings.track_prefill_tokens:
+            return 0
+        return max(0, prompt.isl_tokens - pick.overlap_blocks * self.fleet.block_size)
+
+    def _key(self, request_id: RequestId, number: int) -> LeaseKey:
+        return LeaseKey(self._router_id, request_id, number)
+
+    def _card(self, pick: Pick) -> WorkerCard:
+        card = self.fleet.card_at(pick.slot)
+        if card is None:
+            raise RuntimeError(f"slot {pick.slot} was picked and is free")
+        return card
+
+    def _bootstrap(self, card: WorkerCard, prefill: Pick) -> Bootstrap | None:
+        """The rendezvous, when the prefill worker offers one: a random room, congruent to its dp rank."""
+        host, port = card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port
+        if host is None or port is None:
+            return None
+        rank = prefill.rank.dp_rank - card.dp_start
+        room = self._random.randrange((ROOM_LIMIT - rank) // card.dp_size) * card.dp_size + rank
+        return Bootstrap(host, port, room)
+
+    # Leases
+
+    def prefill_done(self, placement: Placement) -> None:
+        """The prefill leg ended: its tokens no longer load its worker."""
+        if placement.prefill_lease is not None:
+            self.ledger.close(placement.prefill_lease)
+            self.changed()
+
+    def first_token(self, placement: Placement) -> None:
+        """The first token came: load moves from prefill to decode."""
+        self.ledger.first_token(placement.decode_lease)
+        if placement.prefill_lease is not None:
+            self.ledger.close(placement.prefill_lease)
+        self.changed()
+
+    def output_blocks(self, placement: Placement, blocks: int) -> None:
+        """So many more blocks are full of output."""
+        self.ledger.output_block(placement.decode_lease, blocks)
+
+    def note_cached_tokens(self, placement: Placement, cached_tokens: int) -> None:
+        """What the engine really had cached, beside what was predicted."""
+        decision = placement.decision
+        pick = decision.decode if decision.prefill is None else decision.prefill
+        self._observer.cached_tokens(
+            predicted=pick.overlap_blocks * placement.block_size, actual=cached_tokens
+        )
+
+    def release(self, placement: Placement) -> None:
+        """Close the leases; idempotent."""
+        if placement.prefill_lease is not None:
+            self.ledger.close(placement.prefill_lease)
+        self.ledger.close(placement.decode_lease)
+        self.changed()
+
+
+def _route_request(
+    request: GenerateRequest, prompt: Prompt, *, attempt: int, excluded: frozenset[WorkerId]
+) -> RouteRequest:
+    return RouteRequest(
+        request_id=request.request_id,
+        isl_tokens=prompt.isl_tokens,
+        total_blocks=prompt.total_blocks,
+        constraints=request.constraints,
+        override=request.override,
+        pin=request.pin,
+        prefill_pin=request.prefill_pin,
+        excluded=excluded,
+        attempt=attempt,
+    )

@@ -1,0 +1,254 @@
+"""The router of one process: every model's map room, fed by discovery and the event plane."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import ConfigError, ShuttingDown, UnknownModel
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.requests import GenerateRequest
+from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
+from kvrouter.fleet.fleet import Change
+from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.routing.decision import Decision
+from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.decisions import DecisionLog
+from kvrouter.service.generation import Generation, Patience
+from kvrouter.service.model_router import ModelRouter
+
+logger = logging.getLogger(__name__)
+
+
+class ServiceObserver:
+    """What the service tells telemetry; does nothing by itself."""
+
+    def worker_joined(self, card: WorkerCard) -> None:
+        """A worker is here, or came back as a new incarnation."""
+
+    def worker_changed(self, card: WorkerCard) -> None:
+        """A worker published its card again."""
+
+    def worker_gone(self, card: WorkerCard) -> None:
+        """A worker left."""
+
+    def worker_refused(self, card: WorkerCard, why: str) -> None:
+        """A worker's card cannot be used."""
+
+    def worker_warned(self, card: WorkerCard, warning: str) -> None:
+        """A worker's card is odd."""
+
+    def request_begun(self, generation: Generation) -> None:
+        """A request came."""
+
+    def request_ended(self, generation: Generation) -> None:
+        """A request ended, in whatever way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceParts:
+    """What a router is made of: the composition root picks the adapters."""
+
+    config: KvRouterConfig
+    plane: RequestPlane
+    discovery: Discovery
+    subscriber: EventSubscriber
+    make_model: Callable[[ModelName, int], ModelRouter]
+    """(model, block size) → its map room."""
+
+    decisions: DecisionLog
+    observer: ServiceObserver
+
+
+class RouterService:
+    """Takes requests for every model; runs on one event loop."""
+
+    def __init__(self, parts: ServiceParts) -> None:
+        self._parts = parts
+        self._models: dict[ModelName, ModelRouter] = {}
+        self._model_of: dict[WorkerId, ModelName] = {}
+        self._running: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+        self._stops: list[Callable[[], None]] = []
+        config = parts.config
+        self._patience = Patience(
+            first_token_s=config.ttft_timeout_s or config.request_timeout_s,
+            between_tokens_s=config.request_timeout_s,
+            request_s=config.request_timeout_s,
+        )
+
+    # Life
+
+    async def start(self) -> None:
+        """Begin to follow the fleet."""
+        self._stops.append(self._parts.subscriber.subscribe(self._on_batch, self._on_load))
+        self._stops.append(await self._parts.discovery.watch(self._on_card, self._on_gone))
+
+    async def drain(self, limit_s: float) -> int:
+        """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        cut = list(self._running)
+        for generation in cut:
+            generation.close("the router shuts down")
+        return len(cut)
+
+    def stop(self) -> None:
+        """Follow the fleet no longer."""
+        for stop in self._stops:
+            stop()
+        self._stops.clear()
+        for model in self._models.values():
+            if isinstance(model.cache, EventCacheView):
+                model.cache.pump.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some model has an alive worker that decodes, and nothing drains."""
+        return not self._is_draining and any(_can_serve(model) for model in self._models.values())
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._is_draining
+
+    @property
+    def running(self) -> int:
+        """How many requests are running."""
+        return len(self._running)
+
+    # Requests
+
+    def models(self) -> Iterator[ModelRouter]:
+        """Every model that a worker ever registered."""
+        return iter(self._models.values())
+
+    def model(self, name: ModelName) -> ModelRouter:
+        """Return the model's map room; raise :class:`UnknownModel`."""
+        model = self._models.get(name)
+        if model is None:
+            known = ", ".join(sorted(self._models)) or "none"
+            raise UnknownModel(f"model: {name!r} is not served here; known: {known}", param="model")
+        return model
+
+    def generate(self, request: GenerateRequest) -> Generation:
+        """Return the request's answer, to be read; nothing is decided before the first read."""
+        if self._is_draining:
+            raise ShuttingDown("this router is shutting down and takes no new requests")
+        model = self.model(request.model)
+        generation = Generation(
+            request,
+            model,
+            self._parts.plane,
+            patience=self._patience,
+            redispatches_max=self._parts.config.retries_max,
+            on_end=self._ended,
+        )
+        self._running.add(generation)
+        self._idle.clear()
+        self._parts.observer.request_begun(generation)
+        return generation
+
+    def explain(self, request: GenerateRequest) -> Decision:
+        """Decide without sending: the same path, with a row for every candidate."""
+        return self.model(request.model).explain(request)
+
+    def decisions(self, request_id: RequestId) -> list[tuple[float, Decision]] | None:
+        """The kept decisions of a request, attempt by attempt."""
+        return self._parts.decisions.get(request_id)
+
+    def _ended(self, generation: Generation) -> None:
+        self._running.discard(generation)
+        if not self._running:
+            self._idle.set()
+        self._parts.observer.request_ended(generation)
+
+    # The fleet
+
+    def _on_card(self, card: WorkerCard) -> None:
+        observer = self._parts.observer
+        if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
+            observer.worker_refused(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
+            return
+        previous = self._model_of.get(card.worker_id)
+        if previous is not None and previous != card.model:
+            self._leave(self._models[previous], card.worker_id)
+        model = self._models.get(card.model)
+        try:
+            if model is None:
+                model = self._parts.make_model(card.model, card.block_size)
+            known = model.fleet.card(card.worker_id)
+            change = model.fleet.join(card)
+        except ConfigError as error:
+            observer.worker_refused(card, error.message)
+            return
+        self._models[card.model] = model
+        self._model_of[card.worker_id] = card.model
+        for warning in change.warnings:
+            observer.worker_warned(card, warning)
+        self._apply(model, card, change)
+        if known is None or known.incarnation != card.incarnation:
+            observer.worker_joined(card)
+        else:
+            observer.worker_changed(card)
+        model.changed()
+
+    def _apply(self, model: ModelRouter, card: WorkerCard, change: Change) -> None:
+        for slot in change.freed:
+            model.ledger.drop_slot(slot)
+            model.cache.freed(slot)
+        if isinstance(model.cache, EventCacheView) and card.publishes_kv_events:
+            for slot in change.joined:
+                rank = model.fleet.rank_at(slot)
+                if rank is not None:
+                    model.cache.pump.joined(rank, slot, card.incarnation)
+
+    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        name = self._model_of.get(worker_id)
+        if name is None:
+            return
+        model = self._models[name]
+        card = model.fleet.card(worker_id)
+        if card is not None and card.incarnation == incarnation:
+            self._leave(model, worker_id)
+            del self._model_of[worker_id]
+
+    def _leave(self, model: ModelRouter, worker_id: WorkerId) -> None:
+        card = model.fleet.card(worker_id)
+        if card is None:
+            return
+        for slot in model.fleet.leave(worker_id, card.incarnation):
+            model.ledger.drop_slot(slot)
+            model.cache.freed(slot)
+        self._parts.observer.worker_gone(card)
+        model.changed()
+
+    def _on_batch(self, batch: KvBatch) -> None:
+        model = self._model_of_rank(batch.rank)
+        if model is not None and isinstance(model.cache, EventCacheView):
+            model.cache.pump.on_batch(batch)
+
+    def _on_load(self, report: LoadReport) -> None:
+        model = self._model_of_rank(report.rank)
+        if model is not None and model.fleet.report(report):
+            model.changed()
+
+    def _model_of_rank(self, rank: WorkerRank) -> ModelRouter | None:
+        name = self._model_of.get(rank.worker_id)
+        return None if name is None else self._models[name]
+
+
+def _can_serve(model: ModelRouter) -> bool:
+    columns = model.fleet.columns
+    return bool((columns.decode_or_both & columns.alive & ~columns.draining).any())
