@@ -2,6 +2,7 @@
 
 from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, FloatColumn, IntColumn, SlotColumn
 from kvrouter.fleet.fleet import MAX_SLOTS, Change, Fleet
+from kvrouter.fleet.mixing import hash_rank, mix64
 from kvrouter.fleet.places import UNKNOWN_VALUE
 
 __all__ = [
@@ -15,4 +16,6 @@ __all__ = [
     "FloatColumn",
     "IntColumn",
     "SlotColumn",
+    "hash_rank",
+    "mix64",
 ]

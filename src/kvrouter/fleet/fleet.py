@@ -11,6 +11,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, SlotColumn
+from kvrouter.fleet.mixing import hash_rank
 from kvrouter.fleet.places import Places
 from kvrouter.topology.policy import Required, policy_of
 from kvrouter.topology.taints import topology_domains
@@ -18,8 +19,6 @@ from kvrouter.topology.validation import validate_runtime_config
 
 MAX_SLOTS: Final = 65_536
 """Worker ranks in one model's fleet."""
-
-_MASK64: Final = (1 << 64) - 1
 
 Key = TypeVar("Key")
 Built = TypeVar("Built")
@@ -164,8 +163,8 @@ class Fleet:
     def derived(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
         """Return ``build(self, key)``, kept until the fleet changes; ``key`` must be hashable.
 
-        For what follows from cards and liveness alone: load reports are not a change. The keys of one
-        builder must be few: one for each policy or domain value of the fleet, never one for each request.
+        For what follows from cards and liveness alone: load reports are not a change. A builder
+        with a key for each slot builds small things, and no builder has a key for each request.
         """
         try:
             return cast("Built", self._derived[build, key])
@@ -332,19 +331,6 @@ class Fleet:
             self._resize(n_slots)
         self._derived.clear()
         self.version += 1
-
-
-def hash_rank(rank: WorkerRank) -> int:
-    """Return 64 well-mixed bits that depend on the rank alone (splitmix64's finisher, twice)."""
-    return mix64(mix64(rank.worker_id + 0x9E3779B97F4A7C15) ^ rank.dp_rank)
-
-
-def mix64(bits: int) -> int:
-    """Return splitmix64's finisher of 64 bits: every input bit changes every output bit half the time."""
-    bits &= _MASK64
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return bits ^ (bits >> 31)
 
 
 def _known(count: int | None) -> int:

@@ -1,0 +1,134 @@
+"""What each candidate costs, in blocks: named columns over slots, lower is better.
+
+::
+
+    prefill_blocks  = (active prefill tokens + max(0, isl_tokens − overlap_blocks · block_size)) / block_size
+    decode_blocks   = active blocks + the request's blocks that are not active there
+    transfer_blocks = kv_transfer_weight · (latency_s + kv_bytes / bandwidth_bytes_per_s)
+    cost            = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) · multiplier
+    multiplier      = exp(−tanh(sum of the weights of the preferred taints that the worker carries))
+
+A prefill leg has no decode_blocks, and the decode leg of a pair no prefill_blocks; only that decode leg has
+transfer_blocks. A column that would be the same nothing everywhere is None.
+"""
+
+from collections.abc import Mapping
+from math import exp, tanh
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrouter.core.ids import Slot, Taint
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import Fleet, FloatColumn, IntColumn
+from kvrouter.routing.links import transfer_blocks
+from kvrouter.routing.request import RouteRequest, View, fitted
+from kvrouter.routing.settings import Rules
+from kvrouter.topology import Preferred, TransferConstraint
+
+
+class Costs(NamedTuple):
+    """The columns of one leg, each with an entry per slot, eligible or not."""
+
+    overlap_blocks: IntColumn | None
+    prefill_blocks: FloatColumn | None
+    decode_blocks: FloatColumn | None
+    transfer_blocks: FloatColumn | None
+    multiplier: FloatColumn | None
+    cost: FloatColumn
+
+
+def leg_costs(
+    request: RouteRequest,
+    view: View,
+    leg: Leg,
+    rules: Rules,
+    *,
+    constraint: TransferConstraint | None = None,
+    prefill_slot: Slot | None = None,
+) -> Costs:
+    """Return the cost columns of one leg; ``prefill_slot`` is where a decode leg's KV comes from."""
+    n_slots = view.fleet.n_slots
+    overlap = None if view.overlap_blocks is None else fitted(view.overlap_blocks, n_slots)
+    prefill = decode = transfer = None
+    if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
+        prefill = _prefill_blocks(request, view, overlap)
+    if leg is not Leg.PREFILL and view.settings.track_active_blocks:
+        decode = _decode_blocks(request, view)
+    if prefill_slot is not None:
+        transfer = transfer_blocks(request, view, overlap, prefill_slot)
+    multiplier = _multiplier(view.fleet, _preferred_taints(request, leg, constraint))
+    cost = _total(prefill, decode, transfer, rules.overlap_score_weight, n_slots)
+    if multiplier is not None:
+        cost *= multiplier
+    return Costs(overlap, prefill, decode, transfer, multiplier, cost)
+
+
+def _prefill_blocks(request: RouteRequest, view: View, overlap: IntColumn | None) -> FloatColumn:
+    block_size = float(view.fleet.block_size)
+    active = fitted(view.prefill_tokens, view.fleet.n_slots)
+    if overlap is None:
+        tokens = np.add(active, float(request.isl_tokens))
+    else:
+        tokens = np.multiply(overlap, -block_size)
+        tokens += float(request.isl_tokens)
+        np.maximum(tokens, 0.0, out=tokens)
+        tokens += active
+    tokens /= block_size
+    return tokens
+
+
+def _decode_blocks(request: RouteRequest, view: View) -> FloatColumn:
+    n_slots = view.fleet.n_slots
+    active = fitted(view.active_blocks, n_slots)
+    if view.not_active is None:
+        return np.add(active, float(request.total_blocks))
+    return np.add(active, fitted(view.not_active, n_slots), dtype=np.float64)
+
+
+def _total(
+    prefill: FloatColumn | None,
+    decode: FloatColumn | None,
+    transfer: FloatColumn | None,
+    overlap_score_weight: float,
+    n_slots: int,
+) -> FloatColumn:
+    if prefill is None:
+        cost = np.zeros(n_slots) if decode is None else decode.copy()
+    elif overlap_score_weight == 1.0:
+        cost = prefill.copy() if decode is None else prefill + decode
+    else:
+        with np.errstate(over="ignore"):  # an infinite cost is a cost like any other
+            cost = prefill * overlap_score_weight
+        if decode is not None:
+            cost += decode
+    if transfer is not None:
+        cost += transfer
+    return cost
+
+
+def _preferred_taints(
+    request: RouteRequest, leg: Leg, constraint: TransferConstraint | None
+) -> Mapping[Taint, float]:
+    pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
+    if pin is not None:
+        return {}
+    weights = request.constraints.preferred_taints
+    if constraint is not None and isinstance(constraint.policy, Preferred) and constraint.taint is not None:
+        return {**weights, constraint.taint: constraint.policy.weight}
+    return weights
+
+
+def _multiplier(fleet: Fleet, weights: Mapping[Taint, float]) -> FloatColumn | None:
+    if not weights:
+        return None
+    sums = np.zeros(fleet.n_slots)
+    with np.errstate(over="ignore"):  # tanh of an infinite sum is 1
+        for taint in sorted(weights):
+            sums += fleet.carries(taint) * weights[taint]
+    # The few distinct sums go through math and not numpy, whose last bits depend on the machine.
+    distinct = {*weights.values()} if len(weights) == 1 else {*sums.tolist()}
+    multiplier = np.ones(fleet.n_slots)
+    for weight in distinct - {0.0}:
+        multiplier[sums == weight] = exp(-tanh(weight))
+    return multiplier

@@ -1,0 +1,144 @@
+"""Who may take a leg, before any cost: masks over slots, each with the reason that it refuses for."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrouter.core.constraints import Pin
+from kvrouter.core.errors import Reason
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import BoolColumn, Fleet
+from kvrouter.routing.request import RouteRequest, View, fitted
+
+
+class Mask(NamedTuple):
+    """A mask over slots with its complement and the number of slots that it allows."""
+
+    allowed: BoolColumn
+    refused: BoolColumn
+    n_allowed: int
+
+    def within(self, other: BoolColumn) -> "Mask":
+        """Return the slots that both allow."""
+        return mask_of(self.allowed & other)
+
+
+def mask_of(allowed: BoolColumn) -> Mask:
+    """Return the mask that allows these slots."""
+    return Mask(allowed, ~allowed, int(np.count_nonzero(allowed)))
+
+
+class Step(NamedTuple):
+    """One question, and the slots that pass it; the others are refused for ``reason``."""
+
+    reason: Reason
+    passed: BoolColumn
+
+
+class Screen(NamedTuple):
+    """Who may take one leg by all that does not depend on the other leg, nor on load.
+
+    ``role`` are the worker ranks of the leg's role; ``steps`` are in the order in which they are asked,
+    and those that only this request asks.
+    """
+
+    leg: Leg
+    role: BoolColumn
+    steps: tuple[Step, ...]
+    mask: Mask
+
+
+class _RoleColumns(NamedTuple):
+    role: BoolColumn
+    ready: Mask
+
+
+def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
+    """Ask everything of the fleet that this request asks for ``leg``."""
+    columns = fleet.derived(_role_columns, leg is Leg.PREFILL)
+    pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
+    required = request.constraints.required_taints
+    if not required and pin is None and not request.excluded:
+        return Screen(leg, columns.role, (), columns.ready)
+    steps = []
+    if request.excluded:
+        steps.append(Step(Reason.EXCLUDED, _not_of(fleet, request.excluded)))
+    if pin is not None:
+        steps.append(Step(Reason.PINNED_ELSEWHERE, _pinned(fleet, pin)))
+    steps.extend(Step(Reason.TAINT_MISSING, fleet.carries(taint)) for taint in sorted(required))
+    allowed = columns.ready.allowed
+    for step in steps:
+        allowed = allowed & step.passed
+    return Screen(leg, columns.role, tuple(steps), mask_of(allowed))
+
+
+def ready(fleet: Fleet, leg: Leg) -> Mask:
+    """Return the ranks of the leg's role that answer and do not drain: one object until the fleet changes."""
+    return fleet.derived(_role_columns, leg is Leg.PREFILL).ready
+
+
+def not_busy(view: View) -> BoolColumn | None:
+    """Return the slots that are under every busy threshold; None when none is set.
+
+    Judged on the worker's own load reports, and on the ledger until the first one comes. Where the number
+    of a worker's blocks is unknown, so is the fraction, and the worker is not busy by it.
+    """
+    fraction, tokens = (
+        view.settings.active_decode_blocks_threshold,
+        view.settings.active_prefill_tokens_threshold,
+    )
+    if fraction is None and tokens is None:
+        return None
+    columns, n_slots = view.fleet.columns, view.fleet.n_slots
+    free = np.ones(n_slots, np.bool_)
+    if fraction is not None:
+        active = fitted(view.active_blocks, n_slots)
+        active_blocks = np.where(columns.has_report, columns.report_active_blocks, active)
+        free &= active_blocks / columns.total_blocks <= fraction
+    if tokens is not None:
+        active = fitted(view.prefill_tokens, n_slots)
+        free &= np.where(columns.has_report, columns.report_prefill_tokens, active) <= tokens
+    return free
+
+
+def first_refusals(
+    who: Screen, fleet: Fleet, later: Iterable[Step] = ()
+) -> tuple[BoolColumn, list[tuple[Reason, BoolColumn]]]:
+    """Return the slots of the role that pass every step, and for each reason those that it stopped first.
+
+    ``later`` are the steps that follow the screen's own: domain, then busy.
+    """
+    columns = fleet.columns
+    left = who.role
+    stopped = []
+    alive, not_draining = Step(Reason.NOT_ALIVE, columns.alive), Step(Reason.DRAINING, ~columns.draining)
+    for step in (alive, not_draining, *who.steps, *later):
+        stopped.append((step.reason, left & ~step.passed))
+        left = left & step.passed
+    return left, stopped
+
+
+def _role_columns(fleet: Fleet, prefill: bool) -> _RoleColumns:
+    columns = fleet.columns
+    role = columns.prefill if prefill else columns.decode_or_both
+    return _RoleColumns(role, mask_of(role & columns.alive & ~columns.draining))
+
+
+def _not_of(fleet: Fleet, workers: Iterable[WorkerId]) -> BoolColumn:
+    passed = np.ones(fleet.n_slots, np.bool_)
+    for worker_id in workers:
+        passed[list(fleet.slots_of(worker_id))] = False
+    return passed
+
+
+def _pinned(fleet: Fleet, pin: Pin) -> BoolColumn:
+    passed = np.zeros(fleet.n_slots, np.bool_)
+    if pin.dp_rank is None:
+        passed[list(fleet.slots_of(pin.worker_id))] = True
+    else:
+        slot = fleet.slot_of(WorkerRank(pin.worker_id, pin.dp_rank))
+        if slot is not None:
+            passed[slot] = True
+    return passed

@@ -1,0 +1,170 @@
+"""Prefill and decode together: which prefill ranks have a legal decode rank, and which decode ranks suit one.
+
+Under ``required`` and ``fallback``, prefill ranks whose domain value some eligible decode rank shares are the
+first tier (``home``). The second tier (``away``) are the ``fallback`` ranks without one: their KV may cross.
+A ``required`` rank without one is in neither: it may not be sent anything.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrouter.core.ids import Slot
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import Role
+from kvrouter.fleet import UNKNOWN_VALUE, BoolColumn, Fleet
+from kvrouter.routing.eligibility import Mask, Screen, ready, screen
+from kvrouter.routing.request import RouteRequest
+from kvrouter.topology import (
+    Fallback,
+    Preferred,
+    Required,
+    RouterTopologyDefault,
+    TransferConstraint,
+    TransferPolicy,
+    derive,
+    policy_of,
+)
+
+
+class Group(NamedTuple):
+    """The prefill ranks, alive or not, whose KV must or should keep to one domain."""
+
+    policy: Required | Fallback
+    members: BoolColumn
+
+
+class Groups(NamedTuple):
+    """The prefill ranks by policy; ``unbound`` have none, or one that only weighs on cost."""
+
+    bound: tuple[Group, ...]
+    unbound: BoolColumn
+
+
+class Tiers(NamedTuple):
+    """Prefill ranks by what their decode leg would be; see the module."""
+
+    home: BoolColumn
+    away: BoolColumn
+
+
+class Screens(NamedTuple):
+    """Who may take either leg, before the one leg binds the other."""
+
+    prefill: Screen
+    decode: Screen
+    groups: Groups
+    not_busy: BoolColumn | None
+
+
+class DecodeMask(NamedTuple):
+    """The decode ranks that suit one prefill worker, and whether none of its domain could."""
+
+    mask: Mask
+    fallback_used: bool
+
+
+def screens_of(
+    request: RouteRequest,
+    fleet: Fleet,
+    router_default: RouterTopologyDefault | None,
+    not_busy: BoolColumn | None,
+) -> Screens:
+    """Ask everything of both legs that does not depend on the other leg."""
+    return Screens(
+        screen(request, fleet, Leg.PREFILL),
+        screen(request, fleet, Leg.DECODE),
+        fleet.derived(_groups, router_default),
+        not_busy,
+    )
+
+
+def prefill_mask(
+    screens: Screens, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
+) -> Mask:
+    """Return the prefill ranks to choose among: of the first tier while there is one that may take it.
+
+    ``decode`` are the decode ranks that may take the request now.
+    """
+    prefill = screens.prefill.mask
+    if screens.not_busy is not None:
+        prefill = prefill.within(screens.not_busy)
+    if not screens.groups.bound and decode.n_allowed:
+        return prefill
+    if decode is ready(fleet, Leg.DECODE):
+        tiers = fleet.derived(_ready_tiers, router_default)
+    else:
+        tiers = tiers_of(screens.groups, fleet, decode)
+    home = prefill.within(tiers.home)
+    return home if home.n_allowed else prefill.within(tiers.away)
+
+
+def tiers_of(groups: Groups, fleet: Fleet, decode: Mask) -> Tiers:
+    """Return the tiers of all prefill ranks, given the decode ranks that may take the request."""
+    nobody = np.zeros(fleet.n_slots, np.bool_)
+    if not decode.n_allowed:
+        return Tiers(nobody, nobody)
+    home, away = groups.unbound, nobody
+    for group in groups.bound:
+        ids = fleet.domain_ids(group.policy.domain)
+        served = np.zeros(fleet.n_domain_ids(group.policy.domain) + 1, np.bool_)
+        served[ids[decode.allowed]] = True
+        served[UNKNOWN_VALUE] = False  # the last entry: no value is not a value that two workers share
+        at_home = group.members & served[ids]
+        home = home | at_home
+        if isinstance(group.policy, Fallback):
+            away = away | (group.members & ~at_home)
+    return Tiers(home, away)
+
+
+def decode_mask(decode: Mask, fleet: Fleet, constraint: TransferConstraint | None) -> DecodeMask:
+    """Return which of the ``decode`` ranks may follow under ``constraint``."""
+    if constraint is None or isinstance(constraint.policy, Preferred):
+        return DecodeMask(decode, False)
+    same = decode.within(shares_domain(fleet, constraint))
+    if isinstance(constraint.policy, Fallback) and not same.n_allowed:
+        return DecodeMask(decode, True)
+    return DecodeMask(same, False)
+
+
+def shares_domain(fleet: Fleet, constraint: TransferConstraint) -> BoolColumn:
+    """Return the slots whose value of the constraint's domain is the constraint's own, and known."""
+    taint = constraint.taint
+    return np.zeros(fleet.n_slots, np.bool_) if taint is None else fleet.carries(taint)
+
+
+def constraint_of(
+    fleet: Fleet, prefill_slot: Slot, router_default: RouterTopologyDefault | None
+) -> TransferConstraint | None:
+    """Return what the worker at ``prefill_slot`` asks of its decode worker."""
+    return fleet.derived(_constraint_at, (prefill_slot, router_default))
+
+
+def _constraint_at(fleet: Fleet, key: tuple[Slot, RouterTopologyDefault | None]) -> TransferConstraint | None:
+    card = fleet.card_at(key[0])
+    return derive(
+        None if card is None else card.runtime_config,
+        router_default=key[1],
+        required_elsewhere=fleet.required_domain,
+    )
+
+
+def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Groups:
+    members: dict[TransferPolicy, list[Slot]] = {}
+    unbound = fleet.columns.prefill.copy()
+    for card in fleet:
+        policy = policy_of(card.runtime_config, router_default) if card.role is Role.PREFILL else None
+        if isinstance(policy, Required | Fallback):
+            members.setdefault(policy, []).extend(fleet.slots_of(card.worker_id))
+    bound = []
+    for policy in sorted(members, key=repr):
+        of_policy = np.zeros(fleet.n_slots, np.bool_)
+        of_policy[members[policy]] = True
+        unbound[members[policy]] = False
+        if not isinstance(policy, Preferred):
+            bound.append(Group(policy, of_policy))
+    return Groups(tuple(bound), unbound)
+
+
+def _ready_tiers(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Tiers:
+    return tiers_of(fleet.derived(_groups, router_default), fleet, ready(fleet, Leg.DECODE))

@@ -1,0 +1,169 @@
+"""The decision: one request and one view in, one decision or one refusal out; nothing is changed.
+
+The whole of it is made before anything is sent, so that a request whose KV may not leave its domain is
+refused while it has cost nothing.
+"""
+
+from typing import NamedTuple
+
+from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import Fleet, mix64
+from kvrouter.routing.cost import Costs, leg_costs
+from kvrouter.routing.decision import Candidate, Decision, Pick
+from kvrouter.routing.eligibility import Mask, not_busy, screen
+from kvrouter.routing.explain import pick_at, rows_of
+from kvrouter.routing.pair import (
+    constraint_of,
+    decode_mask,
+    prefill_mask,
+    screens_of,
+    shares_domain,
+    tiers_of,
+)
+from kvrouter.routing.pick import pick_slot
+from kvrouter.routing.reasons import busy_steps, decode_steps, has_legal_decode, prefill_steps
+from kvrouter.routing.refusal import refuse_leg, refuse_pair
+from kvrouter.routing.request import RouteRequest, View
+from kvrouter.routing.settings import Rules, rules_of
+from kvrouter.topology import TransferConstraint
+
+_SALT_OF = {Leg.AGGREGATED: 0, Leg.PREFILL: 1, Leg.DECODE: 2}
+
+
+class _Picked(NamedTuple):
+    pick: Pick
+    costs: Costs
+
+
+def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decision:
+    """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there.
+
+    Raises NoEligibleWorker when nobody may take it, AllWorkersBusy when somebody could and everybody who
+    could is busy; both count the ranks of the leg that they name by reason.
+    """
+    if view.fleet.has_prefill or request.prefill_pin is not None:
+        return _route_pair(request, view, explain=explain)
+    return _route_whole(request, view, explain=explain)
+
+
+def route_decode(
+    request: RouteRequest,
+    view: View,
+    constraint: TransferConstraint | None,
+    *,
+    prefill: WorkerRank | None = None,
+    explain: bool = False,
+) -> Decision:
+    """Pick the decode rank again for a request whose prefill is done, under the constraint of its decision.
+
+    ``prefill`` is where its KV waits, which counts only with a link table. Raises what :func:`route` raises.
+    """
+    fleet = view.fleet
+    who, free = screen(request, fleet, Leg.DECODE), not_busy(view)
+    able = who.mask if free is None else who.mask.within(free)
+    chosen = decode_mask(able, fleet, constraint)
+    if not chosen.mask.n_allowed:
+        raise refuse_leg(request, fleet, who, free, constraint)
+    rules = rules_of(view.settings, request.override)
+    sender = None if prefill is None else fleet.slot_of(prefill)
+    decode = _pick(
+        request, view, Leg.DECODE, rules, chosen.mask,
+        turn=view.turn, constraint=constraint, prefill_slot=sender,
+    )  # fmt: skip
+    rows: tuple[Candidate, ...] = ()
+    if explain:
+        steps = () if chosen.fallback_used else decode_steps(fleet, constraint)
+        rows = rows_of(who, fleet, (*steps, *busy_steps(free)), decode.costs, decode.pick.slot)
+    return Decision(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        mode=rules.mode,
+        decode=decode.pick,
+        constraint=constraint,
+        fallback_used=chosen.fallback_used,
+        cross_domain=_crosses(fleet, constraint, decode.pick.slot),
+        rows=rows,
+    )
+
+
+def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decision:
+    fleet = view.fleet
+    who, free = screen(request, fleet, Leg.AGGREGATED), not_busy(view)
+    mask = who.mask if free is None else who.mask.within(free)
+    if not mask.n_allowed:
+        raise refuse_leg(request, fleet, who, free)
+    rules = rules_of(view.settings, request.override)
+    whole = _pick(request, view, Leg.AGGREGATED, rules, mask, turn=view.turn)
+    rows = rows_of(who, fleet, busy_steps(free), whole.costs, whole.pick.slot) if explain else ()
+    return Decision(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        mode=rules.mode,
+        decode=whole.pick,
+        rows=rows,
+    )
+
+
+def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision:
+    fleet, router_default = view.fleet, view.settings.topology_default
+    free = not_busy(view)
+    screens = screens_of(request, fleet, router_default, free)
+    able = screens.decode.mask if free is None else screens.decode.mask.within(free)
+    senders = prefill_mask(screens, fleet, able, router_default)
+    if not senders.n_allowed:
+        raise refuse_pair(request, fleet, screens)
+    rules = rules_of(view.settings, request.override)
+    prefill = _pick(request, view, Leg.PREFILL, rules, senders, turn=view.turn)
+    constraint = constraint_of(fleet, prefill.pick.slot, router_default)
+    chosen = decode_mask(able, fleet, constraint)
+    decode = _pick(
+        request, view, Leg.DECODE, rules, chosen.mask,
+        turn=view.turn // senders.n_allowed,  # or each prefill rank would always meet the same decode rank
+        constraint=constraint, prefill_slot=prefill.pick.slot,
+    )  # fmt: skip
+    rows: tuple[Candidate, ...] = ()
+    if explain:
+        tiers = tiers_of(screens.groups, fleet, able)
+        passed = tiers.home if (senders.allowed & tiers.home).any() else has_legal_decode(tiers)
+        decode_later = () if chosen.fallback_used else decode_steps(fleet, constraint)
+        rows = rows_of(
+            screens.prefill, fleet, (*prefill_steps(fleet, screens.groups, passed), *busy_steps(free)),
+            prefill.costs, prefill.pick.slot,
+        ) + rows_of(
+            screens.decode, fleet, (*decode_later, *busy_steps(free)), decode.costs, decode.pick.slot
+        )  # fmt: skip
+    return Decision(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        mode=rules.mode,
+        decode=decode.pick,
+        prefill=prefill.pick,
+        constraint=constraint,
+        fallback_used=chosen.fallback_used,
+        cross_domain=_crosses(fleet, constraint, decode.pick.slot),
+        rows=rows,
+    )
+
+
+def _pick(
+    request: RouteRequest,
+    view: View,
+    leg: Leg,
+    rules: Rules,
+    mask: Mask,
+    *,
+    turn: int,
+    constraint: TransferConstraint | None = None,
+    prefill_slot: Slot | None = None,
+) -> _Picked:
+    costs = leg_costs(request, view, leg, rules, constraint=constraint, prefill_slot=prefill_slot)
+    slot = pick_slot(
+        costs.cost, mask, view.fleet, rules,
+        request_id=request.request_id, draw=mix64(view.seed + _SALT_OF[leg]), turn=turn,
+    )  # fmt: skip
+    return _Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
+
+
+def _crosses(fleet: Fleet, constraint: TransferConstraint | None, decode: Slot) -> bool:
+    return constraint is not None and not shares_domain(fleet, constraint)[decode]
