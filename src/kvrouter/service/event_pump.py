@@ -97,7 +97,7 @@ class EventPump:
         self._index.drop(slot)
 
     def on_batch(self, batch: KvBatch) -> None:
-        """A batch arrived; of a rank that is not known yet it is let go: discovery will ask for a snapshot."""
+        """A batch arrived; of a rank that is not known yet it is let go: a snapshot will have it."""
         entrance = self._entrances.get(batch.rank)
         if entrance is not None:
             self._after(entrance, entrance.feed.on_batch(batch, now_s=self._now_s()))

@@ -1,14 +1,13 @@
 """The loading dock: does what a request's journey says, and brings its tokens back.
 
-One :class:`Generation` is one request. It is pulled: nothing runs ahead of its reader, so that a slow client holds
-back its own engine stream and nobody else's. Only the prefill leg of a bootstrap handoff runs beside it.
+One :class:`Generation` is one request. It is pulled: nothing runs ahead of its reader, so that a slow client
+holds back its own engine stream and nobody else's. Only a bootstrap handoff's prefill leg runs beside it.
 """
 
 import asyncio
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Self, assert_never
 
 from msgspec.structs import replace
@@ -46,45 +45,16 @@ from kvrouter.journey.words import (
     Shape,
     State,
 )
-from kvrouter.planes.requests.port import EngineStream, RequestPlane, StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests.port import RequestPlane, StreamBroken, WorkerUnreachable
+from kvrouter.service.attempt import Attempt, Patience, Times
 from kvrouter.service.placement import Placement, Placer
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a worker may be silent before it counts as lost, in seconds; and the whole request's limit."""
-
-    first_token_s: float = 120.0
-    between_tokens_s: float = 60.0
-    request_s: float = 600.0
-
-
-@dataclass(slots=True)
-class Times:
-    """When things happened, on the loop's clock, in seconds."""
-
-    begun_s: float
-    placed_s: float | None = None
-    first_token_s: float | None = None
-    ended_s: float | None = None
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """What one attempt holds; all of it is given back when the attempt is abandoned."""
-
-    placement: Placement
-    prefill: EngineStream | None = None
-    prefill_task: asyncio.Task[None] | None = None
-    decode: EngineStream | None = None
-    lost: list[LegLost] = field(default_factory=list)
 
 
 class Generation:
     """The answer to one request, as an async iterator of chunks; use it as a context manager.
 
-    Errors before the first chunk are raised by the first read; after it, by the read that meets them. Leaving the
-    context cancels what still runs and closes every lease.
+    An error is raised by the read that meets it. Leaving the context cancels what still runs and closes every
+    lease.
     """
 
     def __init__(
@@ -108,7 +78,7 @@ class Generation:
         self._plane = plane
         self._patience = patience
         self._on_end = on_end
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._last_placement: Placement | None = None
         self._heard_s = self.times.begun_s
         self._is_reading = False
@@ -150,7 +120,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> EngineChunk:
-        if self._journey.state is State.DONE:
+        if self._closed or self._journey.state is State.DONE:
             raise StopAsyncIteration
         if self._attempt is None:
             await self._perform(self._journey.begin())
@@ -161,6 +131,8 @@ class Generation:
             if self.finish is not None:
                 self.close("finished")
                 return EngineChunk(finish=self.finish)
+            if self._closed:
+                raise StopAsyncIteration
             chunk = await self._read()
             if chunk is not None:
                 return chunk
@@ -181,7 +153,7 @@ class Generation:
     # Reading
 
     async def _read(self) -> EngineChunk | None:
-        """Read one chunk of the last leg; None when the attempt changed and there is nothing for the client."""
+        """Read one chunk of the last leg; None when the attempt changed and the client gets nothing."""
         attempt = self._attempt
         if attempt is None or attempt.decode is None:
             raise RuntimeError("a generation without a decode stream was read")
@@ -190,13 +162,16 @@ class Generation:
         try:
             chunk = await attempt.decode.__anext__()
         except StreamBroken as error:
-            return await self._lose(attempt, str(error))
+            await self._lose(attempt, str(error))
+            return None
         except StopAsyncIteration:
-            return await self._lose(attempt, "the stream ended without a last chunk")
+            await self._lose(attempt, "the stream ended without a last chunk")
+            return None
         finally:
             self._is_reading = False
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-            return await self._lose(attempt, chunk.error or "the engine cancelled the request")
+            await self._lose(attempt, chunk.error or "the engine cancelled the request")
+            return None
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._note_cached(chunk.cached_tokens)
         if chunk.token_ids:
@@ -210,17 +185,17 @@ class Generation:
             self.close("finished")
         return chunk
 
-    async def _lose(self, attempt: _Attempt, why: str) -> None:
+    async def _lose(self, attempt: Attempt, why: str) -> None:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
         pick = attempt.placement.decision.decode
         await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why)))
 
-    def _lost(self, attempt: _Attempt, lost: LegLost) -> Sequence[Command]:
+    def _lost(self, attempt: Attempt, lost: LegLost) -> Sequence[Command]:
         if self.error is not None:  # we ended it ourselves: the deadline passed
             return self._journey.handle(ClientLeft(self.error.code))
         return self._journey.handle(attempt.lost[0] if attempt.lost else lost)
 
-    def _count_output(self, attempt: _Attempt, tokens: int) -> None:
+    def _count_output(self, attempt: Attempt, tokens: int) -> None:
         """Tell the ledger of each block of output that became full."""
         block_size = attempt.placement.block_size
         self._tail_tokens += tokens
@@ -272,7 +247,7 @@ class Generation:
         if self._journey.state is State.DONE:
             self._placer.release(placement)
             return []
-        self._attempt = _Attempt(placement)
+        self._attempt = Attempt(placement)
         self._last_placement = placement
         self._tail_tokens = placement.prompt.isl_tokens % placement.block_size
         now = self._loop.time()
@@ -296,7 +271,7 @@ class Generation:
             return self._journey.handle(LegRefused(error))
         return self._journey.handle(PrefillDone(pick.rank.worker_id, params))
 
-    async def _run_prefill(self, attempt: _Attempt) -> KvTransferParams | None:
+    async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
         """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
         placement = attempt.placement
         request = self._engine_request(placement, Leg.PREFILL, bootstrap=placement.bootstrap)
@@ -317,7 +292,7 @@ class Generation:
         self._placer.prefill_done(placement)
         return params
 
-    async def _run_prefill_beside(self, attempt: _Attempt) -> None:
+    async def _run_prefill_beside(self, attempt: Attempt) -> None:
         """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
         worker_id = attempt.placement.prefill_pick.rank.worker_id
         try:
@@ -386,7 +361,7 @@ class Generation:
             cache_namespace=self.request.cache_namespace,
         )
 
-    def _held(self) -> _Attempt:
+    def _held(self) -> Attempt:
         if self._attempt is None:
             raise RuntimeError("the journey sends a leg before it was placed")
         return self._attempt
@@ -416,7 +391,7 @@ class Generation:
     # Silence
 
     def _watch(self) -> None:
-        """Look again when the current limit of silence would be reached; one timer a request, re-armed lazily."""
+        """Look again when the limit of silence would be reached: one timer a request, re-armed lazily."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._watchdog = self._loop.call_at(self._silent_until_s(), self._look)

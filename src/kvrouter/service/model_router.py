@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, RoutingRefused
@@ -127,10 +128,12 @@ class ModelRouter:
             return placement
 
     def pick_decode_again(self, placement: Placement) -> None:
-        """After a synchronous prefill: decide decode afresh under the frozen constraint, and move the lease."""
+        """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
         old = placement.decision
         view = self._view(placement.prompt, exclude=placement.decode_lease)
-        decision = route_decode(placement.wish, view, old)
+        sender = None if old.prefill is None else old.prefill.rank
+        again = route_decode(placement.wish, view, old.constraint, prefill=sender)
+        decision = structs.replace(again, prefill=old.prefill)
         if decision.decode.slot == old.decode.slot:
             return
         self.ledger.move(placement.decode_lease, decision.decode.slot, 0)

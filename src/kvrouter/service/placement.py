@@ -52,7 +52,7 @@ class Placer(Protocol):
         """Decide and book; wait as long as the settings allow when nobody may take the request now."""
 
     def pick_decode_again(self, placement: Placement) -> None:
-        """After a synchronous prefill: decide decode afresh under the frozen constraint, and move the lease."""
+        """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
 
     def prefill_done(self, placement: Placement) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""

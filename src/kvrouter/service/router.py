@@ -17,9 +17,10 @@ from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.routing.decision import Decision
+from kvrouter.service.attempt import Patience
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.decisions import DecisionLog
-from kvrouter.service.generation import Generation, Patience
+from kvrouter.service.generation import Generation
 from kvrouter.service.model_router import ModelRouter
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from kvrouter.core.errors import RoutingRefused
 class WaitingRoom:
     """Parks requests until the fleet changes; whoever leaves is decided afresh.
 
-    ``places_max`` bounds it: with 0, the default, nobody waits. A pulse wakes everyone in the order of arrival,
-    so that the first to come is the first to be decided.
+    ``places_max`` bounds it: with 0 nobody waits. A pulse wakes everyone in the order of arrival, so that the
+    first to come is the first to be decided.
     """
 
     def __init__(self, *, places_max: int) -> None:

@@ -1,0 +1,38 @@
+"""What one request holds while it runs: its patience, its times, and what its current attempt has open."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvrouter.journey.words import LegLost
+from kvrouter.planes.requests.port import EngineStream
+from kvrouter.service.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a worker may be silent before it counts as lost, in seconds; and the whole request's limit."""
+
+    first_token_s: float = 120.0
+    between_tokens_s: float = 60.0
+    request_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened, on the loop's clock, in seconds."""
+
+    begun_s: float
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What one attempt holds; all of it is given back when the attempt is abandoned."""
+
+    placement: Placement
+    prefill: EngineStream | None = None
+    prefill_task: asyncio.Task[None] | None = None
+    decode: EngineStream | None = None
+    lost: list[LegLost] = field(default_factory=list)
