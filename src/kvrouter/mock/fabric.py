@@ -1,0 +1,268 @@
+"""Mock engines and the links between them, on one hand-turned clock.
+
+The fabric is where prefill and decode legs meet. It keeps the order of all that happens at all engines and on
+all links, so that the same inputs at the same seconds give the same outputs, however rarely it is advanced.
+"""
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.events import KvEvent
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.core.workers import LoadReport
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.engine import KvReady, KvWanted, LegEnded, MockEngine, Outputs
+from kvrouter.mock.handoff import (
+    Command,
+    Deliver,
+    Fail,
+    Handoffs,
+    MeetingName,
+    Party,
+    Pull,
+    Release,
+    StopPull,
+)
+from kvrouter.mock.network import Carried, DomainPair, Links, Network
+from kvrouter.mock.sequence import UNLIMITED_CREDIT, sequence_key
+
+
+@dataclass(slots=True)
+class FabricOutputs:
+    """What all engines did; for each engine, events come before the chunks that they explain."""
+
+    events: list[tuple[WorkerRank, tuple[KvEvent, ...]]] = field(default_factory=list)
+    loads: list[LoadReport] = field(default_factory=list)
+    chunks: list[tuple[Party, EngineChunk]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Member:
+    engine: MockEngine
+    domain: str
+    order: int
+    scheduled_s: float | None = None
+    dirty: bool = True
+
+
+class Fabric:
+    """All engines of one process. ``now`` is seconds on the caller's clock and never goes back."""
+
+    def __init__(self, links: Links) -> None:
+        self._members: dict[WorkerId, _Member] = {}
+        self._ids: dict[str, WorkerId] = {}
+        self._due: list[tuple[float, int, WorkerId]] = []
+        self._network = Network(links)
+        self._handoffs = Handoffs()
+        self._added = 0
+
+    def add(self, config: MockConfig, *, worker_id: WorkerId, domain: str) -> MockEngine:
+        """Add an engine that sits in ``domain``. InvalidRequest when the worker is here already."""
+        if worker_id in self._members:
+            raise InvalidRequest(f"worker {worker_id} is in the fabric already", param="worker_id")
+        self._added += 1
+        engine = MockEngine(config, worker_id=worker_id, engine_id=f"mock-{worker_id}-{self._added}")
+        self._members[worker_id] = _Member(engine, domain, self._added)
+        self._ids[engine.engine_id] = worker_id
+        return engine
+
+    def remove(self, now: float, worker_id: WorkerId) -> None:
+        """Take an engine away at once, as if its machine had died; legs that exchange KV with it fail."""
+        self.advance_before(now)
+        member = self._members.pop(worker_id)
+        del self._ids[member.engine.engine_id]
+        for party, is_source in self._handoffs.parties_of(worker_id):
+            if is_source:
+                commands = self._handoffs.source_ended(party, f"prefill worker {worker_id} is gone")
+            else:
+                commands = self._handoffs.sink_ended(now, party, lost=True)
+            self._do(now, commands)
+
+    def submit(
+        self,
+        now: float,
+        worker_id: WorkerId,
+        request: EngineRequest,
+        *,
+        credit_tokens: int = UNLIMITED_CREDIT,
+    ) -> Party:
+        """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused."""
+        self.advance_before(now)
+        member = self._members[worker_id]
+        party = Party(worker_id, sequence_key(request))
+        name = self._meeting_name(member.engine, request)
+        if name is not None:
+            self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
+        member.engine.submit(now, request, credit_tokens=credit_tokens)
+        self._touch(member)
+        if name is not None:
+            expiry_s = member.engine.config.kv_wait_expiry_s
+            if request.leg is Leg.PREFILL:
+                self._handoffs.source_joins(name, party, expiry_s=expiry_s)
+            else:
+                may_follow = request.bootstrap is not None
+                self._do(
+                    now,
+                    self._handoffs.sink_joins(name, party, expiry_s=expiry_s, source_may_follow=may_follow),
+                )
+        return party
+
+    def cancel(self, now: float, party: Party) -> None:
+        """End a leg. For a prefill leg that has ended: give up its KV, unless a decode leg came for it."""
+        self.advance_before(now)
+        member = self._members.get(party.worker_id)
+        if member is None:
+            return
+        if member.engine.cancel(now, party.key):
+            self._settle(now, member)
+        else:
+            self._do(now, self._handoffs.give_up(party))
+
+    def give_credit(self, now: float, party: Party, tokens: int) -> None:
+        """The reader of a leg made room for ``tokens`` more."""
+        member = self._members.get(party.worker_id)
+        if member is not None:
+            self.advance_before(now)
+            member.engine.give_credit(now, party.key, tokens)
+            self._touch(member)
+
+    def next_time(self) -> float | None:
+        """When :meth:`advance` has something to do; None when nothing happens until someone calls."""
+        earliest = self._network.next_time()
+        for time in (self._handoffs.next_time(), self._next_due()):
+            if time is not None and (earliest is None or time < earliest):
+                earliest = time
+        return earliest
+
+    def advance(self, now: float, *, moments_max: int | None = None) -> float:
+        """Do what is due up to ``now``, in order; return the second up to which everything is done.
+
+        That is before ``now`` only when more than ``moments_max`` moments were due.
+        """
+        done = 0
+        while (time := self.next_time()) is not None and time <= now:
+            if moments_max is not None and done >= moments_max:
+                return time
+            self._live(time)
+            done += 1
+        return now
+
+    def advance_before(self, now: float) -> None:
+        """Do what is due before ``now``, so that inputs of one moment meet in one step."""
+        while (time := self.next_time()) is not None and time < now:
+            self._live(time)
+
+    def take_outputs(self) -> FabricOutputs:
+        """Return what happened since the last call."""
+        collected = FabricOutputs()
+        for worker_id, member in self._members.items():
+            if not member.dirty:
+                continue
+            member.dirty = False
+            outputs: Outputs = member.engine.take_outputs()
+            collected.events += [(WorkerRank(worker_id, rank), events) for rank, events in outputs.events]
+            collected.loads += outputs.loads
+            collected.chunks += [(Party(worker_id, key), chunk) for key, chunk in outputs.chunks]
+        return collected
+
+    def carried(self) -> dict[DomainPair, Carried]:
+        """Transfers and bytes between each pair of domains so far."""
+        return self._network.carried()
+
+    @property
+    def expired_handoffs(self) -> int:
+        """Handoffs that waited for too long."""
+        return self._handoffs.expired
+
+    def check_integrity(self) -> list[str]:
+        """Return what is wrong with anyone's books; when all engines are idle nothing may be left over."""
+        problems = [
+            f"worker {worker_id}: {problem}"
+            for worker_id, member in self._members.items()
+            for problem in member.engine.check_integrity()
+        ]
+        if all(member.engine.idle for member in self._members.values()):
+            if len(self._handoffs):
+                problems.append(f"idle, and {len(self._handoffs)} handoffs are open")
+            if len(self._network):
+                problems.append(f"idle, and {len(self._network)} transfers are in flight")
+        return problems
+
+    def _live(self, time: float) -> None:
+        """Do all that is due at ``time``."""
+        for arrived in self._network.advance(time):
+            self._do(time, self._handoffs.pulled(MeetingName(arrived.key)))
+        self._do(time, self._handoffs.expire(time))
+        while (due := self._next_due()) is not None and due <= time:
+            _, _, worker_id = heappop(self._due)
+            member = self._members[worker_id]
+            member.scheduled_s = None
+            member.engine.advance(time)
+            self._settle(time, member)
+
+    def _settle(self, now: float, member: _Member) -> None:
+        """Take an engine's notices to the handoffs, and note when it wants to be called again."""
+        self._touch(member)
+        for notice in member.engine.take_notices():
+            party = Party(member.engine.worker_id, notice.key)
+            match notice:
+                case KvReady():
+                    self._do(now, self._handoffs.kv_ready(now, party))
+                case KvWanted(_, kv_tokens):
+                    self._do(now, self._handoffs.kv_wanted(now, party, kv_tokens))
+                case LegEnded(_, reason):
+                    commands = self._handoffs.source_ended(party, reason)
+                    self._do(now, commands + self._handoffs.sink_ended(now, party, lost=False))
+
+    def _do(self, now: float, commands: list[Command]) -> None:
+        for command in commands:
+            match command:
+                case Pull(name, source, sink, kv_tokens):
+                    src, dst = self._members[source.worker_id], self._members[sink.worker_id]
+                    kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
+                    self._network.start(now, name, src.domain, dst.domain, kv_bytes)
+                case StopPull(name):
+                    self._network.cancel(now, name)
+                case Release(party):
+                    if (member := self._members.get(party.worker_id)) is not None:
+                        member.engine.release_kv(now, party.key)
+                        self._touch(member)
+                case Deliver(party):
+                    if (member := self._members.get(party.worker_id)) is not None:
+                        member.engine.kv_arrived(now, party.key)
+                        self._touch(member)
+                case Fail(party, reason):
+                    if (member := self._members.get(party.worker_id)) is not None:
+                        member.engine.kv_failed(now, party.key, reason)
+                        self._settle(now, member)
+
+    def _touch(self, member: _Member) -> None:
+        member.dirty = True
+        time = member.engine.next_time()
+        if time is not None and time != member.scheduled_s:
+            heappush(self._due, (time, member.order, member.engine.worker_id))
+        member.scheduled_s = time
+
+    def _next_due(self) -> float | None:
+        """When the first engine is due; entries that no longer hold are dropped."""
+        while self._due:
+            time, order, worker_id = self._due[0]
+            member = self._members.get(worker_id)
+            if member is not None and member.order == order and member.scheduled_s == time:
+                return time
+            heappop(self._due)
+        return None
+
+    def _meeting_name(self, engine: MockEngine, request: EngineRequest) -> MeetingName | None:
+        """Under which name the two legs of a request meet; None for an aggregated one."""
+        if request.leg is Leg.AGGREGATED:
+            return None
+        if request.bootstrap is not None:
+            bootstrap = request.bootstrap
+            return MeetingName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
+        if request.leg is Leg.PREFILL:
+            return MeetingName(f"{engine.engine_id}/{sequence_key(request)}")
+        params = request.kv_transfer_params or {}
+        return MeetingName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")

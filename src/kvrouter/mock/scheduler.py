@@ -1,0 +1,357 @@
+"""Continuous batching on one rank: what runs in the next step, what waits, and who gives way.
+
+A step takes every running sequence in the order of admission: one token each for those that decode, up to the
+token budget for those that prefill (in chunks). What is left of seats and budget admits waiting sequences,
+first come first served; a sequence is admitted when all its tokens' blocks fit at once. A sequence that
+decodes into a new block when none is left makes the last admitted one give way (its KV is computed again
+later). The first admitted one therefore always moves on, and a request that fits the memory alone always
+ends.
+
+A sequence whose reader has given no credit sits steps out with its KV in place, takes no seat, and is the
+first to give way.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvrouter.core.ids import WorkerRank
+from kvrouter.core.requests import FinishReason
+from kvrouter.core.workers import LoadReport
+from kvrouter.mock.config import MockConfig
+from kvrouter.mock.paged_kv import Block, BlockTable, PagedKv
+from kvrouter.mock.sequence import EngineSequence, SequenceState
+from kvrouter.mock.tokens import TokenModel
+
+RUNNING = SequenceState.RUNNING
+
+
+@dataclass(slots=True)
+class Step:
+    """A step in progress: the tokens that each of its sequences computes, and when it ends."""
+
+    ends_at_s: float
+    work: list[tuple[EngineSequence, int]]
+
+
+class RankScheduler:
+    """One data-parallel rank. ``dirty`` collects sequences with something to tell, ``admitted_remote`` those
+    that now have memory for the KV they wait for, ``ended`` those that just generated their last token.
+    """
+
+    def __init__(self, config: MockConfig, rank: WorkerRank, model: TokenModel) -> None:
+        self.rank = rank
+        self.kv = PagedKv(
+            total_blocks=config.total_kv_blocks,
+            engine_hashing=config.engine_hashing,
+            seed=(config.seed << 16) + rank.dp_rank,
+            caching=config.prefix_caching,
+        )
+        self.waiting: deque[EngineSequence] = deque()
+        self.ready: deque[EngineSequence] = deque()
+        self.running: list[EngineSequence] = []
+        self.dirty: list[EngineSequence] = []
+        self.admitted_remote: list[EngineSequence] = []
+        self.ended: list[EngineSequence] = []
+        self.n_receiving = 0
+        self.n_parked = 0
+        self.preemptions = 0
+        self.steps = 0
+        self._config = config
+        self._model = model
+        self._step: Step | None = None
+        self._wake_at_s: float | None = None
+        self._changed = True
+
+    def wake(self, now: float) -> None:
+        """Something changed that may let work begin."""
+        self._changed = True
+        if self._wake_at_s is None:
+            self._wake_at_s = now
+
+    def next_time(self) -> float | None:
+        """When :meth:`advance` has something to do."""
+        return self._step.ends_at_s if self._step is not None else self._wake_at_s
+
+    def advance(self, now: float) -> None:
+        """Do what is due at ``now``: end the step that ends, and begin the next."""
+        if self._step is not None:
+            if self._step.ends_at_s > now:
+                return
+            step, self._step = self._step, None
+            self._end_step(step)
+        elif self._wake_at_s is None or self._wake_at_s > now:
+            return
+        self._wake_at_s = None
+        self._begin_step(now)
+
+    def load_report(self) -> LoadReport | None:
+        """Return the load, or None when nothing changed since the last report."""
+        if not self._changed:
+            return None
+        self._changed = False
+        prefilling = (sequence for sequence in self._admitted_and_waiting() if sequence.prefilling)
+        return LoadReport(
+            rank=self.rank,
+            active_blocks=self.kv.active_blocks,
+            total_blocks=self.kv.total_blocks,
+            active_prefill_tokens=sum(sequence.remaining_tokens for sequence in prefilling),
+            running_requests=len(self.running),
+            waiting_requests=len(self.waiting) + len(self.ready) + self.n_receiving + self.n_parked,
+        )
+
+    def drop(self, sequence: EngineSequence) -> None:
+        """Take ``sequence`` out of whatever it is in; its table stays with it."""
+        state, sequence.state = sequence.state, SequenceState.ENDED
+        if state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+        elif state is SequenceState.READY:
+            self.ready.remove(sequence)
+        elif state is RUNNING:
+            self.running.remove(sequence)
+        elif state is SequenceState.RECEIVING:
+            self.n_receiving -= 1
+        elif state is SequenceState.PARKED:
+            self.n_parked -= 1
+
+    def free(self, table: BlockTable | None) -> None:
+        """Give up the blocks of ``table``."""
+        if table is not None:
+            self.kv.release(table)
+
+    def give_credit(self, now: float, sequence: EngineSequence, tokens: int) -> None:
+        """The reader made room for ``tokens`` more."""
+        was_out = sequence.credit_tokens <= 0
+        sequence.credit_tokens += tokens
+        if was_out and sequence.credit_tokens > 0:
+            if sequence.state is SequenceState.PARKED:
+                self.n_parked -= 1
+                sequence.state = SequenceState.WAITING
+                self.waiting.appendleft(sequence)
+            self.wake(now)
+
+    def receive(self, now: float, sequence: EngineSequence, *, arrived: bool) -> None:
+        """The KV of a receiving sequence arrived; or it never will, and is computed here."""
+        if sequence.state is SequenceState.RECEIVING and sequence.table is not None:
+            if arrived:
+                self._commit(sequence, sequence.table, len(sequence.tokens))
+                sequence.computed_tokens = len(sequence.tokens) - 1
+                sequence.prefilling = False
+            self.n_receiving -= 1
+            sequence.state = SequenceState.READY
+            self.ready.append(sequence)
+        sequence.wants_remote_kv = False
+        self.wake(now)
+
+    def _admitted_and_waiting(self) -> Iterator[EngineSequence]:
+        yield from self.running
+        yield from self.ready
+        yield from (sequence for sequence in self.waiting if not sequence.wants_remote_kv)
+
+    def _begin_step(self, now: float) -> None:
+        work: list[tuple[EngineSequence, int]] = []
+        budget, preempted = self._continue_running(work)
+        if not preempted or not work:
+            self._admit(work, budget)
+        if not work:
+            return
+        prefill_tokens = n_decoding = 0
+        for sequence, n_tokens in work:
+            if sequence.prefilling:
+                prefill_tokens += n_tokens
+            else:
+                n_decoding += 1
+        timing = self._config.timing
+        step_ms = timing.prefill_ms(prefill_tokens)
+        if n_decoding:
+            step_ms += timing.decode_ms(self.kv.active_blocks / self.kv.total_blocks)
+        self._step = Step(now + step_ms / 1_000.0, work)
+        self._changed = True
+
+    def _continue_running(self, work: list[tuple[EngineSequence, int]]) -> tuple[int, bool]:
+        """Plan the running sequences; return the budget left and whether someone gave way."""
+        budget, seats = self._config.max_num_batched_tokens, self._config.max_num_seqs
+        block_size = self._config.block_size
+        preempted = False
+        for sequence in tuple(self.running):
+            if not budget or len(work) == seats:
+                break
+            table = sequence.table
+            if sequence.state is not RUNNING or sequence.credit_tokens <= 0 or table is None:
+                continue
+            n_tokens = len(sequence.tokens) - sequence.computed_tokens
+            n_tokens = min(n_tokens, budget)
+            needed_tokens = sequence.computed_tokens + n_tokens
+            if needed_tokens > sequence.room_tokens:
+                lacking = -(-needed_tokens // block_size) - table.n_blocks
+                if not self.kv.can_grow(lacking):
+                    preempted = True
+                    if not self._make_room(sequence, lacking):
+                        continue
+                self.kv.grow(table, lacking)
+                sequence.room_tokens = table.n_blocks * block_size
+            work.append((sequence, n_tokens))
+            budget -= n_tokens
+        return budget, preempted
+
+    def _make_room(self, needy: EngineSequence, n_blocks: int) -> bool:
+        """Let sequences give way until ``n_blocks`` fit; False when ``needy`` had to give way itself."""
+        while not self.kv.can_grow(n_blocks):
+            victim = self._paused() or self.running[-1]
+            self._preempt(victim)
+            if victim is needy:
+                return False
+        return True
+
+    def _paused(self) -> EngineSequence | None:
+        for sequence in reversed(self.running):
+            if sequence.credit_tokens <= 0:
+                return sequence
+        return None
+
+    def _preempt(self, sequence: EngineSequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self.free(sequence.table)
+        sequence.table = None
+        sequence.computed_tokens = 0
+        sequence.prefilling = True
+        if sequence.credit_tokens <= 0:
+            sequence.state = SequenceState.PARKED
+            self.n_parked += 1
+        else:
+            sequence.state = SequenceState.WAITING
+            self.waiting.appendleft(sequence)
+
+    def _admit(self, work: list[tuple[EngineSequence, int]], budget: int) -> None:
+        """Give seats and budget to sequences whose KV arrived, then to those that wait."""
+        if not self.ready and not self.waiting:
+            return
+        seats = self._config.max_num_seqs - sum(1 for s in self.running if s.credit_tokens > 0)
+        while self.ready and seats > 0:
+            n_tokens = self._share(self.ready[0].remaining_tokens, budget, alone=not work)
+            if not n_tokens:
+                return
+            self._seat(self.ready.popleft(), n_tokens, work)
+            budget -= n_tokens
+            seats -= 1
+        while self.waiting:
+            sequence = self.waiting[0]
+            matched = self._match(sequence)
+            n_tokens = 0
+            if not sequence.wants_remote_kv:
+                new_tokens = len(sequence.tokens) - len(matched) * self._config.block_size
+                n_tokens = self._share(new_tokens, budget, alone=not work) if seats > 0 else 0
+                if not n_tokens:
+                    return
+            if not self._hold(sequence, matched):
+                return
+            self.waiting.popleft()
+            if sequence.wants_remote_kv:
+                sequence.state = SequenceState.RECEIVING
+                self.n_receiving += 1
+                self.admitted_remote.append(sequence)
+            else:
+                self._seat(sequence, n_tokens, work)
+                budget -= n_tokens
+                seats -= 1
+
+    def _share(self, new_tokens: int, budget: int, *, alone: bool) -> int:
+        """How many of ``new_tokens`` a sequence gets of the budget. Without chunked prefill all or none, and
+        what is over the whole budget (a long sequence that gave way) is computed alone.
+        """
+        if self._config.chunked_prefill or new_tokens <= budget:
+            return max(0, min(new_tokens, budget))
+        return new_tokens if alone else 0
+
+    def _match(self, sequence: EngineSequence) -> list[Block]:
+        """Find cached blocks. The last token is computed in any case, as its output is what is wanted; a leg
+        whose KV comes from elsewhere computes it as its first decode step.
+        """
+        n_tokens = len(sequence.tokens)
+        reusable = n_tokens if sequence.wants_remote_kv else n_tokens - 1
+        return self.kv.match(sequence.block_hashes, reusable // self._config.block_size)
+
+    def _hold(self, sequence: EngineSequence, matched: list[Block]) -> bool:
+        """Hold the blocks of all tokens; False when they do not fit, even if paused sequences give way."""
+        n_tokens = len(sequence.tokens)
+        n_private = -(-n_tokens // self._config.block_size) - len(matched)
+        while not self.kv.can_hold(matched, n_private):
+            paused = self._paused()
+            if paused is None:
+                return False
+            self._preempt(paused)
+        cached_tokens = len(matched) * self._config.block_size
+        sequence.table = self.kv.hold(matched, n_private)
+        sequence.room_tokens = sequence.table.n_blocks * self._config.block_size
+        sequence.computed_tokens = min(cached_tokens, n_tokens - 1)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = cached_tokens
+        return True
+
+    def _seat(self, sequence: EngineSequence, n_tokens: int, work: list[tuple[EngineSequence, int]]) -> None:
+        sequence.state = RUNNING
+        self.running.append(sequence)
+        work.append((sequence, n_tokens))
+
+    def _end_step(self, step: Step) -> None:
+        self.steps += 1
+        self._changed = True
+        block_size = self._config.block_size
+        any_ended = False
+        for sequence, n_tokens in step.work:
+            table = sequence.table
+            if sequence.state is not RUNNING or table is None:
+                continue
+            computed = sequence.computed_tokens = sequence.computed_tokens + n_tokens
+            if n_tokens > 1 or not computed % block_size:
+                self._commit(sequence, table, computed)
+            if computed == len(sequence.tokens):
+                any_ended = self._generate(sequence) or any_ended
+        if any_ended:
+            self.running = [sequence for sequence in self.running if sequence.state is RUNNING]
+
+    def _commit(self, sequence: EngineSequence, table: BlockTable, computed_tokens: int) -> None:
+        full_blocks = computed_tokens // self._config.block_size
+        n_cached = len(table.blocks)
+        if self._config.prefix_caching and full_blocks > n_cached:
+            sequence.hash_blocks(full_blocks, self._config.block_size)
+            self.kv.commit(table, sequence.block_hashes[n_cached:full_blocks])
+
+    def _generate(self, sequence: EngineSequence) -> bool:
+        """Generate one token; True when it is the last."""
+        if sequence.drawn_used == len(sequence.drawn):
+            self._draw(sequence)
+        token = sequence.drawn[sequence.drawn_used]
+        sequence.drawn_used += 1
+        sequence.prefilling = False
+        sequence.tokens.append(token)
+        sequence.output_tokens += 1
+        sequence.credit_tokens -= 1
+        if not sequence.pending:
+            self.dirty.append(sequence)
+        sequence.pending.append(token)
+        if sequence.output_tokens == sequence.max_tokens:
+            sequence.finish = FinishReason.LENGTH
+        elif sequence.stop_token_ids and self._stops(sequence, token):
+            sequence.finish = FinishReason.STOP
+        else:
+            return False
+        sequence.state = SequenceState.ENDED
+        self.ended.append(sequence)
+        return True
+
+    def _stops(self, sequence: EngineSequence, token: int) -> bool:
+        if sequence.output_tokens <= sequence.request.sampling.min_tokens:
+            return False
+        return token in sequence.stop_token_ids
+
+    def _draw(self, sequence: EngineSequence) -> None:
+        """Draw about a block of tokens ahead: they depend on nothing but those before."""
+        block_size, left = self._config.block_size, sequence.max_tokens - sequence.output_tokens
+        min_tokens = sequence.request.sampling.min_tokens
+        eos_from = max(0, min_tokens - sequence.output_tokens) if sequence.may_draw_eos else None
+        sequence.drawn, sequence.chain = self._model.draw(
+            sequence.chain, min(block_size, left), eos_from=eos_from
+        )
+        sequence.drawn_used = 0
