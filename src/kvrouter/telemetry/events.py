@@ -1,0 +1,142 @@
+"""Every log event, in one table, and the fields that a line may have. There is no field for a prompt."""
+
+import logging
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypedDict, Unpack
+
+LogValue = str | int | float | bool | None
+
+
+class Event(StrEnum):
+    """What a line tells. Each one's level and meaning stand in :data:`EVENTS`."""
+
+    START = "start"
+    READY = "ready"
+    CONFIG_WARNING = "config_warning"
+    DRAIN = "drain"
+    STOP = "stop"
+    DECISION = "decision"
+    REFUSAL = "refusal"
+    FALLBACK = "fallback"
+    DOMAIN_WAIT = "domain_wait"
+    RETRY = "retry"
+    RESUME = "resume"
+    CANCELLED = "cancelled"
+    REQUEST_FAILED = "request_failed"
+    WORKER_JOINED = "worker_joined"
+    WORKER_CHANGED = "worker_changed"
+    WORKER_DRAINING = "worker_draining"
+    WORKER_LEFT = "worker_left"
+    WORKER_REFUSED = "worker_refused"
+    FEED_STATE = "feed_state"
+    FEED_GAP = "feed_gap"
+    BUSY_THRESHOLD = "busy_threshold"
+    INTERNAL_ERROR = "internal_error"
+
+
+class Fields(TypedDict, total=False):
+    """The fields of a log line. Text that a client wrote is not among them, but for the ids that it chose."""
+
+    request_id: str
+    attempt: int
+    model: str
+    mode: str
+    shape: str
+    isl_tokens: int
+    prefill_worker: str
+    prefill_domain: str | None
+    prefill_overlap_blocks: int
+    prefill_cost: float
+    prefill_candidates: int
+    decode_worker: str
+    decode_domain: str | None
+    decode_overlap_blocks: int
+    decode_cost: float
+    decode_candidates: int
+    enforcement: str | None
+    fallback_used: bool
+    decision_us: float
+    waited_s: float
+    refusals: str
+    role: str
+    domain: str | None
+    value: str | None
+    worker: str
+    dp_rank: int
+    taints: str
+    reason: str
+    code: str
+    stage: str
+    status: int
+    state: str
+    first_event_id: int
+    last_event_id: int
+    active_decode_blocks_threshold: float | None
+    active_prefill_tokens_threshold: int | None
+    host: str
+    port: int
+    version: str
+    models: str
+    workers: int
+    running_requests: int
+    duration_s: float
+    detail: str
+
+
+FIELD_NAMES = frozenset(Fields.__annotations__)
+
+
+@dataclass(frozen=True, slots=True)
+class EventSpec:
+    """How important an event is, and what it tells."""
+
+    level: int
+    meaning: str
+
+
+EVENTS: dict[Event, EventSpec] = {
+    Event.START: EventSpec(logging.INFO, "The service begins: version, models, workers."),
+    Event.READY: EventSpec(logging.INFO, "The front door is open at this host and port."),
+    Event.CONFIG_WARNING: EventSpec(logging.WARNING, "A setting is legal, and hardly what was meant."),
+    Event.DRAIN: EventSpec(logging.INFO, "No new requests are taken; running ones may finish."),
+    Event.STOP: EventSpec(logging.INFO, "The service ended."),
+    Event.DECISION: EventSpec(logging.INFO, "A request was given its worker, or its pair of workers."),
+    Event.REFUSAL: EventSpec(logging.WARNING, "Nobody may take a request now; worker ranks per reason."),
+    Event.FALLBACK: EventSpec(
+        logging.WARNING, "A handoff crosses its domain: no decode worker was left in it."
+    ),
+    Event.DOMAIN_WAIT: EventSpec(logging.INFO, "A request waited for a decode worker to join its domain."),
+    Event.RETRY: EventSpec(logging.WARNING, "A worker failed a request, which is sent elsewhere."),
+    Event.RESUME: EventSpec(
+        logging.WARNING, "A worker was lost in mid-answer; the answer goes on elsewhere."
+    ),
+    Event.CANCELLED: EventSpec(logging.INFO, "A client left before its answer ended."),
+    Event.REQUEST_FAILED: EventSpec(logging.WARNING, "A request ended with an error of ours."),
+    Event.WORKER_JOINED: EventSpec(logging.INFO, "A worker was discovered."),
+    Event.WORKER_CHANGED: EventSpec(
+        logging.INFO, "A worker published another card: domains, taints, capacity."
+    ),
+    Event.WORKER_DRAINING: EventSpec(logging.INFO, "A worker takes no new requests."),
+    Event.WORKER_LEFT: EventSpec(logging.WARNING, "A worker is gone."),
+    Event.WORKER_REFUSED: EventSpec(logging.ERROR, "A worker's card cannot be routed to."),
+    Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
+    Event.FEED_GAP: EventSpec(logging.WARNING, "KV events of a rank were lost; they are asked for again."),
+    Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
+    Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A mistake of ours, with its traceback."),
+}
+
+
+def log_event(
+    logger: logging.Logger, event: Event, *, exc_info: bool = False, **fields: Unpack[Fields]
+) -> None:
+    """Log ``event`` with ``fields`` at the event's own level; free where that level is not written.
+
+    Raises TypeError for a field that is not in :class:`Fields`: nothing else can reach a log.
+    """
+    level = EVENTS[event].level
+    if not logger.isEnabledFor(level):
+        return
+    if not FIELD_NAMES.issuperset(fields):
+        raise TypeError(f"no log field: {', '.join(sorted(set(fields) - FIELD_NAMES))}")
+    logger.log(level, event.value, extra={"kvrouter_fields": fields}, exc_info=exc_info, stacklevel=2)

@@ -1,0 +1,119 @@
+"""How log lines look, and where they go: standard error, as text for eyes or as JSON for machines."""
+
+import logging
+import string
+import sys
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TextIO
+
+import msgspec
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.telemetry.events import LogValue
+
+ROOT = "kvrouter"
+"""The logger above all of ours; others' loggers are left as they are."""
+
+VALUE_MAX_CHARS = 512
+"""A longer text is cut, with an ellipsis."""
+
+_PLAIN = frozenset(string.ascii_letters + string.digits + string.punctuation) - frozenset("\"'\\")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: ``ts`` (UTC, milliseconds), ``level``, ``logger``, ``event``, then the
+    fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line: dict[str, LogValue] = {
+            "ts": _time(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": _cut(record.getMessage()),
+        }
+        line.update((key, _cut(value)) for key, value in _fields(record).items())
+        if record.exc_info and record.exc_info[1]:
+            line["exception"] = _told(record.exc_info[1])
+        return msgspec.json.encode(line).decode()
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, event, then ``key=value``; a value that could be misread is quoted."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields = "".join(f" {key}={_quoted(value)}" for key, value in _fields(record).items())
+        message = str(_cut(record.getMessage()))
+        if not message.isprintable():
+            message = msgspec.json.encode(message).decode()
+        line = f"{_time(record)} {record.levelname:<7} {message}{fields}"
+        return f"{line}\n{_told(record.exc_info[1])}" if record.exc_info and record.exc_info[1] else line
+
+
+_FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """The handler that :func:`configure_logging` sets, told from others' by its type."""
+
+
+def configure_logging(level: str, *, log_format: str, stream: TextIO | None = None) -> None:
+    """Write the ``kvrouter`` loggers' lines from ``level`` up to ``stream`` (standard error by default).
+
+    ``level`` is debug, info, warning or error; ``log_format`` is text or json: ValueError for any other.
+    Called again, it replaces what it did before.
+    """
+    if log_format not in _FORMATTERS:
+        raise ValueError(f"log_format: must be one of {', '.join(_FORMATTERS)}, not {log_format!r}")
+    handler = _Handler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(_FORMATTERS[log_format]())
+    logger = logging.getLogger(ROOT)
+    for old in [old for old in logger.handlers if isinstance(old, _Handler)]:
+        logger.removeHandler(old)
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    logger.propagate = False
+
+
+def _told(error: BaseException) -> str:
+    """Return where ``error`` was raised, its causes first.
+
+    Only our own errors and the system's speak: the words of any other may quote what a client sent.
+    """
+    before = error.__cause__ or error.__context__
+    words = f": {error}" if isinstance(error, KvrouterError | OSError) else ""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    return f"{_told(before) if before else ''}{frames}{type(error).__name__}{words}\n"
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, LogValue]:
+    fields: Mapping[str, LogValue] = getattr(record, "kvrouter_fields", {})
+    return fields
+
+
+def _time(record: logging.LogRecord) -> str:
+    return (
+        datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
+
+
+def _cut(value: LogValue) -> LogValue:
+    if isinstance(value, str) and len(value) > VALUE_MAX_CHARS:
+        return value[:VALUE_MAX_CHARS] + "…"
+    return value
+
+
+def _quoted(value: LogValue) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(_cut(value))
+    if text and _PLAIN.issuperset(text):
+        return text
+    return msgspec.json.encode(text).decode()

@@ -1,0 +1,289 @@
+"""Every metric, in one table: the attributes of :class:`Telemetry`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Self, TypeVar, overload
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+
+from kvrouter.telemetry.families import CounterFamily, Family, GaugeFamily, HistogramFamily, Labels
+
+METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""The content type of ``/metrics``."""
+
+_REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5)
+_DECISION_S = (5e-6, 1e-5, 2e-5, 3.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2e-2)
+_TOKENIZATION_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5)
+_WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
+
+F = TypeVar("F", bound=Family)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One row of the documentation page."""
+
+    name: str
+    kind: str
+    labels: Labels
+    meaning: str
+
+
+class _Metric(Generic[F]):
+    """A row of the table: it becomes a family of its own in every :class:`Telemetry`."""
+
+    def __init__(self, kind: str, name: str, meaning: str, make: Callable[[], F], labels: Labels) -> None:
+        self.spec = MetricSpec(name=name, kind=kind, labels=labels, meaning=meaning)
+        self.make = make
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self.attribute = attribute
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> F: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | F:
+        # A family lives in the instance's own dictionary, which Python looks into before it asks here.
+        if instance is None:
+            return self
+        raise AttributeError(self.attribute)
+
+
+def _counter(name: str, meaning: str, *labels: str) -> _Metric[CounterFamily]:
+    def make() -> CounterFamily:
+        return CounterFamily(name, meaning, labels)
+
+    return _Metric("counter", f"{name}_total", meaning, make, labels)
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> _Metric[GaugeFamily]:
+    def make() -> GaugeFamily:
+        return GaugeFamily(name, meaning, labels)
+
+    return _Metric("gauge", name, meaning, make, labels)
+
+
+def _histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) -> _Metric[HistogramFamily]:
+    def make() -> HistogramFamily:
+        return HistogramFamily(name, meaning, labels, bounds)
+
+    return _Metric("histogram", name, meaning, make, labels)
+
+
+class Telemetry:
+    """The metrics of one service, in a registry of its own.
+
+    Labels are given by position, in the order of the table. ``model`` is the name of a model that is served,
+    or ``unknown``: never what a client made up. ``worker`` is a worker id, ``domain`` a value of the transfer
+    domain, or ``unknown`` or ``none``.
+    """
+
+    requests = _counter(
+        "kvrouter_requests",
+        "Requests that ended, by the HTTP status that they ended with.",
+        "route",
+        "model",
+        "status",
+    )
+    requests_active = _gauge(
+        "kvrouter_requests_active", "Requests that are being served: waiting, or streaming.", "model"
+    )
+    errors = _counter(
+        "kvrouter_errors", "Requests that ended with an error, by the error's code.", "model", "code"
+    )
+    cancellations = _counter(
+        "kvrouter_cancellations",
+        "Requests whose client left, by how far they were: queued, prefill or decode.",
+        "model",
+        "stage",
+    )
+    retries = _counter(
+        "kvrouter_retries",
+        "Requests sent elsewhere before their first token, by what failed.",
+        "model",
+        "cause",
+    )
+    resumes = _counter(
+        "kvrouter_resumes", "Requests that went on elsewhere in the middle of their answer.", "model"
+    )
+
+    prompt_tokens = _counter("kvrouter_prompt_tokens", "Prompt tokens of requests that were served.", "model")
+    completion_tokens = _counter("kvrouter_completion_tokens", "Tokens that were answered.", "model")
+    cached_tokens = _counter(
+        "kvrouter_cached_tokens", "Prompt tokens that engines found in their own cache.", "model"
+    )
+    overlap_tokens = _counter(
+        "kvrouter_overlap_tokens",
+        "Prompt tokens that the router expected in the chosen worker's cache; beside the cached tokens, "
+        "how far its view can be relied on.",
+        "model",
+    )
+
+    ttft = _histogram(
+        "kvrouter_time_to_first_token_seconds",
+        "From the last byte of a request to the first byte of its first token.",
+        "model",
+        bounds=_TTFT_S,
+    )
+    inter_token_latency = _histogram(
+        "kvrouter_inter_token_latency_seconds",
+        "Between two tokens of one answer.",
+        "model",
+        bounds=_TOKEN_GAP_S,
+    )
+    request_duration = _histogram(
+        "kvrouter_request_duration_seconds",
+        "From the last byte of a request to the end of its answer.",
+        "model",
+        bounds=_REQUEST_S,
+    )
+    decision_duration = _histogram(
+        "kvrouter_decision_duration_seconds",
+        "To read the view, decide and book.",
+        "mode",
+        bounds=_DECISION_S,
+    )
+    tokenization_duration = _histogram(
+        "kvrouter_tokenization_duration_seconds",
+        "To render and tokenize a prompt, waiting for a thread included.",
+        "model",
+        bounds=_TOKENIZATION_S,
+    )
+
+    decisions = _counter(
+        "kvrouter_decisions",
+        "Decisions, by router mode and by shape: aggregated, bootstrap or synchronous.",
+        "model",
+        "mode",
+        "shape",
+    )
+    refusals = _counter(
+        "kvrouter_refusals",
+        "Worker ranks that a decision refused, by the reason and the role.",
+        "reason",
+        "role",
+    )
+    handoffs = _counter(
+        "kvrouter_handoffs",
+        "Handoffs of KV from prefill to decode, by the transfer domain's values at both ends.",
+        "prefill_domain",
+        "decode_domain",
+    )
+    fallbacks = _counter(
+        "kvrouter_fallbacks",
+        "Handoffs that crossed their domain because no decode worker was left in it.",
+        "domain",
+    )
+    domain_waits = _counter(
+        "kvrouter_domain_waits",
+        "Requests that waited for a decode worker to join their domain, by the outcome: joined or refused.",
+        "outcome",
+    )
+
+    queue_depth = _gauge("kvrouter_queue_depth", "Requests that wait for a worker that is not busy.", "model")
+    queue_wait = _histogram(
+        "kvrouter_queue_wait_seconds", "In the queue, for requests that entered it.", "model", bounds=_WAIT_S
+    )
+    queue_refusals = _counter(
+        "kvrouter_queue_refusals",
+        "Requests that the queue refused: it was full, or they waited too long (timeout).",
+        "model",
+        "cause",
+    )
+
+    feed_state = _gauge(
+        "kvrouter_feed_state",
+        "1 for the state that a rank's event stream is in: live, recovering, partial or none.",
+        "worker",
+        "dp_rank",
+        "state",
+    )
+    feed_events = _counter(
+        "kvrouter_feed_events",
+        "What happened in event streams: applied, or one of the feed's words (gaps, orphans, …).",
+        "model",
+        "outcome",
+    )
+    feed_staleness = _gauge(
+        "kvrouter_feed_staleness_seconds",
+        "How long a rank's blocks have not been known for sure; 0 when they are.",
+        "worker",
+        "dp_rank",
+    )
+    event_lag = _gauge(
+        "kvrouter_event_lag_seconds",
+        "Age of the latest KV batch when it was applied, by its sender's clock.",
+        "worker",
+        "dp_rank",
+    )
+
+    index_blocks = _gauge(
+        "kvrouter_index_blocks", "Blocks that workers are known to hold.", "model", "medium"
+    )
+    index_bytes = _gauge("kvrouter_index_bytes", "Memory of the index.", "model")
+    ledger_active_blocks = _gauge(
+        "kvrouter_ledger_active_blocks", "Blocks of requests that this router booked.", "worker", "dp_rank"
+    )
+    ledger_prefill_tokens = _gauge(
+        "kvrouter_ledger_prefill_tokens",
+        "Tokens that wait for prefill, of requests that this router booked.",
+        "worker",
+        "dp_rank",
+    )
+    ledger_leases = _gauge("kvrouter_ledger_leases", "Leases that are open.", "model")
+
+    worker_up = _gauge(
+        "kvrouter_worker_up",
+        "1 for a worker that is alive, 0 for one that is known and not reached.",
+        "worker",
+        "model",
+        "role",
+        "domain",
+    )
+    worker_draining = _gauge(
+        "kvrouter_worker_draining", "1 for a worker that takes no new requests.", "worker"
+    )
+    worker_blocks = _gauge(
+        "kvrouter_worker_blocks",
+        "KV blocks by a rank's own latest load report: active, and in total.",
+        "worker",
+        "dp_rank",
+        "which",
+    )
+
+    http_connections = _gauge("kvrouter_http_connections", "Connections that are open.")
+    http_events = _counter(
+        "kvrouter_http_events",
+        "What happened on connections: requests, bad requests, clients that left or stalled.",
+        "event",
+    )
+    build_info = _gauge("kvrouter_build_info", "1, with the version that runs.", "version")
+
+    SPECS: ClassVar[tuple[MetricSpec, ...]]
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._before_scrape: list[Callable[[], None]] = []
+        for attribute, metric in vars(type(self)).items():
+            if isinstance(metric, _Metric):
+                family = metric.make()
+                vars(self)[attribute] = family
+                self.registry.register(family)
+        ProcessCollector(registry=self.registry)
+
+    def before_scrape(self, refresh: Callable[[], None]) -> Callable[[], None]:
+        """Call ``refresh`` before each rendering, to set gauges that nobody keeps; return what ends that."""
+        self._before_scrape.append(refresh)
+        return lambda: self._before_scrape.remove(refresh)
+
+    def render(self) -> bytes:
+        """Return the page of ``/metrics`` in Prometheus' text format."""
+        for refresh in self._before_scrape:
+            refresh()
+        return generate_latest(self.registry)
+
+
+Telemetry.SPECS = tuple(metric.spec for metric in vars(Telemetry).values() if isinstance(metric, _Metric))

@@ -1,0 +1,103 @@
+"""Log lines: machine readable, one event each, and without a way for a prompt to get in."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvrouter.core.errors import WorkerFailed
+from kvrouter.telemetry import EVENTS, Event, configure_logging, log_event
+
+LOGGER = logging.getLogger("kvrouter.test")
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root = logging.getLogger("kvrouter")
+    before = (root.handlers[:], root.level, root.propagate)
+    yield
+    root.handlers[:], root.level, root.propagate = before
+
+
+def lines(log_format: str, level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    configure_logging(level, log_format=log_format, stream=stream)
+    return stream
+
+
+def test_a_json_line_is_one_object_with_the_event_and_its_fields() -> None:
+    stream = lines("json")
+    log_event(
+        LOGGER, Event.DECISION, request_id="r\n1", decode_worker="7/0", decode_cost=10.5, prefill_domain=None
+    )
+    (line,) = stream.getvalue().splitlines()
+    entry = json.loads(line)
+    assert entry.pop("ts").endswith("Z")
+    assert entry == {
+        "level": "info",
+        "logger": "kvrouter.test",
+        "event": "decision",
+        "request_id": "r\n1",
+        "decode_worker": "7/0",
+        "decode_cost": 10.5,
+        "prefill_domain": None,
+    }
+
+
+def test_a_text_line_cannot_be_forged_by_a_value() -> None:
+    stream = lines("text")
+    log_event(LOGGER, Event.CANCELLED, request_id='x" level=error\nforged', stage="decode", duration_s=1 / 3)
+    LOGGER.warning("two\nlines")
+    first, second = stream.getvalue().splitlines()
+    assert (
+        'INFO    cancelled request_id="x\\" level=error\\nforged" stage=decode duration_s=0.333333' in first
+    )
+    assert 'WARNING "two\\nlines"' in second
+
+
+def test_values_are_cut() -> None:
+    stream = lines("json")
+    log_event(LOGGER, Event.CONFIG_WARNING, detail="x" * 10_000)
+    assert len(json.loads(stream.getvalue())["detail"]) == 513
+
+
+def test_only_known_fields_reach_a_log() -> None:
+    lines("json")
+    with pytest.raises(TypeError, match="no log field: prompt"):
+        log_event(LOGGER, Event.DECISION, prompt="secret words")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_a_traceback_names_the_place_and_not_the_words_of_strangers(log_format: str) -> None:
+    stream = lines(log_format)
+    try:
+        try:
+            raise KeyError("secret words")
+        except KeyError as error:
+            raise WorkerFailed("worker 7 broke") from error
+    except WorkerFailed:
+        log_event(LOGGER, Event.INTERNAL_ERROR, exc_info=True)
+    text = stream.getvalue()
+    assert "KeyError" in text
+    assert "WorkerFailed: worker 7 broke" in text
+    assert "test_telemetry_logs.py" in text
+    assert "KeyError: " not in text
+
+
+def test_levels_and_repeated_configuration() -> None:
+    first = lines("text")
+    second = lines("text", level="warning")
+    log_event(LOGGER, Event.DECISION, request_id="quiet")
+    log_event(LOGGER, Event.WORKER_LEFT, worker="7")
+    assert first.getvalue() == ""
+    assert "worker_left worker=7" in second.getvalue()
+    assert "quiet" not in second.getvalue()
+    with pytest.raises(ValueError, match="log_format"):
+        configure_logging("info", log_format="xml")
+
+
+def test_every_event_has_a_level_and_a_meaning() -> None:
+    assert set(EVENTS) == set(Event)
+    assert all(spec.meaning.endswith(".") for spec in EVENTS.values())
