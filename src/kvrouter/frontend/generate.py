@@ -23,7 +23,7 @@ from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse
 from kvrouter.frontend.placed import placed_headers, placed_nvext
 from kvrouter.frontend.prepare import prepare
 from kvrouter.frontend.request_ids import RequestIds
-from kvrouter.service.generation import Generation
+from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.service.router import RouterService
 from kvrouter.text.detokenizer import Detokenizer
 from kvrouter.text.model import TextModel
@@ -160,7 +160,7 @@ class _Exchange:
                     break
         generation = reading.generation
         finish = reading.finish or FinishReason.STOP
-        generation.close("answered")
+        generation.close(ANSWERED)
         answer = self._answer(call)
         body = answer.whole(
             "".join(texts), finish, generation.usage, nvext=placed_nvext(generation, call.nvext.extra_fields)
@@ -190,7 +190,7 @@ class _Exchange:
             if not stream.ready:
                 await stream.wait_ready()
             chunk = await anext(generation)
-        generation.close("answered")
+        generation.close(ANSWERED)
         nvext = placed_nvext(generation, call.nvext.extra_fields)
         stream.write(answer.last_event(reading.finish, nvext=nvext))
         if call.stream_options.include_usage:

@@ -17,25 +17,12 @@ from kvrouter.feed.words import (
     Command,
     Count,
     Empty,
-    FeedCount,
     FeedState,
     Load,
 )
-from kvrouter.index.port import Applied, BlockIndex
+from kvrouter.index.port import BlockIndex
 from kvrouter.planes.events.port import EventSubscriber
-
-
-class PumpObserver:
-    """What the pump tells telemetry; does nothing by itself."""
-
-    def feed_counted(self, name: FeedCount, n: int) -> None:
-        """A feed counted something."""
-
-    def events_applied(self, applied: Applied) -> None:
-        """Events reached the index."""
-
-    def recovery_failed(self, rank: WorkerRank, why: str) -> None:
-        """Asking a worker for its events went wrong."""
+from kvrouter.service.observed import ModelObserved
 
 
 @dataclass(slots=True)
@@ -54,10 +41,10 @@ class EventPump:
     ``scores`` tells per slot whether its blocks count now: a rank whose feed recovers scores nothing.
     """
 
-    def __init__(self, index: BlockIndex, subscriber: EventSubscriber, observer: PumpObserver) -> None:
+    def __init__(self, index: BlockIndex, subscriber: EventSubscriber, observed: ModelObserved) -> None:
         self._index = index
         self._subscriber = subscriber
-        self._observer = observer
+        self._observed = observed
         self._entrances: dict[WorkerRank, _Entrance] = {}
         self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._silent = 0
@@ -122,11 +109,11 @@ class EventPump:
                 case Empty():
                     self._index.drop(entrance.slot)
                 case Load(snapshot):
-                    self._observer.events_applied(self._index.load(entrance.slot, snapshot.events))
+                    self._observed.events_applied(self._index.load(entrance.slot, snapshot.events))
                 case AskRange() | AskSnapshot():
                     self._ask(entrance, command)
                 case Count(name, n):
-                    self._observer.feed_counted(name, n)
+                    self._observed.feed_counted(name, n)
         if orphaned:
             self._after(entrance, entrance.feed.on_orphan(now_s=self._now_s()))
             return
@@ -135,7 +122,7 @@ class EventPump:
 
     def _apply(self, entrance: _Entrance, events: tuple[KvEvent, ...]) -> int:
         applied = self._index.apply(entrance.slot, events)
-        self._observer.events_applied(applied)
+        self._observed.events_applied(applied)
         return applied.orphaned
 
     def _note_score(self, entrance: _Entrance) -> None:
@@ -143,6 +130,7 @@ class EventPump:
         if scores != self._scores[entrance.slot]:
             self._scores[entrance.slot] = scores
             self._silent += -1 if scores else 1
+            self._observed.feed_changed(entrance.feed.rank, entrance.feed.state)
 
     def _set_timer(self, entrance: _Entrance) -> None:
         due_s = entrance.feed.next_timeout_s
@@ -175,7 +163,7 @@ class EventPump:
                 snapshot = await self._subscriber.recover_snapshot(feed.rank)
                 commands = feed.on_snapshot(command.ticket, snapshot, now_s=self._now_s())
         except (OSError, ValueError) as error:
-            self._observer.recovery_failed(feed.rank, str(error))
+            self._observed.recovery_failed(feed.rank, str(error))
             return  # the feed's own timer asks again
         if entrance.ask is asyncio.current_task():
             entrance.ask = None

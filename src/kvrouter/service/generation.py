@@ -45,9 +45,14 @@ from kvrouter.journey.words import (
     Shape,
     State,
 )
-from kvrouter.planes.requests.port import RequestPlane, StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests.port import RequestPlane, StreamBroken
 from kvrouter.service.attempt import Attempt, Patience, Times
+from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.placement import Placement, Placer
+
+FINISHED = "finished"
+ANSWERED = "answered"
+"""Reasons to close that are no failure: the engine's last chunk; a stop string that the engine doesn't know."""
 
 
 class Generation:
@@ -65,6 +70,7 @@ class Generation:
         *,
         patience: Patience,
         redispatches_max: int,
+        observed: ServiceObserved,
         on_end: Callable[["Generation"], None],
     ) -> None:
         self.request = request
@@ -77,7 +83,10 @@ class Generation:
         self._placer = placer
         self._plane = plane
         self._patience = patience
+        self._observed = observed
         self._on_end = on_end
+        self._gaps_s: list[float] = []
+        self._token_s = 0.0
         self._attempt: Attempt | None = None
         self._last_placement: Placement | None = None
         self._heard_s = self.times.begun_s
@@ -129,7 +138,7 @@ class Generation:
                 self.close(self.error.code)
                 raise self.error
             if self.finish is not None:
-                self.close("finished")
+                self.close(FINISHED)
                 return EngineChunk(finish=self.finish)
             if self._closed:
                 raise StopAsyncIteration
@@ -148,6 +157,15 @@ class Generation:
             self._watchdog.cancel()
             self._watchdog = None
         self.times.ended_s = self._loop.time()
+        self._observed.request_ended(
+            self.request,
+            error=self.error,
+            finished=reason in {ANSWERED, FINISHED},
+            times=self.times,
+            gaps_s=self._gaps_s,
+            prompt_tokens=len(self.request.token_ids),
+            completion_tokens=len(self._journey.generated),
+        )
         self._on_end(self)
 
     # Reading
@@ -177,12 +195,15 @@ class Generation:
         if chunk.token_ids:
             if self._journey.state is State.DECODING:
                 await self._perform(self._journey.handle(FirstTokens()))
+            else:
+                self._gaps_s.append(self._heard_s - self._token_s)
+            self._token_s = self._heard_s
             self._journey.tokens(chunk.token_ids)
             self._count_output(attempt, len(chunk.token_ids))
         if chunk.finish is not None:
             attempt.decode = None
             await self._perform(self._journey.handle(Finished(chunk.finish)))
-            self.close("finished")
+            self.close(FINISHED)
         return chunk
 
     async def _lose(self, attempt: Attempt, why: str) -> None:
@@ -193,7 +214,9 @@ class Generation:
     def _lost(self, attempt: Attempt, lost: LegLost) -> Sequence[Command]:
         if self.error is not None:  # we ended it ourselves: the deadline passed
             return self._journey.handle(ClientLeft(self.error.code))
-        return self._journey.handle(attempt.lost[0] if attempt.lost else lost)
+        lost = attempt.lost[0] if attempt.lost else lost
+        self._observed.leg_lost(self.request, lost, streaming=self._journey.state is State.STREAMING)
+        return self._journey.handle(lost)
 
     def _count_output(self, attempt: Attempt, tokens: int) -> None:
         """Tell the ledger of each block of output that became full."""
@@ -265,10 +288,10 @@ class Generation:
         pick = attempt.placement.prefill_pick
         try:
             params = await self._run_prefill(attempt)
-        except (WorkerUnreachable, StreamBroken) as error:
-            return self._lost(attempt, LegLost(Leg.PREFILL, pick.rank.worker_id, str(error)))
         except InvalidRequest as error:
             return self._journey.handle(LegRefused(error))
+        except KvrouterError as error:
+            return self._lost(attempt, LegLost(Leg.PREFILL, pick.rank.worker_id, error.message))
         return self._journey.handle(PrefillDone(pick.rank.worker_id, params))
 
     async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
@@ -297,8 +320,8 @@ class Generation:
         worker_id = attempt.placement.prefill_pick.rank.worker_id
         try:
             await self._run_prefill(attempt)
-        except (WorkerUnreachable, StreamBroken, InvalidRequest) as error:
-            attempt.lost.append(LegLost(Leg.PREFILL, worker_id, str(error)))
+        except KvrouterError as error:
+            attempt.lost.append(LegLost(Leg.PREFILL, worker_id, error.message))
             if attempt.decode is not None and self._journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg failed")
 
@@ -314,11 +337,11 @@ class Generation:
             attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
         except RoutingRefused as error:
             return self._journey.handle(NotPlaced(error))
-        except (WorkerUnreachable, StreamBroken) as error:
-            pick = attempt.placement.decision.decode
-            return self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, str(error)))
         except InvalidRequest as error:
             return self._journey.handle(LegRefused(error))
+        except KvrouterError as error:
+            pick = attempt.placement.decision.decode
+            return self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, error.message))
         if attempt.lost:
             return self._lost(attempt, attempt.lost[0])
         return []

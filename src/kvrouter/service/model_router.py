@@ -23,6 +23,7 @@ from kvrouter.routing.route import route, route_decode
 from kvrouter.routing.settings import RoutingSettings
 from kvrouter.service.cache_view import CacheView
 from kvrouter.service.decisions import DecisionLog
+from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
 from kvrouter.service.waiting_room import WaitingRoom
 
@@ -32,22 +33,6 @@ DOMAIN_WAITERS_MAX = 1024
 
 ROOM_LIMIT = 2**63 - 1
 """A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
-
-
-class RouterObserver:
-    """What a model's router tells telemetry; does nothing by itself."""
-
-    def decided(self, decision: Decision, *, decision_s: float) -> None:
-        """A request was placed (or decode was picked again)."""
-
-    def refused(self, error: RoutingRefused, request: GenerateRequest) -> None:
-        """A request was refused."""
-
-    def parked(self, waiting: int) -> None:
-        """The number of requests in the waiting room changed."""
-
-    def cached_tokens(self, *, predicted: int, actual: int) -> None:
-        """An engine told how many tokens it had cached."""
 
 
 class ModelRouter:
@@ -63,7 +48,7 @@ class ModelRouter:
         config: KvRouterConfig,
         settings: RoutingSettings,
         decisions: DecisionLog,
-        observer: RouterObserver,
+        observed: ModelObserved,
         seed: int,
     ) -> None:
         self.fleet = fleet
@@ -74,7 +59,7 @@ class ModelRouter:
         self._config = config
         self._router_id = router_id
         self._decisions = decisions
-        self._observer = observer
+        self.observed = observed
         self._random = random.Random(seed)
         self._turn = 0
         self._not_active: U32 = np.zeros(16, np.uint32)
@@ -115,15 +100,23 @@ class ModelRouter:
         )
         wish = _route_request(request, prompt, attempt=attempt, excluded=excluded)
         began_s = asyncio.get_running_loop().time()
+        parked_for: RoutingRefused | None = None
         while True:
-            started = time.perf_counter()
+            started_s = time.perf_counter()
             try:
                 decision = self.decide(wish, prompt)
             except RoutingRefused as refused:
-                await self._wait(refused, request, began_s=began_s)
+                await self._wait(refused, request, began_s=began_s, waited=parked_for is not None)
+                parked_for = refused
                 continue
             placement = self._book(wish, decision, prompt, token_ids)
-            self._observer.decided(decision, decision_s=time.perf_counter() - started)
+            decision_s = time.perf_counter() - started_s
+            waited_s = None
+            if parked_for is not None:
+                waited_s = asyncio.get_running_loop().time() - began_s
+                if isinstance(parked_for, NoEligibleWorker):
+                    self.observed.joined_domain()
+            self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
             self._decisions.record(decision, decided_at_s=time.time())
             return placement
 
@@ -140,7 +133,7 @@ class ModelRouter:
         placement.decision = decision
         placement.decode_address = self._card(decision.decode).address
         placement.decode_domains = self._card(decision.decode).runtime_config.topology_domains
-        self._observer.decided(decision, decision_s=0.0)
+        self.observed.picked_again(placement)
         self._decisions.record(decision, decided_at_s=time.time())
 
     def _view(self, prompt: Prompt, *, exclude: LeaseId | None = None) -> View:
@@ -166,25 +159,35 @@ class ModelRouter:
 
     # Waiting
 
-    async def _wait(self, refused: RoutingRefused, request: GenerateRequest, *, began_s: float) -> None:
+    async def _wait(
+        self, refused: RoutingRefused, request: GenerateRequest, *, began_s: float, waited: bool
+    ) -> None:
         """Wait for a change when the settings allow it; raise ``refused`` otherwise."""
         limit_s = self._wait_limit_s(refused)
         try:
             if limit_s <= 0:
                 raise refused
-            self._observer.parked(len(self.waiting_room) + 1)
+            if self._room_is_full(refused):
+                self.observed.queue_full()
+                raise refused
+            self.observed.waiting(len(self.waiting_room) + 1)
+            waited = True
             await self.waiting_room.wait(refused, until_s=began_s + limit_s)
         except RoutingRefused:
-            self._observer.refused(refused, request)
+            self.observed.refused(refused, request, waited=waited)
             raise
         finally:
-            self._observer.parked(len(self.waiting_room))
+            self.observed.waiting(len(self.waiting_room))
+
+    def _room_is_full(self, refused: RoutingRefused) -> bool:
+        if isinstance(refused, AllWorkersBusy):
+            return len(self.waiting_room) >= self._config.admission_queue_max
+        return self.waiting_room.is_full
 
     def _wait_limit_s(self, refused: RoutingRefused) -> float:
         config = self._config
         if isinstance(refused, AllWorkersBusy):
-            full = len(self.waiting_room) >= config.admission_queue_max
-            return 0.0 if full else config.admission_wait_s
+            return config.admission_wait_s if config.admission_queue_max else 0.0
         if isinstance(refused, NoEligibleWorker) and refused.domain is not None:
             return config.router_domain_wait_s
         return 0.0
@@ -286,7 +289,7 @@ class ModelRouter:
         """What the engine really had cached, beside what was predicted."""
         decision = placement.decision
         pick = decision.decode if decision.prefill is None else decision.prefill
-        self._observer.cached_tokens(
+        self.observed.cached_tokens(
             predicted=pick.overlap_blocks * placement.block_size, actual=cached_tokens
         )
 

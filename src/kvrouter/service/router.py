@@ -1,7 +1,6 @@
 """The router of one process: every model's map room, fed by discovery and the event plane."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,33 +21,7 @@ from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.generation import Generation
 from kvrouter.service.model_router import ModelRouter
-
-logger = logging.getLogger(__name__)
-
-
-class ServiceObserver:
-    """What the service tells telemetry; does nothing by itself."""
-
-    def worker_joined(self, card: WorkerCard) -> None:
-        """A worker is here, or came back as a new incarnation."""
-
-    def worker_changed(self, card: WorkerCard) -> None:
-        """A worker published its card again."""
-
-    def worker_gone(self, card: WorkerCard) -> None:
-        """A worker left."""
-
-    def worker_refused(self, card: WorkerCard, why: str) -> None:
-        """A worker's card cannot be used."""
-
-    def worker_warned(self, card: WorkerCard, warning: str) -> None:
-        """A worker's card is odd."""
-
-    def request_begun(self, generation: Generation) -> None:
-        """A request came."""
-
-    def request_ended(self, generation: Generation) -> None:
-        """A request ended, in whatever way."""
+from kvrouter.service.observed import ServiceObserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +36,7 @@ class ServiceParts:
     """(model, block size) → its map room."""
 
     decisions: DecisionLog
-    observer: ServiceObserver
+    observed: ServiceObserved
 
 
 class RouterService:
@@ -154,11 +127,12 @@ class RouterService:
             self._parts.plane,
             patience=self._patience,
             redispatches_max=self._parts.config.retries_max,
+            observed=self._parts.observed,
             on_end=self._ended,
         )
         self._running.add(generation)
         self._idle.clear()
-        self._parts.observer.request_begun(generation)
+        self._parts.observed.request_begun(request.model)
         return generation
 
     def explain(self, request: GenerateRequest) -> Decision:
@@ -173,14 +147,13 @@ class RouterService:
         self._running.discard(generation)
         if not self._running:
             self._idle.set()
-        self._parts.observer.request_ended(generation)
 
     # The fleet
 
     def _on_card(self, card: WorkerCard) -> None:
-        observer = self._parts.observer
+        observed = self._parts.observed
         if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
-            observer.worker_refused(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
+            observed.worker_refused(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
             return
         previous = self._model_of.get(card.worker_id)
         if previous is not None and previous != card.model:
@@ -192,17 +165,17 @@ class RouterService:
             known = model.fleet.card(card.worker_id)
             change = model.fleet.join(card)
         except ConfigError as error:
-            observer.worker_refused(card, error.message)
+            observed.worker_refused(card, error.message)
             return
         self._models[card.model] = model
         self._model_of[card.worker_id] = card.model
         for warning in change.warnings:
-            observer.worker_warned(card, warning)
+            observed.worker_warned(card, warning)
         self._apply(model, card, change)
         if known is None or known.incarnation != card.incarnation:
-            observer.worker_joined(card)
+            observed.worker_joined(card)
         else:
-            observer.worker_changed(card)
+            observed.worker_changed(card)
         model.changed()
 
     def _apply(self, model: ModelRouter, card: WorkerCard, change: Change) -> None:
@@ -232,7 +205,7 @@ class RouterService:
         for slot in model.fleet.leave(worker_id, card.incarnation):
             model.ledger.drop_slot(slot)
             model.cache.freed(slot)
-        self._parts.observer.worker_gone(card)
+        self._parts.observed.worker_gone(card)
         model.changed()
 
     def _on_batch(self, batch: KvBatch) -> None:

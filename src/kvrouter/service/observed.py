@@ -1,0 +1,280 @@
+"""What the service tells telemetry: one method for everything worth counting or a line in the log."""
+
+import logging
+from collections.abc import Sequence
+
+from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
+from kvrouter.core.ids import WorkerRank
+from kvrouter.core.requests import GenerateRequest
+from kvrouter.core.workers import WorkerCard
+from kvrouter.feed.words import FeedCount, FeedState
+from kvrouter.index.port import Applied
+from kvrouter.journey.words import LegLost
+from kvrouter.service.attempt import Times
+from kvrouter.service.placement import Placement
+from kvrouter.telemetry import Event, Telemetry, log_event
+
+logger = logging.getLogger("kvrouter.router")
+
+
+class ModelObserved:
+    """The events of one model."""
+
+    def __init__(self, telemetry: Telemetry, model: str) -> None:
+        self._telemetry = telemetry
+        self._model = model
+
+    # The feed
+
+    def feed_counted(self, name: FeedCount, n: int) -> None:
+        """A feed counted something."""
+        self._telemetry.feed_events.inc(self._model, name.value, by=n)
+
+    def events_applied(self, applied: Applied) -> None:
+        """Events reached the index."""
+        counts = self._telemetry.feed_events
+        for outcome in ("stored", "repeated", "removed", "unknown_removed", "orphaned", "cleared"):
+            count = getattr(applied, outcome)
+            if count:
+                counts.inc(self._model, f"blocks_{outcome}", by=count)
+
+    def feed_changed(self, rank: WorkerRank, state: FeedState) -> None:
+        """A feed is in another state."""
+        log_event(
+            logger,
+            Event.FEED_STATE,
+            model=self._model,
+            worker=str(rank.worker_id),
+            dp_rank=rank.dp_rank,
+            state=state.name.lower(),
+        )
+
+    def recovery_failed(self, rank: WorkerRank, why: str) -> None:
+        """Asking a worker for its events went wrong; the feed asks again."""
+        log_event(
+            logger,
+            Event.FEED_GAP,
+            model=self._model,
+            worker=str(rank.worker_id),
+            dp_rank=rank.dp_rank,
+            reason=why,
+        )
+
+    # Decisions
+
+    def placed(self, placement: Placement, *, decision_s: float, waited_s: float | None) -> None:
+        """A request was given its workers; ``waited_s`` when it was in the waiting room before."""
+        telemetry, decision = self._telemetry, placement.decision
+        telemetry.decision_duration.observe(decision_s, decision.mode.value)
+        telemetry.decisions.inc(self._model, decision.mode.value, placement.shape.name.lower())
+        if waited_s is not None:
+            telemetry.queue_wait.observe(waited_s, self._model)
+        self._note_handoff(placement)
+        self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
+
+    def picked_again(self, placement: Placement) -> None:
+        """Decode was picked again after prefill."""
+        self._note_handoff(placement)
+        self._log_decision(placement, decision_s=0.0, waited_s=None)
+
+    def refused(self, error: RoutingRefused, request: GenerateRequest, *, waited: bool) -> None:
+        """A request was refused; each worker rank's reason counts."""
+        role = error.role or "decode"
+        for reason, count in error.refusals.items():
+            self._telemetry.refusals.inc(reason.value, role, by=count)
+        if waited and isinstance(error, NoEligibleWorker):
+            self._telemetry.domain_waits.inc("refused")
+        elif waited:
+            self._telemetry.queue_refusals.inc(self._model, "timeout")
+        log_event(
+            logger,
+            Event.REFUSAL,
+            request_id=request.request_id,
+            model=self._model,
+            role=role,
+            domain=error.domain,
+            code=error.code,
+            refusals=",".join(f"{reason}={count}" for reason, count in error.refusals.items()),
+            reason=error.message,
+        )
+
+    def queue_full(self) -> None:
+        """A request could not even wait."""
+        self._telemetry.queue_refusals.inc(self._model, "full")
+
+    def joined_domain(self) -> None:
+        """A request's wait for a decode worker in its domain was not in vain."""
+        self._telemetry.domain_waits.inc("joined")
+
+    def waiting(self, requests: int) -> None:
+        """So many requests wait now."""
+        self._telemetry.queue_depth.set(requests, self._model)
+
+    def cached_tokens(self, *, predicted: int, actual: int) -> None:
+        """An engine told how many prompt tokens it had cached."""
+        self._telemetry.overlap_tokens.inc(self._model, by=predicted)
+        self._telemetry.cached_tokens.inc(self._model, by=actual)
+
+    def _note_handoff(self, placement: Placement) -> None:
+        """Count a pair by the transfer domain's values at both ends."""
+        decision = placement.decision
+        if decision.prefill is None:
+            return
+        domain = None if decision.constraint is None else decision.constraint.domain
+        ends = ("none", "none")
+        if domain is not None:
+            ends = (
+                placement.prefill_domains.get(domain, "unknown"),
+                placement.decode_domains.get(domain, "unknown"),
+            )
+        self._telemetry.handoffs.inc(*ends)
+        if decision.fallback_used and domain is not None:
+            self._telemetry.fallbacks.inc(domain)
+            log_event(
+                logger,
+                Event.FALLBACK,
+                request_id=decision.request_id,
+                model=self._model,
+                domain=domain,
+                prefill_domain=ends[0],
+                decode_domain=ends[1],
+            )
+
+    def _log_decision(self, placement: Placement, *, decision_s: float, waited_s: float | None) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        decision = placement.decision
+        constraint, decode, prefill = decision.constraint, decision.decode, decision.prefill
+        log_event(
+            logger,
+            Event.DECISION,
+            request_id=decision.request_id,
+            attempt=decision.attempt,
+            model=self._model,
+            mode=decision.mode.value,
+            shape=placement.shape.name.lower(),
+            isl_tokens=placement.prompt.isl_tokens,
+            prefill_worker="-" if prefill is None else str(prefill.rank),
+            prefill_overlap_blocks=0 if prefill is None else prefill.overlap_blocks,
+            prefill_cost=0.0 if prefill is None else prefill.cost,
+            decode_worker=str(decode.rank),
+            decode_overlap_blocks=decode.overlap_blocks,
+            decode_cost=decode.cost,
+            decode_candidates=decode.candidates,
+            enforcement=None if constraint is None else type(constraint.policy).__name__.lower(),
+            domain=None if constraint is None else constraint.domain,
+            value=None if constraint is None else constraint.value,
+            fallback_used=decision.fallback_used,
+            decision_us=1e6 * decision_s,
+            waited_s=waited_s or 0.0,
+        )
+
+
+class ServiceObserved:
+    """The events of the fleet and of requests, over all models."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def of_model(self, model: str) -> ModelObserved:
+        """The events of one model."""
+        return ModelObserved(self._telemetry, model)
+
+    # Workers
+
+    def worker_joined(self, card: WorkerCard) -> None:
+        """A worker is here, or came back as a new incarnation."""
+        self._log_worker(Event.WORKER_JOINED, card)
+
+    def worker_changed(self, card: WorkerCard) -> None:
+        """A worker published its card again."""
+        self._log_worker(Event.WORKER_DRAINING if card.draining else Event.WORKER_CHANGED, card)
+
+    def worker_gone(self, card: WorkerCard) -> None:
+        """A worker left."""
+        self._log_worker(Event.WORKER_LEFT, card)
+
+    def worker_refused(self, card: WorkerCard, why: str) -> None:
+        """A worker's card cannot be used."""
+        log_event(logger, Event.WORKER_REFUSED, worker=str(card.worker_id), model=card.model, reason=why)
+
+    def worker_warned(self, card: WorkerCard, warning: str) -> None:
+        """A worker's card is odd."""
+        log_event(logger, Event.CONFIG_WARNING, worker=str(card.worker_id), model=card.model, detail=warning)
+
+    @staticmethod
+    def _log_worker(event: Event, card: WorkerCard) -> None:
+        config = card.runtime_config
+        log_event(
+            logger,
+            event,
+            worker=str(card.worker_id),
+            model=card.model,
+            role=card.role.value,
+            domain=",".join(f"{key}={value}" for key, value in config.topology_domains.items()),
+            taints=",".join(sorted(config.taints)),
+            enforcement=None
+            if config.kv_transfer_enforcement is None
+            else config.kv_transfer_enforcement.value,
+        )
+
+    # Requests
+
+    def request_begun(self, model: str) -> None:
+        """A request came."""
+        self._telemetry.requests_active.add(1, model)
+
+    def leg_lost(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
+        """A worker failed a request, which may go on elsewhere."""
+        if streaming:
+            self._telemetry.resumes.inc(request.model)
+        else:
+            self._telemetry.retries.inc(request.model, lost.leg.value)
+        log_event(
+            logger,
+            Event.RESUME if streaming else Event.RETRY,
+            request_id=request.request_id,
+            model=request.model,
+            worker=str(lost.worker_id),
+            stage=lost.leg.value,
+            reason=lost.why,
+        )
+
+    def request_ended(
+        self,
+        request: GenerateRequest,
+        *,
+        error: KvrouterError | None,
+        finished: bool,
+        times: Times,
+        gaps_s: Sequence[float],
+        prompt_tokens: int,
+        completion_tokens: int,
+    ) -> None:
+        """A request ended: finished, with an error, or because its client left."""
+        telemetry, model = self._telemetry, request.model
+        telemetry.requests_active.add(-1, model)
+        telemetry.completion_tokens.inc(model, by=completion_tokens)
+        if times.first_token_s is not None:
+            telemetry.prompt_tokens.inc(model, by=prompt_tokens)
+            telemetry.ttft.observe(times.first_token_s - times.begun_s, model)
+            telemetry.inter_token_latency.observe_many(gaps_s, model)
+        if times.ended_s is not None:
+            telemetry.request_duration.observe(times.ended_s - times.begun_s, model)
+        if error is not None:
+            telemetry.errors.inc(model, error.code)
+            if not isinstance(error, RoutingRefused):
+                log_event(
+                    logger,
+                    Event.REQUEST_FAILED,
+                    request_id=request.request_id,
+                    model=model,
+                    code=error.code,
+                    reason=error.message,
+                )
+        elif not finished:
+            stage = "queued" if times.placed_s is None else "prefill"
+            if times.first_token_s is not None:
+                stage = "decode"
+            telemetry.cancellations.inc(model, stage)
+            log_event(logger, Event.CANCELLED, request_id=request.request_id, model=model, stage=stage)
