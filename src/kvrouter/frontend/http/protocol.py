@@ -95,7 +95,7 @@ class HttpProtocol(asyncio.Protocol):
         self._input_ended = False
         self._closing = False
         self._lost = False
-        self._cut_reason = Disconnect.CLIENT_LEFT
+        self._cut_reason: Disconnect | None = None
         self._linger_until_s: float | None = None
         self._probed_at_s = 0.0
         self._written_bytes = 0
@@ -142,7 +142,7 @@ class HttpProtocol(asyncio.Protocol):
             if responder.disconnected is None:
                 self._server.observe(HttpEvent.CLIENT_LEFT)
                 _log.info("http.client_left started=%s error=%s", responder.started, type(exc).__name__)
-            responder.tell(self._cut_reason)
+            responder.tell(self._cut_reason or Disconnect.CLIENT_LEFT)
         self._server.closed(self)
 
     def pause_writing(self) -> None:
@@ -192,7 +192,7 @@ class HttpProtocol(asyncio.Protocol):
     def flush(self) -> None:
         """Sends what the open stream holds; cuts off a client for which too much waits."""
         responder = self._responder
-        if self._lost or responder is None or responder.stream is None:
+        if responder is None or responder.stream is None or responder.disconnected is not None:
             return
         data = responder.stream.take()
         if data:
@@ -230,7 +230,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def cut(self, reason: Disconnect) -> None:
         """Drops the connection at once, with unsent bytes; the handler is told the reason."""
-        if self._lost:
+        if self._lost or self._cut_reason is not None:
             return
         self._server.observe(HttpEvent(reason.value))
         _log.warning("http.cut reason=%s unsent_bytes=%d", reason, self._transport.get_write_buffer_size())

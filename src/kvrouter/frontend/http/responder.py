@@ -168,7 +168,12 @@ class Responder:
         """The stream, once it is started."""
         self._started = False
         self._wire = wire
-        self._disconnect: Disconnect | None = None
+        self.disconnected: Disconnect | None = None
+        """Why nobody reads the answer any more, None while somebody does.
+
+        A client that only shut its writing side is still there: it may read. One that closed looks the
+        same until something is sent to it, so the server probes it (``Limits.probe_s``).
+        """
         self._on_disconnect: list[Callable[[Disconnect], None]] = []
 
     @property
@@ -176,30 +181,21 @@ class Responder:
         """Whether a head was made, so that no other answer can be given any more."""
         return self._started
 
-    @property
-    def disconnected(self) -> Disconnect | None:
-        """Why nobody reads the answer any more, None while somebody does.
-
-        A client that only shut its writing side is still there: it may read. One that closed looks the
-        same until something is sent to it, so the server probes it (``Limits.probe_s``).
-        """
-        return self._disconnect
-
     def on_disconnect(self, callback: Callable[[Disconnect], None]) -> None:
         """Calls ``callback`` once, from the event loop, when the client goes (or has gone) before the end."""
-        if self._disconnect is None:
+        if self.disconnected is None:
             self._on_disconnect.append(callback)
         else:
-            asyncio.get_running_loop().call_soon(callback, self._disconnect)
+            asyncio.get_running_loop().call_soon(callback, self.disconnected)
 
     async def wait_disconnected(self) -> Disconnect:
         """Returns when the client goes before the end of the answer, else never; may be cancelled safely."""
         gone = asyncio.Event()
         self.on_disconnect(lambda _: gone.set())
         await gone.wait()
-        if self._disconnect is None:
+        if self.disconnected is None:
             raise RuntimeError("told of a disconnect that did not happen")
-        return self._disconnect
+        return self.disconnected
 
     async def send(self, status: int, headers: ResponseHeaders = (), body: bytes = b"") -> None:
         """The whole answer; returns when the client has taken all but what the high-water mark allows.
@@ -216,7 +212,7 @@ class Responder:
             raise ValueError(f"a {status} has no body")
         head = self._head(status, headers, content_bytes=None if status in _WITHOUT_BODY else len(body))
         self.ended = True
-        if self._disconnect is None:
+        if self.disconnected is None:
             self._wire.write(head if self.request.method == "HEAD" else head + body)
 
     async def start_stream(
@@ -241,9 +237,9 @@ class Responder:
 
     def tell(self, reason: Disconnect) -> None:
         """The server's side of ``disconnected``: nobody reads the answer any more."""
-        if self._disconnect is not None or self.ended:
+        if self.disconnected is not None or self.ended:
             return
-        self._disconnect = reason
+        self.disconnected = reason
         loop = asyncio.get_running_loop()
         for callback in self._on_disconnect:
             loop.call_soon(callback, reason)
