@@ -24,19 +24,20 @@ from benchmarks.replay.fleet import (
     FleetProcess,
     fetch,
     free_port,
-    requires_a_domain,
+    transfer_policy,
     up_command,
     write_fleet_file,
 )
 from benchmarks.replay.machine import ROOT, this_commit, this_machine
-from benchmarks.replay.observe import handoffs
-from benchmarks.replay.result import ModeResult, Report, problems, sum_up
+from benchmarks.replay.observe import fleet_workers, handoffs
+from benchmarks.replay.result import ModeResult, Observed, Report, problems, sum_up
 from benchmarks.replay.schedule import PlannedRequest, first_rows, plan
 from benchmarks.replay.table import markdown, rich_table
 from benchmarks.replay.trace import read_sample
 from kvrouter.config import FleetFile, load_fleet, read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.workers import Enforcement
 from kvrouter.text.chat import ChatTemplate
 from kvrouter.text.tokenizer import Tokenizer
 from kvrouter.text.words import MOCK_FOLDER, mock_words
@@ -44,8 +45,8 @@ from kvrouter.text.words import MOCK_FOLDER, mock_words
 SAMPLE = ROOT / "data" / "mooncake-conversation-sample.jsonl"
 FLEET = ROOT / "benchmarks" / "replay" / "fleet.yaml"
 RESULTS = ROOT / "benchmarks" / "results"
-SPEEDUP = 1.0
-COMPRESSION = 60.0
+SPEEDUP = 2.0
+COMPRESSION = 100.0
 MODES = ",".join(RouterMode)
 
 Conversations = Sequence[Sequence[PlannedRequest]]
@@ -76,8 +77,7 @@ def run_mode(
     conversations: Conversations,
     *,
     fleet_file: Path,
-    model: str,
-    speedup: float,
+    fleet: FleetFile,
     on_answer: Callable[[Answer], None],
 ) -> ModeResult:
     """Start a fleet, replay all conversations, stop it. Raises ``FleetFailed``."""
@@ -86,14 +86,19 @@ def run_mode(
         up_command(fleet_file, router_mode=mode, port=port),
         base_url=f"http://127.0.0.1:{port}",
         log_file=fleet_file.with_name(f"{mode}.log"),
-    ) as fleet:
-        before = handoffs(fetch(f"{fleet.base_url}/metrics").decode())
-        target = Target(base_url=fleet.base_url, model=model, speedup=speedup)
+    ) as process:
+        before = handoffs(fetch(f"{process.base_url}/metrics").decode())
+        target = Target(base_url=process.base_url, model=fleet.models[0].name, speedup=fleet.speedup)
         start_s = time.perf_counter()
         answers = asyncio.run(replay(target, conversations, on_answer=on_answer))
         duration_s = time.perf_counter() - start_s
-        after = handoffs(fetch(f"{fleet.base_url}/metrics").decode())
-    return sum_up(mode, answers, duration_s=duration_s, handoffs=after - before)
+        observed = Observed(
+            duration_s=duration_s,
+            handoffs=handoffs(fetch(f"{process.base_url}/metrics").decode()) - before,
+            workers=fleet_workers(fetch(f"{process.base_url}/v1/fleet")),
+            domain=transfer_policy(fleet).domain,
+        )
+    return sum_up(mode, answers, observed)
 
 
 def counting(progress: Progress, task: TaskID) -> Callable[[Answer], None]:
@@ -113,7 +118,6 @@ def run_modes(
     conversations: Conversations,
     *,
     fleet: FleetFile,
-    speedup: float,
     console: Console,
 ) -> tuple[ModeResult, ...]:
     """Replay once per mode, with a progress bar each."""
@@ -131,7 +135,7 @@ def run_modes(
         Progress(*columns, console=console) as progress,
     ):
         fleet_file = Path(folder) / "fleet.yaml"
-        write_fleet_file(fleet, fleet_file, speedup=speedup)
+        write_fleet_file(fleet, fleet_file)
         for mode in modes:
             task = progress.add_task(str(mode), total=requests, errors=0)
             results.append(
@@ -139,8 +143,7 @@ def run_modes(
                     mode,
                     conversations,
                     fleet_file=fleet_file,
-                    model=fleet.models[0].name,
-                    speedup=speedup,
+                    fleet=fleet,
                     on_answer=counting(progress, task),
                 )
             )
@@ -193,9 +196,10 @@ def main(
     conversations = plan(chosen, compression=compression, words=mock_words())
     commit = this_commit()
     try:
-        fleet = load_fleet(read_document(fleet_path)).fleet
-        results = run_modes(modes, conversations, fleet=fleet, speedup=speedup, console=notes)
-    except (ConfigError, FleetFailed) as error:
+        fleet = load_fleet(read_document(fleet_path)).fleet.model_copy(update={"speedup": speedup})
+        policy = transfer_policy(fleet)
+        results = run_modes(modes, conversations, fleet=fleet, console=notes)
+    except (ConfigError, FleetFailed, OSError) as error:
         raise click.ClickException(str(error)) from error
     report = Report(
         commit=commit,
@@ -205,7 +209,8 @@ def main(
         speedup=speedup,
         compression=compression,
         ceiling=ceiling_of(conversations, block_size=fleet.models[0].block_size),
-        required=requires_a_domain(fleet),
+        domain=policy.domain,
+        required=policy.enforcement is Enforcement.REQUIRED,
         modes=results,
     )
     output = output or RESULTS / f"replay-sample-{commit.id}.json"

@@ -13,8 +13,8 @@ from typing import Self
 
 import yaml
 
-from kvrouter.config import FleetFile
-from kvrouter.core.workers import Enforcement
+from kvrouter.config import FleetFile, KvTransferSpec
+from kvrouter.core.errors import ConfigError
 
 READY_POLL_S = 0.1
 LOG_TAIL_CHARS = 2000
@@ -24,16 +24,17 @@ class FleetFailed(RuntimeError):
     """The fleet did not start, or did not stop cleanly; the message ends with the tail of its log."""
 
 
-def write_fleet_file(fleet: FleetFile, target: Path, *, speedup: float) -> None:
-    """Write the fleet with another speed-up."""
-    faster = fleet.model_copy(update={"speedup": speedup})
-    content = faster.model_dump(mode="json", exclude_unset=True)
+def write_fleet_file(fleet: FleetFile, target: Path) -> None:
+    """Write a fleet file that reads as ``fleet``."""
+    content = fleet.model_dump(mode="json", exclude_unset=True)
     target.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
-def requires_a_domain(fleet: FleetFile) -> bool:
-    """Whether a KV transfer must never leave its domain."""
-    return fleet.kv_transfer is not None and fleet.kv_transfer.enforcement is Enforcement.REQUIRED
+def transfer_policy(fleet: FleetFile) -> KvTransferSpec:
+    """The fleet's transfer policy. Raises ``ConfigError`` without one: there is nothing to keep to."""
+    if fleet.kv_transfer is None:
+        raise ConfigError("the replay needs a fleet with a transfer policy", param="kv_transfer")
+    return fleet.kv_transfer
 
 
 def up_command(fleet_file: Path, *, router_mode: str, port: int) -> list[str]:
@@ -58,7 +59,10 @@ def fetch(url: str, *, timeout_s: float = 10.0) -> bytes:
 
 
 class FleetProcess:
-    """Starts on entering, ready for requests; ends by SIGTERM on leaving, and must exit with 0."""
+    """Starts on entering, ready for requests; ends by SIGTERM on leaving, and must exit with 0.
+
+    Raises ``FleetFailed`` where it does not, also in place of the connection errors that came of it.
+    """
 
     def __init__(
         self,
@@ -102,8 +106,8 @@ class FleetProcess:
             if error is None:
                 raise self._failed(f"did not stop within {self._stop_limit_s:g} s of SIGTERM") from None
             return
-        if status != 0 and error is None:
-            raise self._failed(f"exited with status {status}")
+        if status != 0 and (error is None or isinstance(error, OSError)):
+            raise self._failed(f"exited with status {status}") from error
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
         give_up_s = time.monotonic() + self._ready_limit_s

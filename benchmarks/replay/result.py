@@ -8,7 +8,9 @@ import msgspec
 
 from benchmarks.replay.client import Answer
 from benchmarks.replay.machine import Commit, Machine
+from benchmarks.replay.observe import FleetWorker, Handoffs, crossings, shares
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.workers import Role
 
 ERRORS_SHOWN = 5
 """Different errors that a result keeps."""
@@ -37,8 +39,9 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
     """One replay of all rows through a fresh fleet.
 
     ``itl`` is taken over requests, each with its mean time between tokens. ``handoffs`` counts pairs of
-    prefill and decode domain, as the server does. ``prefill_share`` and ``decode_share`` are the parts of all
-    answered requests that each worker had, by the answers' headers.
+    prefill and decode domain, as the server's metrics do; ``crossed_handoffs`` are those with two values, and
+    ``crossed_answers`` the answers whose headers name workers in two of them. ``prefill_share`` and
+    ``decode_share`` are the parts of all answered requests that each worker had, by the same headers.
     """
 
     mode: RouterMode
@@ -53,7 +56,8 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     output_tokens: int
     handoffs: Mapping[str, int]
-    cross_domain_handoffs: int
+    crossed_handoffs: int
+    crossed_answers: int
     prefill_share: Mapping[str, float]
     decode_share: Mapping[str, float]
 
@@ -73,18 +77,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     speedup: float
     compression: float
     ceiling: float
+    domain: str
     required: bool
     modes: tuple[ModeResult, ...]
 
 
-def sum_up(
-    mode: RouterMode,
-    answers: Sequence[Answer],
-    *,
-    duration_s: float,
-    handoffs: Mapping[tuple[str, str], int],
-) -> ModeResult:
-    """One row of the table. Failed requests count as errors and give no latency."""
+class Observed(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of one fleet beside the answers. ``domain`` is the one that KV transfers keep to."""
+
+    duration_s: float
+    handoffs: Handoffs
+    workers: tuple[FleetWorker, ...]
+    domain: str
+
+
+def sum_up(mode: RouterMode, answers: Sequence[Answer], observed: Observed) -> ModeResult:
+    """One column of the table. Failed requests count as errors and give no latency."""
     failed = [answer.error for answer in answers if answer.error is not None]
     answered = [answer for answer in answers if answer.error is None]
     return ModeResult(
@@ -92,19 +100,28 @@ def sum_up(
         requests=len(answers),
         errors=len(failed),
         error_examples=tuple(text for text, _ in Counter(failed).most_common(ERRORS_SHOWN)),
-        duration_s=duration_s,
+        duration_s=observed.duration_s,
         ttft=_latency([answer.ttft_s for answer in answered if answer.ttft_s is not None]),
         itl=_latency([answer.itl_s for answer in answered if answer.itl_s is not None]),
         late=_latency([answer.late_s for answer in answers]),
         prompt_tokens=sum(answer.prompt_tokens for answer in answered),
         cached_tokens=sum(answer.cached_tokens for answer in answered),
         output_tokens=sum(answer.output_tokens for answer in answered),
-        handoffs={f"{prefill} → {decode}": count for (prefill, decode), count in sorted(handoffs.items())},
-        cross_domain_handoffs=sum(
-            count for (prefill, decode), count in handoffs.items() if prefill != decode
+        handoffs={
+            f"{prefill} → {decode}": count for (prefill, decode), count in sorted(observed.handoffs.items())
+        },
+        crossed_handoffs=sum(
+            count for (prefill, decode), count in observed.handoffs.items() if prefill != decode
         ),
-        prefill_share=_shares([answer.prefill_worker for answer in answered]),
-        decode_share=_shares([answer.decode_worker for answer in answered]),
+        crossed_answers=crossings(answered, observed.workers, observed.domain),
+        prefill_share=shares(
+            (answer.prefill_worker for answer in answered if answer.prefill_worker is not None),
+            (worker.worker_id for worker in observed.workers if worker.role is Role.PREFILL),
+        ),
+        decode_share=shares(
+            (answer.decode_worker for answer in answered if answer.decode_worker is not None),
+            (worker.worker_id for worker in observed.workers if worker.role is not Role.PREFILL),
+        ),
     )
 
 
@@ -114,11 +131,6 @@ def _latency(seconds: Sequence[float]) -> Latency:
         p99_ms=1000 * percentile(seconds, 0.99),
         mean_ms=1000 * sum(seconds) / len(seconds) if seconds else math.nan,
     )
-
-
-def _shares(workers: Sequence[str | None]) -> dict[str, float]:
-    counts = Counter(worker for worker in workers if worker is not None)
-    return {worker: count / len(workers) for worker, count in sorted(counts.items())}
 
 
 def problems(report: Report) -> list[str]:
@@ -146,9 +158,10 @@ def _problems_of(result: ModeResult, report: Report) -> list[str]:
         found.append(f"{result.mode}: {result.requests} of {report.rows} requests were sent")
     if result.errors:
         found.append(f"{result.mode}: {result.errors} errors: {'; '.join(result.error_examples)}")
-    if report.required and result.cross_domain_handoffs:
+    if report.required and (result.crossed_handoffs or result.crossed_answers):
         found.append(
-            f"{result.mode}: {result.cross_domain_handoffs} transfers crossed a domain that is required"
+            f"{result.mode}: {result.crossed_handoffs} transfers by the metrics and {result.crossed_answers} "
+            "by the headers crossed a domain that is required"
         )
     handed_off = sum(result.handoffs.values())
     if handed_off < result.requests - result.errors:

@@ -18,6 +18,7 @@ def lines(report: Report) -> list[Line]:
 
 
 def _measures(result: ModeResult, report: Report) -> dict[str, str]:
+    transfers = sum(result.handoffs.values())
     return {
         "requests": f"{result.requests}",
         "errors": f"{result.errors}",
@@ -26,7 +27,7 @@ def _measures(result: ModeResult, report: Report) -> dict[str, str]:
         "ITL p50, fleet ms": f"{result.itl.p50_ms * report.speedup:.1f}",
         "ITL p50, measured ms": f"{result.itl.p50_ms:.1f}",
         f"cached tokens (ceiling {report.ceiling:.1%})": f"{result.cached_share:.1%}",
-        "cross-zone transfers": f"{result.cross_domain_handoffs} of {sum(result.handoffs.values())}",
+        f"transfers across a {report.domain}": f"{result.crossed_handoffs} of {transfers}",
         "share per prefill worker": _range(result.prefill_share),
         "share per decode worker": _range(result.decode_share),
         "client late p99, measured ms": f"{result.late.p99_ms:.1f}",

@@ -11,7 +11,7 @@ from benchmarks.replay.fleet import (
     FleetProcess,
     fetch,
     free_port,
-    requires_a_domain,
+    transfer_policy,
     up_command,
     write_fleet_file,
 )
@@ -21,13 +21,16 @@ from benchmarks.replay_sample import FLEET, MODES, SAMPLE, parse_modes
 
 from kvrouter.config import FleetFile, MockEngineSpec, load_fleet, read_document
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.workers import Role
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.workers import Enforcement, Role
 
 READY_SERVER = """
-import signal, sys
+import os, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/die":
+            os._exit(9)
         self.send_response(200); self.end_headers(); self.wfile.write(self.path.encode())
 server = HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
 def stop(*_):
@@ -72,6 +75,14 @@ def test_a_fleet_that_does_not_stop_is_killed_and_told(tmp_path: Path) -> None:
         pass
     with pytest.raises(OSError, match="refused"):
         fetch(f"{fleet.base_url}/ready")
+
+
+def test_a_fleet_that_dies_inside_is_told_instead_of_what_came_of_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(FleetFailed, match="exited with status 9"),
+        fleet_process(tmp_path, "sys.exit(0)") as fleet,
+    ):
+        fetch(f"{fleet.base_url}/die")
 
 
 def test_an_error_inside_is_not_hidden_by_the_fleets_end(tmp_path: Path) -> None:
@@ -119,7 +130,8 @@ def test_the_fleet_has_four_workers_of_each_role_in_two_zones_and_requires_the_z
     for group in fleet.workers:
         workers[group.role, group.domains["zone"]] += group.replicas
     assert workers == {(role, zone): 2 for role in (Role.PREFILL, Role.DECODE) for zone in ("a", "b")}
-    assert requires_a_domain(fleet)
+    policy = transfer_policy(fleet)
+    assert (policy.domain, policy.enforcement) == ("zone", Enforcement.REQUIRED)
 
 
 def test_a_scaled_token_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFile) -> None:
@@ -145,11 +157,15 @@ def test_every_row_fits_into_a_worker_and_the_sample_into_no_role(fleet: FleetFi
     assert different_tokens / model.block_size > 4 * blocks
 
 
-def test_a_fleet_file_is_written_with_another_speedup(fleet: FleetFile, tmp_path: Path) -> None:
-    write_fleet_file(fleet, tmp_path / "fleet.yaml", speedup=7.5)
-    written = load_fleet(read_document(tmp_path / "fleet.yaml")).fleet
-    assert written.speedup == 7.5
-    assert written.model_copy(update={"speedup": fleet.speedup}) == fleet
+def test_a_fleet_file_comes_back_as_it_was_written(fleet: FleetFile, tmp_path: Path) -> None:
+    faster = fleet.model_copy(update={"speedup": 7.5})
+    write_fleet_file(faster, tmp_path / "fleet.yaml")
+    assert load_fleet(read_document(tmp_path / "fleet.yaml")).fleet == faster
+
+
+def test_a_fleet_without_a_transfer_policy_is_refused(fleet: FleetFile) -> None:
+    with pytest.raises(ConfigError, match="transfer policy"):
+        transfer_policy(fleet.model_copy(update={"kv_transfer": None}))
 
 
 def parse(text: str) -> tuple[RouterMode, ...]:

@@ -7,14 +7,15 @@ import msgspec
 import pytest
 from benchmarks.replay.client import Answer
 from benchmarks.replay.machine import Commit, Machine, this_machine
-from benchmarks.replay.observe import handoffs
-from benchmarks.replay.result import ModeResult, Report, percentile, problems, sum_up
+from benchmarks.replay.observe import FleetWorker, Handoffs, crossings, fleet_workers, handoffs
+from benchmarks.replay.result import ModeResult, Observed, Report, percentile, problems, sum_up
 from benchmarks.replay.table import lines, markdown, rich_table
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.workers import Role
 
 
 @pytest.mark.parametrize(
@@ -49,20 +50,28 @@ def answer(number: int, *, error: str | None = None, cached_tokens: int = 40) ->
         prompt_tokens=100,
         output_tokens=10,
         cached_tokens=cached_tokens,
-        prefill_worker=str(number % 2),
-        decode_worker="9",
+        prefill_worker=f"{number % 2}/0",
+        decode_worker="9/0",
         error=error,
     )
 
 
 INSIDE = {("a", "a"): 3, ("b", "b"): 1}
+WORKERS = (
+    *(FleetWorker(worker_id=number, role=Role.PREFILL, domains={"zone": "a"}) for number in (0, 1, 2)),
+    FleetWorker(worker_id=9, role=Role.DECODE, domains={"zone": "a"}),
+)
+
+
+def observed(handoffs: Handoffs = INSIDE, *, workers: tuple[FleetWorker, ...] = WORKERS) -> Observed:
+    return Observed(duration_s=1.5, handoffs=handoffs, workers=workers, domain="zone")
 
 
 def result(mode: RouterMode, *, cached_tokens: int = 40, cross: int = 0, slower: float = 1.0) -> ModeResult:
     answers = [answer(number, cached_tokens=cached_tokens) for number in range(4)]
     for each in answers:
         each.ttft_s = (each.ttft_s or 0.0) * slower
-    return sum_up(mode, answers, duration_s=2.0, handoffs=INSIDE | ({("a", "b"): cross} if cross else {}))
+    return sum_up(mode, answers, observed(INSIDE | ({("a", "b"): cross} if cross else {})))
 
 
 def report(*modes: ModeResult, required: bool = True, ceiling: float = 0.5) -> Report:
@@ -74,6 +83,7 @@ def report(*modes: ModeResult, required: bool = True, ceiling: float = 0.5) -> R
         speedup=10.0,
         compression=60.0,
         ceiling=ceiling,
+        domain="zone",
         required=required,
         modes=modes,
     )
@@ -85,15 +95,15 @@ ROUND_ROBIN = result(RouterMode.ROUND_ROBIN, cached_tokens=20, slower=2.0)
 
 def test_a_mode_is_summed_up_over_its_answered_requests() -> None:
     answers = [answer(0), answer(1), answer(2, error="503"), answer(3)]
-    summed = sum_up(RouterMode.KV, answers, duration_s=1.5, handoffs={("a", "a"): 2, ("a", "b"): 1})
+    summed = sum_up(RouterMode.KV, answers, observed({("a", "a"): 2, ("a", "b"): 1}))
     assert (summed.requests, summed.errors, summed.error_examples) == (4, 1, ("503",))
     assert summed.ttft.p50_ms == pytest.approx(200)
     assert summed.ttft.p99_ms == pytest.approx(400)
     assert (summed.prompt_tokens, summed.cached_tokens, summed.output_tokens) == (300, 120, 30)
     assert summed.cached_share == 0.4
     assert summed.handoffs == {"a → a": 2, "a → b": 1}
-    assert summed.cross_domain_handoffs == 1
-    assert summed.prefill_share == {"0": 1 / 3, "1": 2 / 3}
+    assert (summed.crossed_handoffs, summed.crossed_answers) == (1, 0)
+    assert summed.prefill_share == {"0": 1 / 3, "1": 2 / 3, "2": 0.0}
     assert summed.decode_share == {"9": 1.0}
 
 
@@ -104,16 +114,19 @@ def test_all_is_well_when_kv_wins_inside_its_zones() -> None:
 @pytest.mark.parametrize(
     ("bad", "told"),
     [
-        (report(result(RouterMode.KV, cross=2)), "kv: 2 transfers crossed"),
+        (
+            report(result(RouterMode.KV, cross=2)),
+            "kv: 2 transfers by the metrics and 0 by the headers crossed",
+        ),
         (report(KV, result(RouterMode.ROUND_ROBIN, slower=2.0)), "cached share 40.0% is not above"),
         (report(KV, result(RouterMode.ROUND_ROBIN, cached_tokens=20)), "TTFT p99 400 ms is not below"),
         (report(KV, ceiling=0.3), "above the ceiling 30.0%"),
         (
-            report(sum_up(RouterMode.RANDOM, [answer(0, error="x")] * 4, duration_s=1, handoffs=INSIDE)),
+            report(sum_up(RouterMode.RANDOM, [answer(0, error="x")] * 4, observed())),
             "random: 4 errors: x",
         ),
-        (report(sum_up(RouterMode.KV, [answer(0)], duration_s=1, handoffs=INSIDE)), "1 of 4 requests"),
-        (report(sum_up(RouterMode.KV, [answer(0)] * 4, duration_s=1, handoffs={})), "0 handoffs for 4"),
+        (report(sum_up(RouterMode.KV, [answer(0)], observed())), "1 of 4 requests"),
+        (report(sum_up(RouterMode.KV, [answer(0)] * 4, observed({}))), "0 handoffs for 4"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_numbers(bad: Report, told: str) -> None:
@@ -123,6 +136,22 @@ def test_what_is_wrong_is_told_with_its_numbers(bad: Report, told: str) -> None:
 def test_a_client_that_cannot_keep_up_is_told() -> None:
     late = [msgspec.structs.replace(KV, late=msgspec.structs.replace(KV.late, p99_ms=80.0))]
     assert any("80 ms late" in problem for problem in problems(report(*late)))
+
+
+def test_crossing_is_counted_by_the_answers_workers_too() -> None:
+    away = FleetWorker(worker_id=9, role=Role.DECODE, domains={"zone": "b"})
+    answers = [answer(0), answer(1)]
+    assert crossings(answers, WORKERS, "zone") == 0
+    assert crossings(answers, (*WORKERS[:3], away), "zone") == 2
+    assert crossings(answers, WORKERS[:3], "zone") == 2
+    assert crossings(answers, WORKERS, "rack") == 2
+    moved = sum_up(RouterMode.KV, [answer(0)] * 4, observed(workers=(*WORKERS[:3], away)))
+    assert any("0 transfers by the metrics and 4 by the headers" in each for each in problems(report(moved)))
+
+
+def test_the_workers_are_read_from_the_fleet() -> None:
+    body = b"""{"workers": [{"worker_id": 4, "role": "decode", "domains": {"zone": "b"}, "load": 1}]}"""
+    assert fleet_workers(body) == (FleetWorker(worker_id=4, role=Role.DECODE, domains={"zone": "b"}),)
 
 
 def test_crossing_is_allowed_where_no_domain_is_required() -> None:
@@ -136,8 +165,8 @@ def test_the_table_shows_the_fleets_time_and_the_measured_time() -> None:
     assert shown["TTFT p50 / p99, fleet ms"] == ["2000 / 4000", "4000 / 8000"]
     assert shown["ITL p50, fleet ms"] == ["100.0", "100.0"]
     assert shown["cached tokens (ceiling 50.0%)"] == ["40.0%", "20.0%"]
-    assert shown["cross-zone transfers"] == ["0 of 4", "0 of 4"]
-    assert shown["share per prefill worker"] == ["2: 50% – 50%", "2: 50% – 50%"]
+    assert shown["transfers across a zone"] == ["0 of 4", "0 of 4"]
+    assert shown["share per prefill worker"] == ["3: 0% – 50%", "3: 0% – 50%"]
 
 
 def test_markdown_is_a_table_with_its_caption() -> None:
