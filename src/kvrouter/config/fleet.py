@@ -176,10 +176,10 @@ class MockTiming(_Part):
     prefill_constant_ms: NonNegative = 16.50142
     """Milliseconds for a prefill step of any size."""
 
-    decode_quadratic_ms: Annotated[Finite, Interval(ge=-1e6, le=1e6)] = -25.74
+    decode_quadratic_ms: Annotated[Finite, Interval(ge=-1_000_000, le=1_000_000)] = -25.74
     """Milliseconds for the squared utilisation."""
 
-    decode_linear_ms: Annotated[Finite, Interval(ge=-1e6, le=1e6)] = 54.01
+    decode_linear_ms: Annotated[Finite, Interval(ge=-1_000_000, le=1_000_000)] = 54.01
     """Milliseconds for the utilisation."""
 
     decode_constant_ms: NonNegative = 5.74

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
+from kvrouter.config.annotations import model_in
 from kvrouter.core.errors import ConfigError
 
 Path = tuple[str | int, ...]
@@ -80,18 +81,11 @@ def _keys_at(model: type[BaseModel], path: Path) -> list[str]:
     for part in path:
         field = model.model_fields.get(part) if isinstance(part, str) else None
         if field is not None:
-            inner = _model_in(field.annotation)
+            inner = model_in(field.annotation)
             if inner is None:
                 return []
             model = inner
     return list(model.model_fields)
-
-
-def _model_in(annotation: object) -> type[BaseModel] | None:
-    """Return the model inside an optional, a list or a mapping of it."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)
 
 
 _TYPE_WORDS = {

@@ -6,12 +6,13 @@ The field's type, default and docstring are read off the model; :class:`Setting`
 
 from dataclasses import dataclass
 from enum import StrEnum
-from types import NoneType, UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import Annotated
 
-from annotated_types import Ge, Gt, Interval, Le, Lt
+from annotated_types import Ge, Gt, Interval
 from pydantic import AllowInfNan, BaseModel, ConfigDict, SecretStr, Strict
 from pydantic.fields import FieldInfo
+
+from kvrouter.config.annotations import choices_of, limits_of, plain_type
 
 SettingValue = bool | int | float | str
 """A setting before validation, as a source gives it."""
@@ -71,7 +72,6 @@ class SettingSpec:
     unit: str | None
     kind: Kind
     choices: tuple[str, ...]
-    optional: bool
     default: object
     limits: str
     meaning: str
@@ -138,8 +138,8 @@ def _spec(section: str, name: str, field: FieldInfo) -> SettingSpec:
     setting = next((item for item in field.metadata if isinstance(item, Setting)), None)
     if setting is None or field.description is None:
         raise TypeError(f"{section}.{name}: a setting needs its Setting(...) and a docstring")
-    inner, optional, bounds = _unwrap(field.annotation)
-    kind, choices = _kind(inner)
+    plain, _ = plain_type(field.annotation)
+    choices = choices_of(plain)
     return SettingSpec(
         section=section,
         name=name,
@@ -147,63 +147,25 @@ def _spec(section: str, name: str, field: FieldInfo) -> SettingSpec:
         variable=setting.variable,
         group=setting.group,
         unit=setting.unit,
-        kind=kind,
+        kind=Kind.CHOICE if choices else _kind(plain),
         choices=choices,
-        optional=optional,
         default=field.default.value if isinstance(field.default, StrEnum) else field.default,
-        limits=_limits([*bounds, *field.metadata], choices),
+        limits=limits_of(field),
         meaning=" ".join(field.description.split()),
     )
 
 
-def _unwrap(annotation: object) -> tuple[object, bool, list[object]]:
-    """Return the plain type inside ``X | None`` and ``Annotated``, whether None is allowed, the metadata."""
-    bounds: list[object] = []
-    optional = False
-    while True:
-        origin = get_origin(annotation)
-        if origin is Annotated:
-            annotation, *metadata = get_args(annotation)
-            bounds += metadata
-        elif origin in (Union, UnionType) and NoneType in get_args(annotation):
-            optional = True
-            (annotation,) = (arg for arg in get_args(annotation) if arg is not NoneType)
-        else:
-            return annotation, optional, bounds
+_KINDS: tuple[tuple[type, Kind], ...] = (
+    (bool, Kind.SWITCH),
+    (int, Kind.WHOLE),
+    (float, Kind.NUMBER),
+    (str, Kind.TEXT),
+    (SecretStr, Kind.HIDDEN),
+)
 
 
-def _kind(plain: object) -> tuple[Kind, tuple[str, ...]]:
-    if isinstance(plain, type) and issubclass(plain, StrEnum):
-        return Kind.CHOICE, tuple(member.value for member in plain)
-    kinds = {
-        bool: Kind.SWITCH,
-        int: Kind.WHOLE,
-        float: Kind.NUMBER,
-        str: Kind.TEXT,
-        SecretStr: Kind.HIDDEN,
-    }
-    for known, kind in kinds.items():
+def _kind(plain: object) -> Kind:
+    for known, kind in _KINDS:
         if plain is known:
-            return kind, ()
+            return kind
     raise TypeError(f"a setting cannot be of the type {plain!r}")
-
-
-def _limits(metadata: list[object], choices: tuple[str, ...]) -> str:
-    if choices:
-        return " | ".join(choices)
-    parts: list[str] = []
-    for item in metadata:
-        bounds = list(item) if isinstance(item, Interval) else [item]
-        for bound in bounds:
-            match bound:
-                case Ge(limit):
-                    parts.append(f"≥ {limit}")
-                case Gt(limit):
-                    parts.append(f"> {limit}")
-                case Le(limit):
-                    parts.append(f"≤ {limit}")
-                case Lt(limit):
-                    parts.append(f"< {limit}")
-                case _:
-                    pass
-    return ", ".join(parts)

@@ -1,0 +1,195 @@
+"""Write the pages that are made from the code: settings, fleet file, metrics and log events.
+
+``python -m scripts.write_docs`` writes them; with ``--check`` it writes nothing, names each page that is
+not what the code says, and exits 1 when there is one.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from enum import StrEnum
+from logging import getLevelName
+from pathlib import Path
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from kvrouter.config.annotations import limits_of, model_in
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.setting import Group, Kind, SettingSpec
+from kvrouter.config.tree import SETTINGS, Settings
+from kvrouter.telemetry import EVENTS, Telemetry
+from kvrouter.telemetry.events import FIELD_NAMES
+
+DOCS = Path(__file__).parents[1] / "docs"
+MADE = "<!-- Made by `make docs` from the code: change the code, not this page. -->\n"
+
+SETTINGS_HEAD = f"""# Settings
+
+{MADE}
+Every setting of `kvrouter up` can be given as a flag, as an environment variable, or in the fleet file
+([its page](fleet-file.md)). A flag wins over a variable, a variable over the file, the file over the default.
+
+- A blank variable counts as unset.
+- An unknown key of the file, an unknown `KVROUTER_*` variable and a value out of range end the start with
+  exit code 2 and one line for each mistake: the field, where the value came from, and what it must be.
+- `DYN_*` variables that are not in these tables belong to other programs and are left alone; one that is
+  almost a name in these tables is warned about.
+- A switch is on for `true`, `1`, `yes`, `on` and off for `false`, `0`, `no`, `off`; as a flag,
+  `--kv-events` turns it on and `--no-kv-events` off.
+"""
+
+FLEET_HEAD = f"""# The fleet file
+
+{MADE}
+`kvrouter up --fleet fleet.yaml` (or `KVROUTER_FLEET=fleet.yaml`) runs the fleet that the file describes.
+`kvrouter fleet check fleet.yaml` validates it and starts nothing. Without a file, the fleet of
+[`examples/fleet.yaml`](../examples/fleet.yaml) runs: two zones, one prefill and two decode workers in each,
+and KV that never leaves its zone.
+
+A mistake is named with its line, all mistakes at once:
+
+```text
+fleet.yaml:12: workers[0].replicas: must be ≥ 1, not 0
+fleet.yaml:13: workers[0].domains.zne: must be one of topology.levels (zone), not 'zne' (did you mean zone?)
+```
+
+Unknown keys and keys given twice are mistakes. What can be run but was hardly meant, such as a zone with
+prefill workers and no decode worker, is a warning.
+"""
+
+METRICS_HEAD = f"""# Metrics and log events
+
+{MADE}
+`GET /metrics` answers in Prometheus' text format. A family holds at most 16,384 label sets; what comes
+later is counted under `_full`, and nothing is lost. `model` is a model that is served or `unknown`, never a
+name that a client made up.
+"""
+
+EVENTS_HEAD = """
+## Log events
+
+Lines go to standard error, as text or as JSON (`--log-format`). Prompts and answers are never logged: a
+line can only have the fields below, and none of them holds either. Tracebacks name places, and quote only
+our own errors and the system's.
+"""
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table in markdown."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def settings_page() -> str:
+    """Return the page of all settings, by group."""
+    parts = [SETTINGS_HEAD]
+    for group in Group:
+        rows = [_setting_row(spec) for spec in SETTINGS if spec.group is group]
+        head = ("flag", "variable", "key in YAML", "default", "unit", "limits", "meaning")
+        parts.append(f"\n## {group.value}\n\n{table(head, rows)}")
+    return "".join(parts)
+
+
+def _setting_row(spec: SettingSpec) -> tuple[str, ...]:
+    flag = "none" if spec.flag is None else f"`{spec.flag}`"
+    if spec.kind is Kind.SWITCH and spec.flag is not None:
+        flag = f"`{spec.flag}`, `--no-{spec.flag.removeprefix('--')}`"
+    limits = "true | false" if spec.kind is Kind.SWITCH else spec.limits
+    return (
+        flag,
+        f"`{spec.variable}`",
+        f"`{spec.yaml_key}`",
+        spec.default_text,
+        spec.unit or "",
+        limits,
+        spec.meaning.replace("``", "`"),
+    )
+
+
+def fleet_page() -> str:
+    """Return the page of the fleet file: one table for each kind of part."""
+    parts = [FLEET_HEAD]
+    for path, model in _parts_of(FleetFile, ""):
+        title = f"`{path}`" if path else "The file"
+        rows = [_fleet_row(name, field) for name, field in model.model_fields.items()]
+        about = " ".join((model.__doc__ or "").split()).replace("``", "`")
+        head = ("key", "default", "limits", "meaning")
+        parts.append(f"\n## {title}\n\n{about}\n\n{table(head, rows)}")
+    return "".join(parts)
+
+
+def _parts_of(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield every part of the file with its path; the settings have a page of their own."""
+    yield path, model
+    for name, field in model.model_fields.items():
+        inner = model_in(field.annotation)
+        if inner is None or name in Settings.model_fields:
+            continue
+        listed = "[]" if "tuple" in str(field.annotation) else ""
+        named = ".<level>" if "Mapping" in str(field.annotation) else ""
+        yield from _parts_of(inner, f"{path}.{name}{listed}{named}".lstrip("."))
+
+
+def _fleet_row(name: str, field: FieldInfo) -> tuple[str, ...]:
+    meaning = " ".join((field.description or "").split()).replace("``", "`")
+    if name in Settings.model_fields and model_in(field.annotation) is not None:
+        return (f"`{name}`", "", "", f"{meaning} See [settings](settings.md).")
+    return (f"`{name}`", _default(field), limits_of(field), meaning)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if field.is_required():
+        return "**required**"
+    if isinstance(value, StrEnum):
+        return value.value
+    if value is None or value in ((), {}) or isinstance(value, BaseModel):
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def metrics_page() -> str:
+    """Return the page of metrics and log events."""
+    metrics = [
+        (f"`{spec.name}`", spec.kind, ", ".join(f"`{label}`" for label in spec.labels), spec.meaning)
+        for spec in Telemetry.SPECS
+    ]
+    events = [
+        (f"`{event.value}`", getLevelName(spec.level).lower(), spec.meaning) for event, spec in EVENTS.items()
+    ]
+    fields = ", ".join(f"`{name}`" for name in sorted(FIELD_NAMES))
+    return (
+        f"{METRICS_HEAD}\n{table(('metric', 'kind', 'labels', 'meaning'), metrics)}"
+        f"{EVENTS_HEAD}\n{table(('event', 'level', 'meaning'), events)}\nFields: {fields}.\n"
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "settings.md": settings_page,
+    "fleet-file.md": fleet_page,
+    "metrics.md": metrics_page,
+}
+
+
+def main(arguments: list[str], docs: Path = DOCS) -> int:
+    """Write the pages, or check them; return the exit code."""
+    if arguments not in ([], ["--check"]):
+        print("usage: python -m scripts.write_docs [--check]", file=sys.stderr)
+        return 2
+    stale = []
+    for name, page in PAGES.items():
+        path, text = docs / name, page()
+        if path.is_file() and path.read_text("utf-8") == text:
+            continue
+        stale.append(name)
+        if not arguments:
+            path.write_text(text, "utf-8")
+            print(f"docs/{name}: written")
+    if arguments and stale:
+        print("".join(f"docs/{name}: stale, run make docs\n" for name in stale), end="", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
