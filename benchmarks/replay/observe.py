@@ -8,22 +8,22 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.replay.client import Answer
 from kvrouter.core.workers import Role
+from kvrouter.telemetry import Telemetry
 
-HANDOFFS = "kvrouter_handoffs_total"
-PREFILL_DOMAIN = "prefill_domain"
-DECODE_DOMAIN = "decode_domain"
+HANDOFFS = Telemetry.handoffs.spec
 
 Handoffs = Mapping[tuple[str, str], int]
 """How many KV transfers went from a prefill worker's domain to a decode worker's."""
 
 
 def handoffs(metrics_text: str) -> Counter[tuple[str, str]]:
-    """The handoffs counted in one scrape. A label that is missing raises ``KeyError``."""
+    """The handoffs counted in one scrape, by the transfer domain's values at both ends."""
     counts: Counter[tuple[str, str]] = Counter()
     for family in text_string_to_metric_families(metrics_text):
         for sample in family.samples:
-            if sample.name == HANDOFFS:
-                counts[sample.labels[PREFILL_DOMAIN], sample.labels[DECODE_DOMAIN]] += int(sample.value)
+            if sample.name == HANDOFFS.name:
+                prefill, decode = (sample.labels[label] for label in HANDOFFS.labels)
+                counts[prefill, decode] += int(sample.value)
     return counts
 
 

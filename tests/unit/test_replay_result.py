@@ -16,6 +16,7 @@ from rich.console import Console
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import Role
+from kvrouter.telemetry import Telemetry
 
 
 @pytest.mark.parametrize(
@@ -197,12 +198,8 @@ def test_a_machine_names_its_processor() -> None:
 
 
 def test_handoffs_are_read_by_domain_pair() -> None:
-    metrics = """
-# HELP kvrouter_handoffs_total KV transfers.
-# TYPE kvrouter_handoffs_total counter
-kvrouter_handoffs_total{model="mock",prefill_domain="a",decode_domain="a"} 5.0
-kvrouter_handoffs_total{model="other",prefill_domain="a",decode_domain="a"} 2.0
-kvrouter_handoffs_total{model="mock",prefill_domain="a",decode_domain="b"} 1.0
-kvrouter_requests_total 9.0
-"""
-    assert handoffs(metrics) == {("a", "a"): 7, ("a", "b"): 1}
+    telemetry = Telemetry()
+    assert handoffs(telemetry.render().decode()) == {}
+    telemetry.handoffs.inc("a", "a", by=7)
+    telemetry.handoffs.inc("a", "b")
+    assert handoffs(telemetry.render().decode()) == {("a", "a"): 7, ("a", "b"): 1}
