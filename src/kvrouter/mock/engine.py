@@ -122,12 +122,12 @@ class MockEngine:
         scheduler.wake(now)
         return sequence.key
 
-    def cancel(self, now: float, key: SequenceKey) -> bool:
+    def cancel(self, now: float, key: SequenceKey, reason: str) -> bool:
         """End a leg and free what it holds; its last chunk says so. False when it is not running here."""
         sequence = self._sequences.get(key)
         if sequence is None:
             return False
-        self._end(now, sequence, FinishReason.CANCELLED, None)
+        self._end(now, sequence, FinishReason.CANCELLED, reason)
         return True
 
     def give_credit(self, now: float, key: SequenceKey, tokens: int) -> None:
@@ -299,16 +299,17 @@ class MockEngine:
             "remote_num_tokens": len(sequence.request.token_ids),
         }
 
-    def _end(self, now: float, sequence: EngineSequence, finish: FinishReason, error: str | None) -> None:
+    def _end(self, now: float, sequence: EngineSequence, finish: FinishReason, reason: str) -> None:
         """End a sequence early."""
         scheduler = self._ranks[sequence.request.dp_rank]
         scheduler.drop(sequence)
         scheduler.free(sequence.table)
         sequence.table = None
-        sequence.finish, sequence.error = finish, error
+        sequence.finish = finish
+        sequence.error = reason if finish is FinishReason.ERROR else None
         del self._sequences[sequence.key]
         if not sequence.pending:
             scheduler.dirty.append(sequence)
         if sequence.wants_remote_kv or sequence.request.leg is Leg.PREFILL:
-            self._notices.append(LegEnded(sequence.key, f"{sequence.request.leg} leg was {finish}"))
+            self._notices.append(LegEnded(sequence.key, f"the {sequence.request.leg} leg ended: {reason}"))
         scheduler.wake(now)

@@ -109,13 +109,13 @@ class Fabric:
                 )
         return party
 
-    def cancel(self, now: float, party: Party) -> None:
+    def cancel(self, now: float, party: Party, reason: str) -> None:
         """End a leg. For a prefill leg that has ended: give up its KV, unless a decode leg came for it."""
         self.advance_before(now)
         member = self._members.get(party.worker_id)
         if member is None:
             return
-        if member.engine.cancel(now, party.key):
+        if member.engine.cancel(now, party.key, reason):
             self._settle(now, member)
         else:
             self._do(now, self._handoffs.give_up(party))
@@ -172,6 +172,11 @@ class Fabric:
         return self._network.carried()
 
     @property
+    def idle(self) -> bool:
+        """True when no leg runs or waits anywhere and no KV waits to be pulled."""
+        return all(member.engine.idle for member in self._members.values())
+
+    @property
     def expired_handoffs(self) -> int:
         """Handoffs that waited for too long."""
         return self._handoffs.expired
@@ -183,7 +188,7 @@ class Fabric:
             for worker_id, member in self._members.items()
             for problem in member.engine.check_integrity()
         ]
-        if all(member.engine.idle for member in self._members.values()):
+        if self.idle:
             if len(self._handoffs):
                 problems.append(f"idle, and {len(self._handoffs)} handoffs are open")
             if len(self._network):

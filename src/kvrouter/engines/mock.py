@@ -1,0 +1,289 @@
+"""Mock engines in this process: one timer drives all of them, and the links between them, faster than life.
+
+Simulated time is real time times ``speedup``. When the machine cannot simulate that fast, the simulated clock
+slows down instead of the event loop: one turn works for ``TURN_MAX_S`` at most and then leaves the loop to
+others for as long as it took, and the seconds lost are counted in ``slipped_s``. What is computed stays the
+same.
+
+A stream holds ``stream_tokens_max`` tokens at most. A reader that does not read stops its own sequence only:
+the engine leaves it out of its steps until the reader goes on, and takes its memory for others when it must.
+"""
+
+import asyncio
+from collections import deque
+from math import isfinite
+from time import monotonic
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.events import KvEvent
+from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest
+from kvrouter.engines.port import EventsSink, LoadSink
+from kvrouter.mock import Carried, DomainPair, EngineFull, Fabric, Links, MockConfig, Party
+from kvrouter.mock.engine import MockEngine
+from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+
+TURN_MAX_S = 0.005
+MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK = 16
+
+
+class MockStream:
+    """The answer to one leg at a mock engine."""
+
+    def __init__(self, cluster: "MockCluster", party: Party, tokens_max: int) -> None:
+        self._cluster = cluster
+        self._party = party
+        self._refill_tokens = max(1, tokens_max // 2)
+        self._chunks: deque[EngineChunk] = deque()
+        self._read_tokens = 0
+        self._ended = False
+        self._broken: str | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> "MockStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        while not self._chunks:
+            if self._broken is not None:
+                raise StreamBroken(self._broken)
+            if self._ended:
+                raise StopAsyncIteration
+            if self._reader is not None:
+                raise RuntimeError("a stream has one reader")
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        chunk = self._chunks.popleft() if len(self._chunks) == 1 else self._merge()
+        self._read_tokens += len(chunk.token_ids)
+        if self._read_tokens >= self._refill_tokens and not self._ended:
+            self._cluster.give_credit(self._party, self._read_tokens)
+            self._read_tokens = 0
+        return chunk
+
+    def cancel(self, reason: str) -> None:
+        """End the leg; a prefill leg that has ended gives up its KV unless a decode leg came for it."""
+        if self._broken is None:
+            self._cluster.cancel(self._party, reason)
+
+    def push(self, chunk: EngineChunk) -> None:
+        """The engine generated more."""
+        self._chunks.append(chunk)
+        self._ended = self._ended or chunk.finish is not None
+        self._wake()
+
+    def break_off(self, why: str) -> None:
+        """The engine is gone; what it generated before is still read."""
+        if not self._ended and self._broken is None:
+            self._broken = why
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _merge(self) -> EngineChunk:
+        """Return all chunks that wait as one: only the first tells cached tokens, only the last an end."""
+        last = self._chunks[-1]
+        merged = EngineChunk(
+            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
+            finish=last.finish,
+            cached_tokens=self._chunks[0].cached_tokens,
+            kv_transfer_params=last.kv_transfer_params,
+            error=last.error,
+        )
+        self._chunks.clear()
+        return merged
+
+
+class MockEngineHandle:
+    """One mock engine of a cluster, as an :class:`~kvrouter.engines.port.Engine`.
+
+    Every start begins a new life: an empty cache, and none of the requests from before.
+    """
+
+    def __init__(self, cluster: "MockCluster", config: MockConfig, worker_id: WorkerId, domain: str) -> None:
+        self.worker_id = worker_id
+        self.domain = domain
+        self.config = config
+        self._cluster = cluster
+        self._engine: MockEngine | None = None
+
+    @property
+    def serving(self) -> bool:
+        """True between start and stop."""
+        return self._engine is not None
+
+    @property
+    def idle(self) -> bool:
+        """True when no leg runs or waits here and no KV waits to be pulled."""
+        return self._engine is None or self._engine.idle
+
+    async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
+        """Begin to serve; every store and removal reaches ``on_events`` in order, per rank."""
+        self._engine = self._cluster.join(self, on_events, on_load)
+
+    async def submit(self, request: EngineRequest) -> MockStream:
+        """Accept a leg. WorkerUnreachable when the engine is not serving or full; InvalidRequest when it
+        could never serve it.
+        """
+        if self._engine is None:
+            raise WorkerUnreachable(f"worker {self.worker_id}: the engine is not serving")
+        try:
+            return self._cluster.submit(self.worker_id, request)
+        except EngineFull as full:
+            raise WorkerUnreachable(full.message) from full
+
+    def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
+        """Return the blocks that the rank holds now, as stores with parents first; the events that led here
+        have reached ``on_events`` before.
+        """
+        if self._engine is None:
+            return ()
+        self._cluster.deliver()
+        return self._engine.snapshot(dp_rank)
+
+    async def stop(self) -> None:
+        """Stop serving; open streams break."""
+        self.kill("the engine was stopped")
+
+    def kill(self, why: str = "the engine died") -> None:
+        """Die at once: streams break, no event follows, KV that waits here is lost. Idempotent."""
+        if self._engine is not None:
+            self._engine = None
+            self._cluster.leave(self.worker_id, why)
+
+
+class MockCluster:
+    """Mock engines that share links and a clock. Use it from one event loop."""
+
+    def __init__(
+        self,
+        *,
+        speedup: float = 1.0,
+        links: Links | None = None,
+        stream_tokens_max: int = 512,
+        tick_s: float = 0.001,
+    ) -> None:
+        if not (isfinite(speedup) and speedup > 0.0):
+            raise ConfigError(f"speedup: {speedup} is not finite and above 0", param="speedup")
+        if stream_tokens_max < 1:
+            raise ConfigError("stream_tokens_max: must be at least 1", param="stream_tokens_max")
+        self.slipped_s = 0.0
+        self._speedup = speedup
+        self._stream_tokens_max = stream_tokens_max
+        self._tick_s = tick_s
+        self._fabric = Fabric(links or Links())
+        self._sinks: dict[WorkerId, tuple[EventsSink, LoadSink]] = {}
+        self._streams: dict[Party, MockStream] = {}
+        self._origin_s = monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        self._turn_at_s = 0.0
+        self._rested_at_s = 0.0
+
+    def add(self, config: MockConfig, *, worker_id: WorkerId, domain: str) -> MockEngineHandle:
+        """Return an engine in ``domain`` (a value of the level that links are between), not started yet."""
+        return MockEngineHandle(self, config, worker_id, domain)
+
+    def carried(self) -> dict[DomainPair, Carried]:
+        """Transfers and bytes between each pair of domains so far."""
+        return self._fabric.carried()
+
+    def check_integrity(self) -> list[str]:
+        """Return what is wrong with anyone's books; see :meth:`Fabric.check_integrity`."""
+        return self._fabric.check_integrity()
+
+    @property
+    def idle(self) -> bool:
+        """True when nothing runs, waits or is pulled at any engine."""
+        return self._fabric.idle
+
+    def join(self, handle: MockEngineHandle, on_events: EventsSink, on_load: LoadSink) -> MockEngine:
+        """Bring an engine to life. InvalidRequest when its worker id is taken."""
+        engine = self._fabric.add(handle.config, worker_id=handle.worker_id, domain=handle.domain)
+        self._sinks[handle.worker_id] = (on_events, on_load)
+        self._turn_soon()
+        return engine
+
+    def leave(self, worker_id: WorkerId, why: str) -> None:
+        """Take an engine away; its streams break."""
+        now = self._catch_up()
+        del self._sinks[worker_id]
+        self._fabric.remove(now, worker_id)
+        for party in [party for party in self._streams if party.worker_id == worker_id]:
+            self._streams.pop(party).break_off(f"worker {worker_id}: {why}")
+        self._turn_soon()
+
+    def submit(self, worker_id: WorkerId, request: EngineRequest) -> MockStream:
+        """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused."""
+        party = self._fabric.submit(
+            self._catch_up(), worker_id, request, credit_tokens=self._stream_tokens_max
+        )
+        stream = self._streams[party] = MockStream(self, party, self._stream_tokens_max)
+        self._turn_soon()
+        return stream
+
+    def cancel(self, party: Party, reason: str) -> None:
+        """End a leg."""
+        self._fabric.cancel(self._catch_up(), party, reason)
+        self._turn_soon()
+
+    def give_credit(self, party: Party, tokens: int) -> None:
+        """The reader of a leg made room for ``tokens`` more."""
+        self._fabric.give_credit(self._catch_up(), party, tokens)
+        self._turn_soon()
+
+    def deliver(self) -> None:
+        """Tell what happened: KV events first, then load, then tokens."""
+        outputs = self._fabric.take_outputs()
+        for rank, events in outputs.events:
+            self._sinks[rank.worker_id][0](rank.dp_rank, events)
+        for report in outputs.loads:
+            self._sinks[report.rank.worker_id][1](report)
+        for party, chunk in outputs.chunks:
+            stream = self._streams[party] if chunk.finish is None else self._streams.pop(party)
+            stream.push(chunk)
+
+    def _turn(self) -> None:
+        """Simulate up to now, tell what happened, and arm the timer for what comes next."""
+        self._timer = None
+        began_s = monotonic()
+        try:
+            self._catch_up()
+            self.deliver()
+        finally:
+            ended_s = monotonic()
+            self._rested_at_s = ended_s + max(self._tick_s, ended_s - began_s)
+            next_s = self._fabric.next_time()
+            if next_s is not None:
+                self._turn_at(self._origin_s + next_s / self._speedup)
+
+    def _catch_up(self) -> float:
+        """Simulate up to now, or for ``TURN_MAX_S``; return the simulated second that is reached."""
+        now_s = monotonic()
+        until = (now_s - self._origin_s) * self._speedup
+        reached = self._fabric.advance(until, moments_max=MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK)
+        while reached < until and monotonic() - now_s < TURN_MAX_S:
+            reached = self._fabric.advance(until, moments_max=MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK)
+        if reached < until:
+            lost_s = (until - reached) / self._speedup
+            self._origin_s += lost_s
+            self.slipped_s += lost_s
+        return reached
+
+    def _turn_soon(self) -> None:
+        """Make sure that what happened just now is worked on and told."""
+        self._turn_at(monotonic())
+
+    def _turn_at(self, when_s: float) -> None:
+        """Have a turn at ``when_s``, or when the loop has had its rest."""
+        when_s = max(when_s, self._rested_at_s)
+        if self._timer is not None:
+            if self._turn_at_s <= when_s:
+                return
+            self._timer.cancel()
+        self._turn_at_s = when_s
+        delay_s = max(0.0, when_s - monotonic())
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._turn)

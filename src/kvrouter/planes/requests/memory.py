@@ -1,0 +1,158 @@
+"""The request plane inside one process: a stream goes straight from the worker's engine to the reader."""
+
+import asyncio
+
+from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.ids import Epoch, RequestId, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.planes.requests.port import EngineStream, RequestServer, StreamBroken, WorkerUnreachable
+
+LegKey = tuple[RequestId, int, Leg]
+
+
+def memory_address(worker_id: WorkerId, incarnation: Epoch) -> str:
+    """Return the address under which a worker of this process is reached."""
+    return f"memory://{worker_id}/{incarnation}"
+
+
+class MemoryStream:
+    """One open leg. It adds nothing to a chunk: a reader awaits the worker's own stream."""
+
+    def __init__(self, inner: EngineStream, key: LegKey, registration: "MemoryRegistration") -> None:
+        self._inner = inner
+        self._key = key
+        self._registration = registration
+        self._broken: str | None = None
+        self._ended = False
+        self._reader: asyncio.Task[object] | None = None
+
+    def __aiter__(self) -> "MemoryStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._ended:
+            raise StopAsyncIteration
+        self._raise_if_broken()
+        reader = self._reader = asyncio.current_task()
+        try:
+            chunk = await self._inner.__anext__()
+        except asyncio.CancelledError:
+            # break_off cancels the waiting reader: the cancellation ends here unless others asked too.
+            if self._broken is not None and reader is not None and reader.uncancel() == 0:
+                raise StreamBroken(self._broken) from None
+            raise
+        except (StopAsyncIteration, StreamBroken):
+            self._end()
+            raise
+        finally:
+            self._reader = None
+        if chunk.finish is not None:
+            self._end()
+        return chunk
+
+    def cancel(self, reason: str) -> None:
+        """Tell the worker to stop and free what it holds; idempotent, allowed at any time."""
+        if self._broken is None:
+            self._inner.cancel(reason)
+
+    def break_off(self, why: str) -> None:
+        """The worker is lost: the reader gets StreamBroken."""
+        if self._broken is None and not self._ended:
+            self._broken = why
+            if self._reader is not None:
+                self._reader.cancel()
+
+    def _raise_if_broken(self) -> None:
+        if self._broken is not None:
+            raise StreamBroken(self._broken)
+
+    def _end(self) -> None:
+        self._ended = True
+        self._registration.forget(self._key)
+
+
+class MemoryRegistration:
+    """One worker's place in the plane, from :meth:`MemoryRequestPlane.serve` until it leaves."""
+
+    def __init__(self, plane: "MemoryRequestPlane", address: str, server: RequestServer) -> None:
+        self.address = address
+        self._plane = plane
+        self._server = server
+        self._streams: dict[LegKey, MemoryStream | None] = {}
+
+    async def open(self, request: EngineRequest, open_timeout_s: float) -> MemoryStream:
+        """Hand ``request`` to the worker. A leg that is open already is refused, not served twice."""
+        key = (request.request_id, request.attempt, request.leg)
+        if key in self._streams:
+            raise InvalidRequest(f"{request.engine_key}: this leg is open already", param="request_id")
+        self._streams[key] = None
+        try:
+            async with asyncio.timeout(open_timeout_s):
+                inner = await self._server.submit(request)
+        except TimeoutError:
+            self.forget(key)
+            raise WorkerUnreachable(f"{self.address} did not answer in {open_timeout_s} s") from None
+        except BaseException:
+            self.forget(key)
+            raise
+        stream = MemoryStream(inner, key, self)
+        if key not in self._streams:
+            inner.cancel("the worker left while the request was sent")
+            raise WorkerUnreachable(f"{self.address} left while the request was sent")
+        self._streams[key] = stream
+        return stream
+
+    def leave(self, why: str) -> None:
+        """The worker is gone: open streams break, new ones are refused. Idempotent."""
+        self._plane.forget(self.address)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            if stream is not None:
+                stream.break_off(f"{self.address}: {why}")
+
+    def hang_up(self) -> None:
+        """The router is gone: the worker is told to stop what it does for it, and open streams break."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            if stream is not None:
+                stream.cancel("the router closed its connection")
+                stream.break_off("the plane was closed")
+
+    def forget(self, key: LegKey) -> None:
+        """The leg has ended."""
+        self._streams.pop(key, None)
+
+
+class MemoryRequestPlane:
+    """Reaches the workers of this process by the address on their card."""
+
+    def __init__(self, *, open_timeout_s: float = 5.0) -> None:
+        self._open_timeout_s = open_timeout_s
+        self._registrations: dict[str, MemoryRegistration] = {}
+        self._closed = False
+
+    def serve(self, address: str, server: RequestServer) -> MemoryRegistration:
+        """Make ``server`` reachable under ``address`` until the registration leaves."""
+        if address in self._registrations:
+            raise ConfigError(f"{address} is served already", param="address")
+        registration = self._registrations[address] = MemoryRegistration(self, address, server)
+        return registration
+
+    def forget(self, address: str) -> None:
+        """Nobody serves ``address`` any more."""
+        self._registrations.pop(address, None)
+
+    async def open(self, address: str, request: EngineRequest) -> EngineStream:
+        """Send ``request``; return once the worker accepted it. WorkerUnreachable when nobody is there."""
+        if self._closed:
+            raise WorkerUnreachable("the plane was closed")
+        registration = self._registrations.get(address)
+        if registration is None:
+            raise WorkerUnreachable(f"nobody serves {address}")
+        return await registration.open(request, self._open_timeout_s)
+
+    async def close(self) -> None:
+        """Close every connection; open streams break."""
+        self._closed = True
+        for registration in self._registrations.values():
+            registration.hang_up()
