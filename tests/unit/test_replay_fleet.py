@@ -140,9 +140,9 @@ def test_a_scaled_token_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFile
     for engine in (group.engine for group in fleet.workers):
         assert engine.max_num_batched_tokens * scale == usual.max_num_batched_tokens
         assert engine.kv_bytes_per_token == usual.kv_bytes_per_token * scale
-        assert engine.timing.prefill_linear_ms == pytest.approx(usual.timing.prefill_linear_ms * scale)
-        assert engine.timing.prefill_quadratic_ms == pytest.approx(
-            usual.timing.prefill_quadratic_ms * scale**2, rel=1e-5
+        assert engine.timing.prefill_linear == pytest.approx(usual.timing.prefill_linear * scale)
+        assert engine.timing.prefill_quadratic == pytest.approx(
+            usual.timing.prefill_quadratic * scale**2, rel=1e-5
         )
 
 
