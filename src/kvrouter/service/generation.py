@@ -52,7 +52,7 @@ from kvrouter.service.placement import Placement, Placer
 
 FINISHED = "finished"
 ANSWERED = "answered"
-"""Reasons to close that are no failure: the engine's last chunk; a stop string that the engine doesn't know."""
+"""Reasons to close that are no failure: the engine's last chunk, or a stop string of the client's."""
 
 
 class Generation:

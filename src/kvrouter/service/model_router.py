@@ -75,7 +75,7 @@ class ModelRouter:
 
     def decide(self, request: RouteRequest, prompt: Prompt, *, explain: bool = False) -> Decision:
         """Take one reading and decide; books nothing."""
-        return route(request, self._view(prompt), explain=explain)
+        return route(request, self.view(prompt), explain=explain)
 
     def explain(self, request: GenerateRequest) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; changes nothing."""
@@ -123,7 +123,7 @@ class ModelRouter:
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
         old = placement.decision
-        view = self._view(placement.prompt, exclude=placement.decode_lease)
+        view = self.view(placement.prompt, exclude=placement.decode_lease)
         sender = None if old.prefill is None else old.prefill.rank
         again = route_decode(placement.wish, view, old.constraint, prefill=sender)
         decision = structs.replace(again, prefill=old.prefill)
@@ -136,7 +136,8 @@ class ModelRouter:
         self.observed.picked_again(placement)
         self._decisions.record(decision, decided_at_s=time.time())
 
-    def _view(self, prompt: Prompt, *, exclude: LeaseId | None = None) -> View:
+    def view(self, prompt: Prompt, *, exclude: LeaseId | None = None) -> View:
+        """Take one reading of all that a decision depends on; its columns are reused by the next one."""
         n_slots = self.fleet.n_slots
         self.ledger.ensure_slots(n_slots)
         if len(self._not_active) < n_slots:

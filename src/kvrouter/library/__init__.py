@@ -1,0 +1,1 @@
+"""kvrouter inside your own program."""

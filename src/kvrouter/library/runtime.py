@@ -1,0 +1,185 @@
+"""Namespaces, components and endpoints, and a client that sends without KV routing.
+
+::
+
+    runtime = Runtime.in_process()
+    endpoint = runtime.namespace("dynamo").component("backend").endpoint("generate")
+    client = await endpoint.client()
+    async for answer in await client.round_robin({"token_ids": [1, 2, 3]}):
+        ...
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason
+from kvrouter.core.ids import DpRank, Epoch, WorkerId
+from kvrouter.core.requests import EngineRequest, Leg
+from kvrouter.core.workers import WorkerCard
+from kvrouter.library.inputs import Answer, answers, new_request_id, sampling_of, token_buffer
+from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.planes.requests.port import RequestPlane
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The planes that everything in a program shares."""
+
+    discovery: Discovery
+    requests: RequestPlane
+    events: EventSubscriber
+
+    def namespace(self, name: str) -> "Namespace":
+        """The namespace ``name``."""
+        return Namespace(self, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What keeps deployments apart that share a fleet."""
+
+    runtime: Runtime
+    name: str
+
+    def component(self, name: str) -> "Component":
+        """The component ``name``."""
+        return Component(self.runtime, self.name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """A set of workers that are alike."""
+
+    runtime: Runtime
+    namespace: str
+    name: str
+
+    def endpoint(self, name: str) -> "Endpoint":
+        """The endpoint ``name`` of these workers."""
+        return Endpoint(self.runtime, self.namespace, self.name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a component's workers serve."""
+
+    runtime: Runtime
+    namespace: str
+    component: str
+    name: str
+
+    def serves(self, card: WorkerCard) -> bool:
+        """Whether the worker belongs to this endpoint."""
+        return (card.namespace, card.component, card.endpoint) == (self.namespace, self.component, self.name)
+
+    async def client(self) -> "Client":
+        """Return a client that follows the endpoint's workers from now on."""
+        client = Client(self)
+        await client.follow()
+        return client
+
+
+class Client:
+    """Sends to an endpoint's workers: to any, in turn, or to a named one. ``close`` it at the end."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._cards: dict[WorkerId, WorkerCard] = {}
+        self._changed = asyncio.Event()
+        self._stop: Callable[[], None] | None = None
+        self._turn = 0
+        self._random = random.Random()
+
+    async def follow(self) -> None:
+        """Begin to follow discovery."""
+        self._stop = await self._endpoint.runtime.discovery.watch(self._on_card, self._on_gone)
+
+    def close(self) -> None:
+        """Follow no longer."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+
+    def instance_ids(self) -> list[WorkerId]:
+        """The workers that take requests, in order."""
+        return sorted(worker_id for worker_id, card in self._cards.items() if not card.draining)
+
+    async def wait_for_instances(self) -> list[WorkerId]:
+        """Return the workers as soon as there is one."""
+        while not self.instance_ids():
+            self._changed.clear()
+            await self._changed.wait()
+        return self.instance_ids()
+
+    async def generate(self, request: Mapping[str, object]) -> AsyncIterator[Answer]:
+        """Send to a random worker."""
+        return await self.random(request)
+
+    async def random(self, request: Mapping[str, object]) -> AsyncIterator[Answer]:
+        """Send to a random worker."""
+        return await self.direct(request, self._random.choice(self._some()))
+
+    async def round_robin(self, request: Mapping[str, object]) -> AsyncIterator[Answer]:
+        """Send to the workers in turn."""
+        workers = self._some()
+        self._turn += 1
+        return await self.direct(request, workers[(self._turn - 1) % len(workers)])
+
+    async def direct(self, request: Mapping[str, object], worker_id: int) -> AsyncIterator[Answer]:
+        """Send to this worker.
+
+        ``request`` has ``token_ids`` and may have ``stop_conditions``, ``sampling_options`` and ``dp_rank``.
+        Raises :class:`InvalidRequest` for an unknown worker, ``WorkerUnreachable`` when it does not accept.
+        """
+        card = self._cards.get(WorkerId(worker_id))
+        if card is None:
+            raise InvalidRequest(f"worker_id: {worker_id} does not serve this endpoint", param="worker_id")
+        stream = await self._endpoint.runtime.requests.open(card.address, _engine_request(request, card))
+        return answers(aiter(stream))
+
+    def _some(self) -> list[WorkerId]:
+        workers = self.instance_ids()
+        if not workers:
+            draining = {Reason.DRAINING: len(self._cards)} if self._cards else {}
+            raise NoEligibleWorker("no worker serves this endpoint", refusals=draining)
+        return workers
+
+    def _on_card(self, card: WorkerCard) -> None:
+        if self._endpoint.serves(card):
+            self._cards[card.worker_id] = card
+            self._changed.set()
+
+    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        card = self._cards.get(worker_id)
+        if card is not None and card.incarnation == incarnation:
+            del self._cards[worker_id]
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The dictionary that a client takes."""
+
+    token_ids: list[int]
+    stop_conditions: dict[str, object] = {}
+    sampling_options: dict[str, object] = {}
+    dp_rank: int = 0
+
+
+def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRequest:
+    try:
+        parsed = msgspec.convert(dict(request), _Request)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"request: {error}", param="request") from None
+    return EngineRequest(
+        request_id=new_request_id(),
+        attempt=0,
+        leg=Leg.AGGREGATED,
+        model=card.model,
+        token_ids=token_buffer(parsed.token_ids),
+        sampling=sampling_of(parsed.stop_conditions, parsed.sampling_options),
+        dp_rank=DpRank(parsed.dp_rank),
+    )
