@@ -1,0 +1,102 @@
+"""A router from its settings and planes."""
+
+import random
+from uuid import uuid4
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.ids import ModelName, RouterId
+from kvrouter.fleet import Fleet
+from kvrouter.index.native import ApproximateIndex, BlockIndex
+from kvrouter.ledger.native import Ledger
+from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.routing.settings import RoutingSettings
+from kvrouter.service.cache_view import CacheView, EventCacheView, NoCacheView, PredictedCacheView
+from kvrouter.service.decisions import DecisionLog
+from kvrouter.service.event_pump import EventPump
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.observed import ModelObserved, ServiceObserved
+from kvrouter.service.router import RouterService, ServiceParts
+from kvrouter.telemetry import Telemetry
+from kvrouter.topology import LinkTable, RouterTopologyDefault
+
+
+def build_service(
+    config: KvRouterConfig,
+    *,
+    plane: RequestPlane,
+    discovery: Discovery,
+    subscriber: EventSubscriber,
+    telemetry: Telemetry | None = None,
+    links: LinkTable | None = None,
+) -> RouterService:
+    """Put a router together; it follows the fleet once it is started."""
+    observed = ServiceObserved(telemetry or Telemetry())
+    decisions = DecisionLog(requests_max=config.decisions_kept)
+    router_id = RouterId(uuid4().hex)
+    settings = routing_settings(config, links)
+
+    def make_model(model: ModelName, block_size: int) -> ModelRouter:
+        of_model = observed.of_model(model)
+        return ModelRouter(
+            fleet=Fleet(model, block_size),
+            cache=_cache_view(config, subscriber, of_model),
+            ledger=Ledger(),
+            router_id=router_id,
+            config=config,
+            settings=settings,
+            decisions=decisions,
+            observed=of_model,
+            seed=random.getrandbits(64),
+        )
+
+    return RouterService(
+        ServiceParts(
+            config=config,
+            plane=plane,
+            discovery=discovery,
+            subscriber=subscriber,
+            make_model=make_model,
+            decisions=decisions,
+            observed=observed,
+        )
+    )
+
+
+def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
+    """What the decision reads of the router's settings."""
+    default = None
+    if config.kv_transfer_topology_level is not None:
+        default = RouterTopologyDefault(
+            config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy
+        )
+    return RoutingSettings(
+        mode=config.router_mode,
+        overlap_score_weight=config.overlap_score_weight,
+        temperature=config.router_temperature,
+        track_active_blocks=config.track_active_blocks,
+        track_prefill_tokens=config.track_prefill_tokens,
+        active_decode_blocks_threshold=config.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=config.active_prefill_tokens_threshold,
+        kv_transfer_weight=config.kv_transfer_weight,
+        links=links if config.kv_transfer_weight > 0.0 else None,
+        topology_default=default,
+    )
+
+
+def _cache_view(config: KvRouterConfig, subscriber: EventSubscriber, observed: ModelObserved) -> CacheView:
+    """No index where overlap weighs nothing or no cost is asked for; else events, or predictions."""
+    if config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV:
+        return NoCacheView()
+    if config.kv_events:
+        index = BlockIndex()
+        return EventCacheView(index, EventPump(index, subscriber, observed))
+    return PredictedCacheView(
+        ApproximateIndex(
+            ttl_s=config.router_ttl_s,
+            max_blocks=config.router_max_tree_size,
+            prune_target_ratio=config.router_prune_target_ratio,
+        )
+    )
