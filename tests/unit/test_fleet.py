@@ -1,0 +1,302 @@
+import numpy as np
+import pytest
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.fleet import MAX_SLOTS, UNKNOWN, Fleet, hash_rank, mix64
+
+MODEL = ModelName("m")
+
+
+def card(
+    worker_id: int,
+    role: Role = Role.BOTH,
+    *,
+    incarnation: int = 1,
+    dp_size: int = 1,
+    dp_start: int = 0,
+    draining: bool = False,
+    block_size: int = 16,
+    config: ModelRuntimeConfig | None = None,
+) -> WorkerCard:
+    return WorkerCard(
+        worker_id=WorkerId(worker_id),
+        incarnation=Epoch(incarnation),
+        model=MODEL,
+        role=role,
+        block_size=block_size,
+        context_length=4096,
+        address="here",
+        dp_size=dp_size,
+        dp_start=dp_start,
+        draining=draining,
+        runtime_config=config or ModelRuntimeConfig(),
+    )
+
+
+def in_zone(zone: str | None, *taints: str) -> ModelRuntimeConfig:
+    return ModelRuntimeConfig(
+        topology_domains={} if zone is None else {"zone": zone}, taints=frozenset(map(Taint, taints))
+    )
+
+
+def rank(worker_id: int, dp_rank: int = 0) -> WorkerRank:
+    return WorkerRank(WorkerId(worker_id), DpRank(dp_rank))
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet(MODEL, 16)
+
+
+def test_each_rank_gets_a_slot(fleet: Fleet) -> None:
+    change = fleet.join(card(7, dp_size=2, dp_start=4))
+    assert change.joined == (0, 1)
+    assert change.freed == ()
+    assert [fleet.rank_at(slot) for slot in change.joined] == [rank(7, 4), rank(7, 5)]
+    assert fleet.slot_of(rank(7, 5)) == 1
+    assert fleet.slot_of(rank(7, 0)) is None
+    assert fleet.card_at(Slot(1)) == card(7, dp_size=2, dp_start=4)
+    assert (len(fleet), fleet.n_slots) == (1, 2)
+
+
+def test_a_freed_slot_is_used_again_under_the_next_generation(fleet: Fleet) -> None:
+    fleet.join(card(1))
+    fleet.join(card(2))
+    assert fleet.leave(WorkerId(1), Epoch(1)) == [0]
+    assert fleet.rank_at(Slot(0)) is None
+    assert fleet.card_at(Slot(0)) is None
+    assert not fleet.columns.present[0]
+    assert fleet.join(card(3)).joined == (0,)
+    assert [fleet.generation(Slot(slot)) for slot in (0, 1, 2)] == [2, 1, 0]
+    assert [c.worker_id for c in fleet] == [2, 3]
+
+
+def test_generations_go_on_after_the_fleet_shrank(fleet: Fleet) -> None:
+    fleet.join(card(1))
+    fleet.leave(WorkerId(1), Epoch(1))
+    assert fleet.n_slots == 0
+    fleet.join(card(1))
+    assert fleet.generation(Slot(0)) == 2
+
+
+def test_a_new_incarnation_replaces_the_old_one(fleet: Fleet) -> None:
+    fleet.join(card(1, dp_size=2))
+    fleet.set_alive(WorkerId(1), alive=False)
+    change = fleet.join(card(1, incarnation=2))
+    assert change.freed == (0, 1)
+    assert change.joined == (0,)
+    assert fleet.generation(Slot(0)) == 2
+    assert fleet.is_alive(WorkerId(1))
+    assert fleet.leave(WorkerId(1), Epoch(1)) == []
+    assert fleet.leave(WorkerId(1), Epoch(2)) == [0]
+    assert fleet.leave(WorkerId(1), Epoch(2)) == []
+
+
+def test_an_update_keeps_slots_liveness_and_generation(fleet: Fleet) -> None:
+    fleet.join(card(1, config=in_zone("a")))
+    fleet.set_alive(WorkerId(1), alive=False)
+    change = fleet.update(card(1, Role.PREFILL, draining=True, dp_size=2, config=in_zone("b")))
+    assert change is not None
+    assert (change.joined, change.freed) == ((1,), ())
+    assert fleet.generation(Slot(0)) == 1
+    assert fleet.columns.prefill.tolist() == [True, True]
+    assert fleet.columns.draining.tolist() == [True, True]
+    assert fleet.columns.alive.tolist() == [False, False]
+    assert fleet.domain_value_at("zone", Slot(0)) == "b"
+    shrunk = fleet.update(card(1))
+    assert shrunk is not None
+    assert shrunk.freed == (1,)
+
+
+def test_an_update_of_somebody_else_is_not_taken(fleet: Fleet) -> None:
+    assert fleet.update(card(1)) is None
+    fleet.join(card(1, incarnation=2))
+    assert fleet.update(card(1, incarnation=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (card(2, block_size=32), "block_size"),
+        (card(2, dp_size=0), "dp_size"),
+        (card(2, dp_start=-1), "dp_size"),
+        (card(2, dp_size=MAX_SLOTS), "dp_size"),
+        (card(2, config=in_zone(None, "dynamo.topology/zone=a")), "taints"),
+        (WorkerCard(WorkerId(2), Epoch(1), ModelName("other"), Role.BOTH, 16, 4096, "here"), "model"),
+    ],
+)
+def test_a_card_that_does_not_fit_changes_nothing(fleet: Fleet, wrong: WorkerCard, field: str) -> None:
+    fleet.join(card(1))
+    version = fleet.version
+    with pytest.raises(ConfigError, match=field) as refused:
+        fleet.join(wrong)
+    assert refused.value.param == field
+    assert (len(fleet), fleet.n_slots, fleet.version) == (1, 1, version)
+
+
+def test_a_card_with_an_oddity_is_taken_with_a_warning(fleet: Fleet) -> None:
+    change = fleet.join(card(1, config=ModelRuntimeConfig(kv_transfer_domain="zone")))
+    assert "has no value" in change.warnings[0]
+
+
+def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
+    config = ModelRuntimeConfig(total_kv_blocks=100, max_num_batched_tokens=8192, kv_bytes_per_token=64)
+    fleet.join(card(1, Role.PREFILL, config=config))
+    fleet.join(card(2, Role.DECODE))
+    columns = fleet.columns
+    assert columns.prefill.tolist() == [True, False]
+    assert columns.decode_or_both.tolist() == [False, True]
+    assert columns.total_blocks.tolist() == [100.0, np.inf]
+    assert columns.max_num_batched_tokens.tolist() == [8192, UNKNOWN]
+    assert columns.kv_bytes_per_token.tolist() == [64, UNKNOWN]
+    with pytest.raises(ValueError, match="read-only"):
+        columns.alive[0] = False
+    fleet.update(card(2, config=in_zone("a", "fast")))
+    for column in (fleet.domain_ids("zone"), fleet.carries(Taint("fast"))):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 0
+
+
+def test_a_report_is_the_latest_value_and_goes_with_its_rank(fleet: Fleet) -> None:
+    fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
+    fleet.join(card(2))
+    assert fleet.report(LoadReport(rank(1), active_blocks=5, total_blocks=0))
+    assert fleet.columns.total_blocks[0] == 100
+    assert fleet.report(LoadReport(rank(1), active_blocks=7, total_blocks=90, active_prefill_tokens=3))
+    assert not fleet.report(LoadReport(rank(9), active_blocks=7, total_blocks=90))
+    columns = fleet.columns
+    assert columns.has_report.tolist() == [True, False]
+    assert (columns.report_active_blocks[0], columns.report_prefill_tokens[0]) == (7, 3)
+    assert columns.total_blocks[0] == 90
+    fleet.join(card(1, draining=True, config=ModelRuntimeConfig(total_kv_blocks=100)))
+    assert fleet.columns.total_blocks[0] == 90
+    fleet.join(card(1, incarnation=2))
+    assert not fleet.columns.has_report[0]
+    assert fleet.columns.total_blocks[0] == np.inf
+
+
+def test_domain_values_are_small_ids_that_are_given_back(fleet: Fleet) -> None:
+    for worker_id in range(40):
+        fleet.join(card(worker_id, config=in_zone(f"z{worker_id}")))
+    assert fleet.n_domain_ids("zone") == 40
+    for incarnation in range(2, 6):
+        for worker_id in range(40):
+            fleet.join(
+                card(worker_id, incarnation=incarnation, config=in_zone(f"z{worker_id}-{incarnation}"))
+            )
+    assert fleet.n_domain_ids("zone") <= 41
+    assert fleet.domain_value_id("zone", "z3") is None
+    slot = fleet.slot_of(rank(3))
+    assert slot is not None
+    assert fleet.domain_value_at("zone", slot) == "z3-5"
+    assert fleet.domain_ids("zone")[slot] == fleet.domain_value_id("zone", "z3-5")
+
+
+def test_a_domain_that_nobody_has_is_unknown_everywhere(fleet: Fleet) -> None:
+    fleet.join(card(1, config=in_zone("a")))
+    assert fleet.domain_ids("rack").tolist() == [-1]
+    assert fleet.n_domain_ids("rack") == 0
+    assert fleet.domain_value_at("rack", Slot(0)) is None
+    assert fleet.domains() == ("zone",)
+    fleet.leave(WorkerId(1), Epoch(1))
+    assert fleet.domains() == ()
+
+
+def test_taints_own_and_from_domains(fleet: Fleet) -> None:
+    fleet.join(card(1, config=in_zone("a", "fast")))
+    fleet.join(card(2, config=in_zone("b", "fast")))
+    fleet.join(card(3, config=in_zone(None)))
+    assert fleet.carries(Taint("fast")).tolist() == [True, True, False]
+    assert fleet.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, True, False]
+    assert fleet.carries(Taint("dynamo.topology/zone=")).tolist() == [False, False, False]
+    assert fleet.carries(Taint("dynamo.topology/rack=")).tolist() == [False, False, False]
+    fleet.update(card(2, config=in_zone("a")))
+    assert fleet.carries(Taint("fast")).tolist() == [True, False, False]
+    assert fleet.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, False, False]
+    fleet.leave(WorkerId(3), Epoch(1))
+    assert fleet.carries(Taint("fast")).tolist() == [True, False]
+
+
+def test_many_asked_taints_do_not_pile_up(fleet: Fleet) -> None:
+    fleet.join(card(1, config=in_zone("a", "fast")))
+    for number in range(1000):
+        assert not fleet.carries(Taint(f"asked-{number}")).any()
+    assert fleet.carries(Taint("fast")).tolist() == [True]
+
+
+def test_prefill_counts_while_it_answers_and_does_not_drain(fleet: Fleet) -> None:
+    seen = [fleet.has_prefill]
+    fleet.join(card(1, Role.PREFILL))
+    seen.append(fleet.has_prefill)
+    fleet.set_alive(WorkerId(1), alive=False)
+    seen.append(fleet.has_prefill)
+    fleet.set_alive(WorkerId(1), alive=True)
+    seen.append(fleet.has_prefill)
+    fleet.update(card(1, Role.PREFILL, draining=True))
+    seen.append(fleet.has_prefill)
+    assert seen == [False, True, False, True, False]
+    assert not fleet.set_alive(WorkerId(9), alive=True)
+
+
+def test_any_required_looks_at_prefill_workers(fleet: Fleet) -> None:
+    required = ModelRuntimeConfig(
+        topology_domains={"zone": "a"},
+        kv_transfer_domain="zone",
+        kv_transfer_enforcement=Enforcement.REQUIRED,
+    )
+    fleet.join(card(1, Role.DECODE, config=required))
+    seen = [fleet.any_required]
+    fleet.join(card(2, Role.PREFILL, config=required))
+    seen.append(fleet.any_required)
+    assert seen == [False, True]
+    assert fleet.required_domain == "zone"
+
+
+def test_what_was_derived_is_kept_until_a_change(fleet: Fleet) -> None:
+    built = []
+
+    def count(of: Fleet, key: str) -> int:
+        built.append(key)
+        return len(of)
+
+    assert [fleet.derived(count, "a"), fleet.derived(count, "a"), fleet.derived(count, "b")] == [0, 0, 0]
+    assert built == ["a", "b"]
+    fleet.join(card(1))
+    assert fleet.derived(count, "a") == 1
+    fleet.report(LoadReport(rank(1), active_blocks=5, total_blocks=10))
+    fleet.derived(count, "a")
+    assert built == ["a", "b", "a"]
+
+
+def test_ranks_in_order_whoever_joined_first(fleet: Fleet) -> None:
+    for worker_id in (5, 1, 3):
+        fleet.join(card(worker_id, dp_size=2))
+    fleet.leave(WorkerId(1), Epoch(1))
+    in_order = [fleet.rank_at(Slot(slot)) for slot in fleet.rank_order.tolist()]
+    assert in_order == [rank(3), rank(3, 1), rank(5), rank(5, 1)]
+
+
+def test_a_big_fleet_that_left_leaves_small_columns(fleet: Fleet) -> None:
+    for worker_id in range(2000):
+        fleet.join(card(worker_id, config=in_zone(f"z{worker_id % 7}", "t")))
+    assert fleet.columns.alive.sum() == 2000
+    for worker_id in range(1, 2000):
+        fleet.leave(WorkerId(worker_id), Epoch(1))
+    assert fleet.n_slots == 1
+    assert len(fleet.columns.alive) == 1
+    base = fleet.columns.alive.base
+    assert base is not None
+    assert base.nbytes <= 64
+    assert fleet.carries(Taint("dynamo.topology/zone=z0")).tolist() == [True]
+    fleet.join(card(5000, config=in_zone("z0")))
+    assert fleet.domain_ids("zone").tolist() == [fleet.domain_value_id("zone", "z0")] * 2
+
+
+def test_hashes_are_the_same_everywhere() -> None:
+    # The first outputs of splitmix64 seeded with 0 and with 1.
+    assert mix64(0) == 0xE220A8397B1DCDAF
+    assert mix64(1) == 0x910A2DEC89025CC1
+    hashes = {hash_rank(rank(worker_id, dp_rank)) for worker_id in range(100) for dp_rank in range(8)}
+    assert len(hashes) == 800
