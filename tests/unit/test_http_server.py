@@ -443,7 +443,7 @@ def test_answers_do_not_pile_up_for_a_client_that_only_sends(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
         nonlocal started
         started += 1
-        await responder.send(200, (), b"x" * 100_000)
+        responder.answer(200, (), b"x" * 100_000)
 
     async def scenario() -> None:
         async with serving(handler, Limits(sweep_s=0.02, write_stall_s=0.3)) as served:
