@@ -86,8 +86,8 @@ def test_the_example_shows_the_default_fleet() -> None:
         ("{zone: a}}", "{zone: a}, taints: [fast, dynamo.topology/zone=a]}",
          "9: workers[1].taints[1]: "
          "must not begin with dynamo.topology/: topology taints come from domains"),
-        ("{zone: a}}", "{zone: a}, engine: {timing: {decode_lin: 1}}}",
-         "9: workers[1].engine.timing.decode_lin: unknown key (did you mean decode_linear_ms?)"),
+        ("{zone: a}}", "{zone: a}, engine: {timing: {decode_liner: 1}}}",
+         "9: workers[1].engine.timing.decode_liner: unknown key (did you mean decode_linear?)"),
         ("{zone: a}}", "{zone: a}, engine: {kind: vllm}}",
          "9: workers[1].engine.kind: must be 'mock', not 'vllm'"),
         ("{domain: zone}", "{domain: host}",

@@ -2,10 +2,10 @@
 
 from kvrouter.config.document import Document, parse_document, read_document
 from kvrouter.config.fleet import (
-    EngineHashes,
+    EngineHashing,
     FleetFile,
     Handoff,
-    KvLoadFailure,
+    KvLoadFailurePolicy,
     KvTransferSpec,
     LinkSpec,
     LinksSpec,
@@ -23,11 +23,11 @@ from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSetti
 
 __all__ = [
     "Document",
-    "EngineHashes",
+    "EngineHashing",
     "FleetFile",
     "FrontendSettings",
     "Handoff",
-    "KvLoadFailure",
+    "KvLoadFailurePolicy",
     "KvRouterConfig",
     "KvTransferSpec",
     "LinkSpec",

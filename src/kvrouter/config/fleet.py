@@ -146,14 +146,14 @@ class Handoff(StrEnum):
     SYNCHRONOUS = "synchronous"
 
 
-class EngineHashes(StrEnum):
+class EngineHashing(StrEnum):
     """What mock engines call their blocks: the same name on every worker, or names of their own."""
 
     DETERMINISTIC = "deterministic"
     OPAQUE = "opaque"
 
 
-class KvLoadFailure(StrEnum):
+class KvLoadFailurePolicy(StrEnum):
     """What a decode worker does when the KV that it waits for is lost."""
 
     FAIL = "fail"
@@ -161,29 +161,34 @@ class KvLoadFailure(StrEnum):
 
 
 class MockTiming(_Part):
-    """The timing formula of a mock engine.
+    """The timing formula of a mock engine, in milliseconds.
 
-    A prefill step over t new tokens takes ``quadratic·t² + linear·t + constant`` milliseconds. A decode step
-    at the KV utilisation u (0..1) takes ``max(1, quadratic·u² + linear·u + constant)`` milliseconds.
+    Computing t prompt tokens takes ``prefill_quadratic·t² + prefill_linear·t + prefill_base``, decoding one
+    token for every running request ``max(decode_min, decode_quadratic·u² + decode_linear·u + decode_base)``,
+    where u is the share of KV blocks in use; a step takes the sum of what it does. The figures are those of
+    Dynamo's mocker (vLLM backend) as observed in ai-dynamo-runtime 1.6.1.
     """
 
-    prefill_quadratic_ms: NonNegative = 4.209989e-7
-    """Milliseconds for each squared new token."""
+    prefill_quadratic: NonNegative = 4.209989e-7
+    """Milliseconds for each squared prompt token of a step."""
 
-    prefill_linear_ms: NonNegative = 1.518344e-2
-    """Milliseconds for each new token."""
+    prefill_linear: NonNegative = 1.518344e-2
+    """Milliseconds for each prompt token of a step."""
 
-    prefill_constant_ms: NonNegative = 16.50142
-    """Milliseconds for a prefill step of any size."""
+    prefill_base: NonNegative = 16.50142
+    """Milliseconds for a step that prefills anything."""
 
-    decode_quadratic_ms: Annotated[Finite, Interval(ge=-1_000_000, le=1_000_000)] = -25.74
-    """Milliseconds for the squared utilisation."""
+    decode_quadratic: Finite = -25.74
+    """Milliseconds for the squared share of blocks in use."""
 
-    decode_linear_ms: Annotated[Finite, Interval(ge=-1_000_000, le=1_000_000)] = 54.01
-    """Milliseconds for the utilisation."""
+    decode_linear: Finite = 54.01
+    """Milliseconds for the share of blocks in use."""
 
-    decode_constant_ms: NonNegative = 5.74
-    """Milliseconds for a decode step of an empty engine."""
+    decode_base: Finite = 5.74
+    """Milliseconds for a step that decodes anything."""
+
+    decode_min: Positive = 1.0
+    """Milliseconds that a step that decodes takes at least."""
 
 
 class MockEngineSpec(_Part):
@@ -201,26 +206,35 @@ class MockEngineSpec(_Part):
     max_num_batched_tokens: PositiveCount = 8192
     """New tokens in one step."""
 
+    max_waiting_seqs: PositiveCount = 4096
+    """Sequences that wait for the batch; more are refused."""
+
     kv_bytes_per_token: PositiveCount = 131_072
     """Bytes of KV for one token; 131,072 is an 8 B model with grouped-query attention in 16 bits."""
 
     prefix_caching: Switch = True
     """Keep the blocks of finished requests for later ones."""
 
+    chunked_prefill: Switch = True
+    """Prefill long prompts over several steps."""
+
     kv_events: Switch = True
     """Publish KV events."""
 
-    engine_hashes: EngineHashes = EngineHashes.DETERMINISTIC
+    engine_hashing: EngineHashing = EngineHashing.DETERMINISTIC
     """What it calls its blocks in KV events."""
 
     handoff: Handoff = Handoff.BOOTSTRAP
     """How prefill and decode meet; read on prefill workers."""
 
-    kv_load_failure: KvLoadFailure = KvLoadFailure.FAIL
+    kv_load_failure_policy: KvLoadFailurePolicy = KvLoadFailurePolicy.FAIL
     """What a decode leg does when its KV is lost."""
 
     kv_wait_expiry_s: Positive = 60.0
     """How long finished KV waits to be fetched."""
+
+    eos_every: PositiveCount | None = None
+    """Makes one token in about so many the end of an answer. Unset: answers end by their length alone."""
 
     timing: MockTiming = MockTiming()
     """How long its steps take."""

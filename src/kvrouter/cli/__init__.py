@@ -1,0 +1,44 @@
+"""The command line: ``kvrouter up``, ``explain``, ``topology check``, ``fleet check``."""
+
+from collections.abc import Sequence
+
+import click
+
+from kvrouter.cli.commands import kvrouter
+from kvrouter.core.errors import ConfigError, KvrouterError, TopologyUnavailable
+
+RUNTIME_ERROR = 1
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    A mistake in flags, settings or files is told in one line each on standard error, with exit code 2; what
+    goes wrong later, with 1.
+    """
+    try:
+        kvrouter.main(args=arguments, prog_name="kvrouter", standalone_mode=False)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return USAGE_ERROR
+    except click.ClickException as error:
+        return _tell(error.format_message(), USAGE_ERROR)
+    except TopologyUnavailable as error:
+        return _tell(error.message, RUNTIME_ERROR)
+    except ConfigError as error:
+        return _tell(error.message, USAGE_ERROR)
+    except (KvrouterError, OSError) as error:
+        return _tell(str(error), RUNTIME_ERROR)
+    except click.Abort:
+        return INTERRUPTED
+    return 0
+
+
+def _tell(message: str, code: int) -> int:
+    for line in message.splitlines():
+        click.echo(f"kvrouter: {line}", err=True)
+    return code

@@ -1,0 +1,126 @@
+"""The commands of ``kvrouter``. Each imports the room that it needs when it runs: help is quick."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
+from kvrouter.config.document import Document, read_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.config.setting import SettingValue
+from kvrouter.config.sources import FLEET_VARIABLE, load_settings
+from kvrouter.config.tree import Settings
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def installed_version() -> str:
+    """Return the version of the installed package; ``source`` when it runs without being installed."""
+    try:
+        return version("kvrouter")
+    except PackageNotFoundError:
+        return "source"
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(
+    installed_version(), "-V", "--version", prog_name="kvrouter", message="%(prog)s %(version)s"
+)
+def kvrouter() -> None:
+    """Route LLM requests to the worker that answers soonest, and keep KV transfers in their domain."""
+
+
+@kvrouter.command(cls=SettingsCommand, short_help="Serve a fleet.")
+@click.option(
+    "--fleet",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help=f"The fleet to run.  [{FLEET_VARIABLE}; default: two zones, kept apart, of three workers each]",
+)
+def up(fleet: Path | None, **flags: SettingValue | None) -> None:
+    """Serve: an OpenAI-compatible endpoint in front of a fleet of workers.
+
+    A flag wins over its variable, the variable over the fleet file, the file over the default.
+    """
+    document = _fleet_document(fleet)
+    loaded_fleet = load_fleet(document)
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
+    _warn((*loaded.warnings, *loaded_fleet.warnings))
+    serve: Callable[[Settings, FleetFile], int] = import_module("kvrouter.assembly").serve
+    sys.exit(serve(loaded.settings, loaded_fleet.fleet))
+
+
+up.params.extend(setting_options())
+
+
+@kvrouter.command(short_help="Show where a prompt would go, and why.")
+@click.argument("prompt")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The running router.")
+@click.option("--model", help="The model; may be left out where one is served.")
+@click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
+def explain(prompt: str, url: str, model: str | None, as_json: bool) -> None:
+    """Show where PROMPT would go, and why: every worker, its cost, and why others may not take it.
+
+    Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
+    """
+    from rich.console import Console  # noqa: PLC0415
+
+    from kvrouter.cli.explain import RouterClient, draw, read_explanation  # noqa: PLC0415
+
+    client = RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))
+    answer = client.explain(prompt, model or client.only_model())
+    explanation = read_explanation(answer)
+    if as_json:
+        click.echo(answer.decode())
+        return
+    console = Console()
+    draw(explanation, console if console.is_terminal else Console(width=140, no_color=True))
+
+
+@kvrouter.group()
+def topology() -> None:
+    """Where a worker is."""
+
+
+@topology.command("check")
+def topology_check() -> None:
+    """Print what a worker would publish from its environment and label files, or why it would not start."""
+    check = import_module("kvrouter.worker.topology").topology_check
+    report = check(os.environ)
+    click.echo(report.text)
+    sys.exit(report.exit_code)
+
+
+@kvrouter.group("fleet")
+def fleet_group() -> None:
+    """Fleet files."""
+
+
+@fleet_group.command("check")
+@click.argument("file", type=click.Path(path_type=Path))
+def fleet_check(file: Path) -> None:
+    """Validate FILE and start nothing."""
+    loaded = load_fleet(read_document(file))
+    _warn(loaded.warnings)
+    fleet = loaded.fleet
+    workers = sum(group.replicas for group in fleet.workers)
+    policy = fleet.kv_transfer
+    kept = f"KV {policy.enforcement.value} on {policy.domain}" if policy else "no transfer policy"
+    names = ", ".join(model.name for model in fleet.models)
+    click.echo(f"{file}: good: {workers} workers for {names}, {kept}")
+
+
+def _fleet_document(fleet: Path | None) -> Document:
+    named = fleet or os.environ.get(FLEET_VARIABLE, "").strip()
+    return read_document(Path(named)) if named else default_fleet_document()
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        click.echo(f"kvrouter: warning: {warning}", err=True)

@@ -1,0 +1,161 @@
+"""The command line: flags from the tree, one clear line for each mistake, and never a traceback."""
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from kvrouter.cli import main
+from kvrouter.config import FleetFile, Settings
+from kvrouter.config.tree import SETTINGS
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import KvrouterError, TopologyUnavailable
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [spec.variable for spec in SETTINGS] + ["KVROUTER_FLEET"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Served:
+    """Stands where the assembly would: notes what it is asked to serve."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Settings, FleetFile]] = []
+        self.ends_with: int | BaseException = 0
+
+    def __call__(self, settings: Settings, fleet: FleetFile) -> int:
+        self.calls.append((settings, fleet))
+        if isinstance(self.ends_with, BaseException):
+            raise self.ends_with
+        return self.ends_with
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Served:
+    served = Served()
+    module = ModuleType("kvrouter.assembly")
+    module.serve = served  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvrouter.assembly", module)
+    return served
+
+
+def test_up_serves_the_default_fleet_with_what_flags_and_variables_say(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DYN_ROUTER_MODE", "random")
+    monkeypatch.setenv("DYN_ROUTER_TEMPERATURE", "0.5")
+    assert main(["up", "--http-port", "9000", "--router-temperature", "0.7", "--no-kv-events"]) == 0
+    ((settings, fleet),) = served.calls
+    assert settings.frontend.http_port == 9000
+    assert settings.router.router_mode is RouterMode.RANDOM
+    assert settings.router.router_temperature == 0.7
+    assert not settings.router.kv_events
+    assert settings.router.track_active_blocks
+    assert [group.name for group in fleet.workers] == ["prefill-a", "decode-a", "prefill-b", "decode-b"]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_up_takes_a_fleet_file_and_its_settings(
+    how: str,
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        "version: 1\nmodels: [{name: m}]\nworkers: [{name: w}]\n"
+        "router: {retries_max: 1, admission_queue_max: 3}\nlog: {log_format: json}\n"
+    )
+    if how == "variable":
+        monkeypatch.setenv("KVROUTER_FLEET", str(path))
+    arguments = ["--fleet", str(path)] if how == "flag" else []
+    assert main(["up", *arguments, "--retries-max", "0"]) == 0
+    ((settings, fleet),) = served.calls
+    assert (settings.router.retries_max, settings.log.log_format) == (0, "json")
+    assert fleet.models[0].name == "m"
+    warning = (
+        "kvrouter: warning: router.admission_queue_max has no effect while router.admission_wait_s is 0\n"
+    )
+    assert capsys.readouterr().err == warning
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["up", "--router-mode", "best"], "--router-mode (router.router_mode): must be 'kv',"),
+        (["up", "--http-port", "x"], "--http-port (frontend.http_port): must be a whole number, not 'x'"),
+        (["up", "--router-tempeature", "1"], "No such option '--router-tempeature'"),
+        (["up", "--admin-token", "x"], "No such option '--admin-token'"),
+        (["up", "--fleet", "nowhere.yaml"], "nowhere.yaml: cannot be read: No such file or directory"),
+        (["up", "extra"], "Got unexpected extra argument"),
+        (["upp"], "No such command 'upp'"),
+        (["fleet", "check"], "Missing argument 'FILE'"),
+        (["fleet", "check", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], line: str, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"kvrouter: {line}")
+    assert err.count("\n") == 1
+    assert served.calls == []
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "code", "line"),
+    [
+        (3, 3, ""),
+        (OSError(98, "Address already in use"), 1, "kvrouter: [Errno 98] Address already in use\n"),
+        (KvrouterError("the engine is gone"), 1, "kvrouter: the engine is gone\n"),
+        (TopologyUnavailable("no file zone"), 1, "kvrouter: no file zone\n"),
+        (KeyboardInterrupt(), 130, "\n"),
+    ],
+)
+def test_what_goes_wrong_while_serving_is_told_in_one_line(
+    ends_with: int | BaseException, code: int, line: str, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.ends_with = ends_with
+    assert main(["up"]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_help_lists_every_flag_with_its_variable_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--help"]) == 0
+    page = capsys.readouterr().out
+    for spec in SETTINGS:
+        assert (spec.flag or "no flag") in page or spec.flag is None
+        if spec.flag is not None:
+            assert f"[{spec.variable}; default: {spec.default_text}" in page
+    titles = ["Routing:", "Busy workers and admission:", "Topology:", "Front door:", "Logs:"]
+    assert [page.index(title) for title in titles] == sorted(page.index(title) for title in titles)
+    assert "--kv-events / --no-kv-events" in page
+    assert max(map(len, page.splitlines())) <= 160
+
+
+def test_the_bare_command_and_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("kvrouter ")
+    assert main([]) == 2
+    assert "explain" in capsys.readouterr().err
+
+
+def test_fleet_check_validates_and_starts_nothing(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    text = "version: 1\nmodels: [{name: m}]\nworkers:\n  - {name: w, replicas: 2}\n"
+    path.write_text(text)
+    assert main(["fleet", "check", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: good: 2 workers for m, no transfer policy\n"
+    path.write_text(text.replace("2}", "-2}"))
+    assert main(["fleet", "check", str(path)]) == 2
+    assert capsys.readouterr().err == f"kvrouter: {path}:4: workers[0].replicas: must be ≥ 1, not -2\n"
+    assert served.calls == []
