@@ -1,1 +1,22 @@
 """kvrouter inside your own program."""
+
+from kvrouter.library.indexer import KvIndexer
+from kvrouter.library.mock_fleet import mock_fleet
+from kvrouter.library.router import KvRouter, PotentialLoad
+from kvrouter.library.runtime import Client, Component, Endpoint, Namespace, Runtime
+
+KvPushRouter = KvRouter
+"""The name under which Dynamo's users know it."""
+
+__all__ = [
+    "Client",
+    "Component",
+    "Endpoint",
+    "KvIndexer",
+    "KvPushRouter",
+    "KvRouter",
+    "Namespace",
+    "PotentialLoad",
+    "Runtime",
+    "mock_fleet",
+]

@@ -1,23 +1,21 @@
 """The KV router as an object: pick a worker, or pick and send, with the same decision as the front door's."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Self, TypedDict
 
 import msgspec
-import numpy as np
 
 from kvrouter.assembly import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
-from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
-from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Slot, WorkerId
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
-from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.library.fleet_of import OfEndpoint, model_of
 from kvrouter.library.inputs import Answer, answers, new_request_id, sampling_of, token_buffer
 from kvrouter.library.runtime import Endpoint
-from kvrouter.planes.discovery.port import CardSink, GoneSink
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.placement import Placement
@@ -49,7 +47,7 @@ class KvRouter:
         self._service: RouterService = build_service(
             kv_router_config or KvRouterConfig(),
             plane=runtime.requests,
-            discovery=_OfEndpoint(endpoint, block_size),
+            discovery=OfEndpoint(endpoint, block_size),
             subscriber=runtime.events,
         )
         self._held: dict[RequestId, tuple[ModelRouter, Placement]] = {}
@@ -94,7 +92,7 @@ class KvRouter:
         await self.start()
         request = GenerateRequest(
             request_id=RequestId(request_id) if request_id is not None else new_request_id(),
-            model=self._model(model).fleet.model,
+            model=model_of(self._service, model).fleet.model,
             token_ids=token_buffer(token_ids),
             sampling=sampling_of(stop_conditions, sampling_options),
             constraints=routing_constraints or RoutingConstraints(),
@@ -122,7 +120,7 @@ class KvRouter:
         for it. Without, nothing changes.
         """
         await self.start()
-        room = self._model(model)
+        room = model_of(self._service, model)
         wish_id = new_request_id() if request_id is None else RequestId(request_id)
         if wish_id in self._held:
             raise InvalidRequest(
@@ -158,14 +156,15 @@ class KvRouter:
     ) -> list[PotentialLoad]:
         """Return what each rank's load would be with this prompt on it, in the order of ranks."""
         await self.start()
-        room = self._model(model)
+        room = model_of(self._service, model)
         prompt = room.hash_prompt(token_buffer(token_ids))
         view = room.view(prompt)
         overlap = view.overlap_blocks
         loads: list[PotentialLoad] = []
         for slot in map(Slot, room.fleet.rank_order.tolist()):
             rank = room.fleet.rank_at(slot)
-            if rank is None:
+            card = room.fleet.card_at(slot)
+            if rank is None or card is None or not self._endpoint.serves(card):
                 continue
             cached = 0 if overlap is None else int(overlap[slot]) * room.fleet.block_size
             loads.append(
@@ -227,71 +226,6 @@ class KvRouter:
     def _free(self, request_id: RequestId) -> None:
         room, placement = self._held.pop(request_id)
         room.release(placement)
-
-    def _model(self, name: str | None) -> ModelRouter:
-        if name is not None:
-            return self._service.model(ModelName(name))
-        rooms = list(self._service.models())
-        if not rooms:
-            raise NoEligibleWorker("no worker serves this endpoint", refusals={})
-        if len(rooms) > 1:
-            names = ", ".join(sorted(room.fleet.model for room in rooms))
-            raise InvalidRequest(f"model: one of {names} must be named", param="model")
-        return rooms[0]
-
-
-class KvIndexer:
-    """Which blocks an endpoint's workers hold, and nothing else. Use it as an async context manager."""
-
-    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
-        self._router = KvRouter(endpoint, block_size)
-
-    async def __aenter__(self) -> Self:
-        await self._router.start()
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        self._router.close()
-
-    async def find_matches_for_request(
-        self, token_ids: TokenBuffer | Sequence[int], *, model: str | None = None
-    ) -> dict[int, int]:
-        """Return worker id → leading blocks held, the best of its ranks; workers without any are absent."""
-        room = self._router._model(model)
-        prompt = room.hash_prompt(token_buffer(token_ids))
-        overlap = room.cache.overlap(prompt, room.fleet.n_slots)
-        matches: dict[int, int] = {}
-        for slot in [] if overlap is None else np.flatnonzero(overlap).tolist():
-            rank = room.fleet.rank_at(Slot(slot))
-            if rank is not None and overlap is not None:
-                matches[rank.worker_id] = max(matches.get(rank.worker_id, 0), int(overlap[slot]))
-        return matches
-
-
-class _OfEndpoint:
-    """Discovery narrowed to one endpoint's workers and the prefill workers of its namespace."""
-
-    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
-        self._endpoint = endpoint
-        self._block_size = block_size
-
-    async def publish(self, card: WorkerCard) -> None:
-        """Pass on."""
-        await self._endpoint.runtime.discovery.publish(card)
-
-    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
-        """Pass on."""
-        await self._endpoint.runtime.discovery.withdraw(worker_id, incarnation)
-
-    async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
-        """Deliver only the cards that belong here."""
-
-        def on_any_card(card: WorkerCard) -> None:
-            prefills = card.role is Role.PREFILL and card.namespace == self._endpoint.namespace
-            if (prefills or self._endpoint.serves(card)) and card.block_size == self._block_size:
-                on_card(card)
-
-        return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone)
 
 
 def _override(values: Mapping[str, object] | None) -> RouterConfigOverride:

@@ -1,0 +1,50 @@
+"""What one endpoint's router sees of discovery, and which of its models is meant."""
+
+from collections.abc import Callable
+
+from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.library.runtime import Endpoint
+from kvrouter.planes.discovery.port import CardSink, GoneSink
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.router import RouterService
+
+
+class OfEndpoint:
+    """Discovery narrowed to one endpoint's workers and the prefill workers of its namespace."""
+
+    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
+        self._endpoint = endpoint
+        self._block_size = block_size
+
+    async def publish(self, card: WorkerCard) -> None:
+        """Pass on."""
+        await self._endpoint.runtime.discovery.publish(card)
+
+    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        """Pass on."""
+        await self._endpoint.runtime.discovery.withdraw(worker_id, incarnation)
+
+    async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
+        """Deliver only the cards that belong here."""
+
+        def on_any_card(card: WorkerCard) -> None:
+            prefills = card.role is Role.PREFILL and card.namespace == self._endpoint.namespace
+            if (prefills or self._endpoint.serves(card)) and card.block_size == self._block_size:
+                on_card(card)
+
+        return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone)
+
+
+def model_of(service: RouterService, name: str | None) -> ModelRouter:
+    """Return the model that is meant: the only one, unless it is named."""
+    if name is not None:
+        return service.model(ModelName(name))
+    rooms = list(service.models())
+    if not rooms:
+        raise NoEligibleWorker("no worker serves this endpoint", refusals={})
+    if len(rooms) > 1:
+        names = ", ".join(sorted(room.fleet.model for room in rooms))
+        raise InvalidRequest(f"model: one of {names} must be named", param="model")
+    return rooms[0]

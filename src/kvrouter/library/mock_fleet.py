@@ -1,0 +1,20 @@
+"""A fleet of mock engines in this process, to try a program against."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvrouter.assembly import MockFleet
+from kvrouter.config import default_fleet_document, load_fleet, read_document
+from kvrouter.library.runtime import Runtime
+
+
+@asynccontextmanager
+async def mock_fleet(path: Path | None = None) -> AsyncIterator[Runtime]:
+    """Run the fleet of a fleet file (by default two zones, 1 prefill and 2 decode workers each).
+
+    Raises ConfigError with a line for each mistake in the file.
+    """
+    document = default_fleet_document() if path is None else read_document(path)
+    async with MockFleet(load_fleet(document).fleet) as fleet:
+        yield Runtime(fleet.discovery, fleet.requests, fleet.events)
