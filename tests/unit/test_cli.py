@@ -1,8 +1,9 @@
 """The command line: flags from the tree, one clear line for each mistake, and never a traceback."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -159,3 +160,18 @@ def test_fleet_check_validates_and_starts_nothing(
     assert main(["fleet", "check", str(path)]) == 2
     assert capsys.readouterr().err == f"kvrouter: {path}:4: workers[0].replicas: must be ≥ 1, not -2\n"
     assert served.calls == []
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_topology_check_prints_the_report_and_ends_with_its_code(
+    code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(environ: Mapping[str, str]) -> SimpleNamespace:
+        return SimpleNamespace(text=f"enabled: {environ['DYN_TOPOLOGY_ENABLED']}", exit_code=code)
+
+    module = ModuleType("kvrouter.worker.topology")
+    module.topology_check = check  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvrouter.worker.topology", module)
+    monkeypatch.setenv("DYN_TOPOLOGY_ENABLED", "yes")
+    assert main(["topology", "check"]) == code
+    assert capsys.readouterr().out == "enabled: yes\n"

@@ -2,10 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Protocol
 
 import click
 
@@ -18,6 +19,18 @@ from kvrouter.config.sources import FLEET_VARIABLE, load_settings
 from kvrouter.config.tree import Settings
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class CheckReport(Protocol):
+    """What a check of a worker's topology found, for people, and whether the worker would start."""
+
+    @property
+    def text(self) -> str:
+        """What is printed."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the worker would start, else 1."""
 
 
 def installed_version() -> str:
@@ -91,7 +104,9 @@ def topology() -> None:
 @topology.command("check")
 def topology_check() -> None:
     """Print what a worker would publish from its environment and label files, or why it would not start."""
-    check = import_module("kvrouter.worker.topology").topology_check
+    check: Callable[[Mapping[str, str]], CheckReport] = import_module(
+        "kvrouter.worker.topology"
+    ).topology_check
     report = check(os.environ)
     click.echo(report.text)
     sys.exit(report.exit_code)
