@@ -1,0 +1,149 @@
+"""Laws of places: distance, links over a whole fleet, and a fleet's columns after any changes."""
+
+from random import Random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.fleet import Fleet
+from kvrouter.routing.links import links_from
+from kvrouter.topology import Link, LinkTable, distance, topology_domains, topology_taint, worker_taints
+
+LEVELS = ("zone", "rack", "host")
+places = st.dictionaries(st.sampled_from(LEVELS), st.sampled_from("abc"))
+levels = st.permutations(LEVELS).flatmap(lambda order: st.integers(0, 3).map(lambda n: tuple(order[:n])))
+links = st.builds(Link, st.floats(0, 1), st.floats(1, 1e12))
+tables = st.builds(
+    LinkTable,
+    st.dictionaries(st.sampled_from(LEVELS), links),
+    links,
+    st.dictionaries(
+        st.tuples(st.sampled_from(LEVELS), st.sampled_from("abc"), st.sampled_from("abc")), links, max_size=3
+    ),
+)
+
+
+def card(worker_id: int, config: ModelRuntimeConfig, **fields: int) -> WorkerCard:
+    return WorkerCard(
+        WorkerId(worker_id),
+        Epoch(fields.get("incarnation", 1)),
+        ModelName("m"),
+        (Role.PREFILL, Role.DECODE, Role.BOTH)[fields.get("role", 2)],
+        4,
+        4096,
+        "here",
+        dp_size=fields.get("dp_size", 1),
+        draining=bool(fields.get("draining", 0)),
+        runtime_config=config,
+    )
+
+
+@given(places, places, levels)
+def test_distance_is_the_same_from_both_ends_and_nobody_is_nearer_than_oneself(
+    a: dict[str, str], b: dict[str, str], order: tuple[str, ...]
+) -> None:
+    assert distance(a, b, order) == distance(b, a, order)
+    assert distance(a, a, order).depth >= distance(a, b, order).depth
+
+
+@given(st.lists(places, min_size=1, max_size=6), levels, tables)
+def test_links_over_a_fleet_are_the_table_asked_worker_by_worker(
+    workers: list[dict[str, str]], order: tuple[str, ...], table: LinkTable
+) -> None:
+    fleet = Fleet(ModelName("m"), 4)
+    for worker_id, domains in enumerate(workers):
+        fleet.join(card(worker_id, ModelRuntimeConfig(topology_domains=domains, topology_levels=order)))
+    found, which = links_from(fleet, table, Slot(0))
+    assert [found[at] for at in which] == [table.link(workers[0], domains, order) for domains in workers]
+
+
+def draw_card(rng: Random) -> WorkerCard:
+    config = ModelRuntimeConfig(
+        topology_domains={level: rng.choice(("a", "b", " b ", "")) for level in LEVELS if rng.random() < 0.7},
+        taints=frozenset(Taint(taint) for taint in ("gpu", "fast") if rng.random() < 0.5),
+        total_kv_blocks=rng.choice((None, 10)),
+    )
+    return card(
+        rng.randrange(6),
+        config,
+        incarnation=rng.choice((1, 1, 1, 2)),
+        role=rng.randrange(3),
+        dp_size=rng.choice((1, 2, 20)),
+        draining=rng.random() < 0.2,
+    )
+
+
+def check_columns(fleet: Fleet, cards: dict[WorkerId, WorkerCard], alive: dict[WorkerId, bool]) -> None:
+    ranks = {rank: card for card in cards.values() for rank in card.ranks()}
+    slots = {rank: fleet.slot_of(rank) for rank in ranks}
+    assert len(set(slots.values())) == len(ranks) == np.count_nonzero(fleet.columns.present)
+    assert [fleet.rank_at(Slot(slot)) for slot in fleet.rank_order.tolist()] == sorted(ranks)
+    assert fleet.n_slots == (max(slot for slot in slots.values() if slot is not None) + 1 if slots else 0)
+    columns = fleet.columns
+    for rank, slot in slots.items():
+        assert slot is not None
+        there, config = ranks[rank], ranks[rank].runtime_config
+        assert columns.alive[slot] == alive[rank.worker_id]
+        assert columns.draining[slot] == there.draining
+        assert (columns.prefill[slot], columns.decode_or_both[slot]) == (
+            there.role is Role.PREFILL,
+            there.role is not Role.PREFILL,
+        )
+        assert columns.total_blocks[slot] == (config.total_kv_blocks or np.inf)
+        for level in LEVELS:
+            value = topology_domains(config).get(level)
+            assert fleet.domain_value_at(level, slot) == value
+            same = fleet.domain_value_id(level, value) if value else -1
+            assert fleet.domain_ids(level)[slot] == same
+        for taint in (Taint("gpu"), Taint("fast"), *(topology_taint(level, "b") for level in LEVELS)):
+            assert fleet.carries(taint)[slot] == (taint in worker_taints(config))
+    free = ~columns.present
+    assert not (columns.alive | columns.prefill | columns.decode_or_both | fleet.carries(Taint("gpu")))[
+        free
+    ].any()
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False), st.integers(1, 25))
+def test_columns_say_what_the_cards_say_after_any_changes(rng: Random, n_changes: int) -> None:
+    fleet = Fleet(ModelName("m"), 4)
+    cards: dict[WorkerId, WorkerCard] = {}
+    alive: dict[WorkerId, bool] = {}
+    held: dict[Slot, WorkerRank] = {}
+    for _ in range(n_changes):
+        drawn = draw_card(rng)
+        worker_id, known = drawn.worker_id, cards.get(drawn.worker_id)
+        if rng.random() < 0.6:
+            change = fleet.join(drawn)
+            if known is None or known.incarnation != drawn.incarnation:
+                alive[worker_id] = True
+            cards[worker_id] = drawn
+            freed, joined = change.freed, change.joined
+        elif rng.random() < 0.5:
+            freed, joined = tuple(fleet.leave(worker_id, drawn.incarnation)), ()
+            if known is not None and known.incarnation == drawn.incarnation:
+                del cards[worker_id]
+        else:
+            freed = joined = ()
+            assert fleet.set_alive(worker_id, alive=False) == (known is not None)
+            alive[worker_id] = False
+        for slot in freed:
+            del held[slot]
+        for slot in joined:
+            rank = fleet.rank_at(slot)
+            assert slot not in held
+            assert rank is not None
+            held[slot] = rank
+        at = {slot: fleet.rank_at(slot) for slot in map(Slot, range(fleet.n_slots))}
+        assert held == {slot: rank for slot, rank in at.items() if rank is not None}
+        check_columns(fleet, cards, alive)
+
+
+def test_a_rank_keeps_its_slot_through_an_update() -> None:
+    fleet = Fleet(ModelName("m"), 4)
+    fleet.join(card(1, ModelRuntimeConfig(), dp_size=2))
+    fleet.join(card(1, ModelRuntimeConfig(), dp_size=3, draining=1))
+    assert [fleet.slot_of(WorkerRank(WorkerId(1), DpRank(at))) for at in range(3)] == [0, 1, 2]
