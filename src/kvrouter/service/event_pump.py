@@ -31,6 +31,7 @@ class _Entrance:
 
     feed: RankFeed
     slot: Slot
+    stale_since_s: float | None = None
     timer: asyncio.TimerHandle | None = None
     ask: asyncio.Task[None] | None = None
 
@@ -60,8 +61,15 @@ class EventPump:
         return self._scores[:n_slots]
 
     def feeds(self) -> Iterator[tuple[Slot, RankFeed]]:
-        """Every rank's feed, for the fleet page."""
+        """Every rank's feed."""
         return ((entrance.slot, entrance.feed) for entrance in self._entrances.values())
+
+    def feed_states(self) -> Iterator[tuple[Slot, FeedState, float]]:
+        """Each slot's feed state, and for how many seconds its blocks have not been known for sure."""
+        now_s = self._now_s()
+        for entrance in self._entrances.values():
+            since_s = now_s if entrance.stale_since_s is None else entrance.stale_since_s
+            yield entrance.slot, entrance.feed.state, now_s - since_s
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """A worker rank was discovered: ask it for what it holds."""
@@ -117,7 +125,7 @@ class EventPump:
         if orphaned:
             self._after(entrance, entrance.feed.on_orphan(now_s=self._now_s()))
             return
-        self._note_score(entrance)
+        self._note_state(entrance)
         self._set_timer(entrance)
 
     def _apply(self, entrance: _Entrance, events: tuple[KvEvent, ...]) -> int:
@@ -125,7 +133,11 @@ class EventPump:
         self._observed.events_applied(applied)
         return applied.orphaned
 
-    def _note_score(self, entrance: _Entrance) -> None:
+    def _note_state(self, entrance: _Entrance) -> None:
+        if entrance.feed.state is FeedState.LIVE:
+            entrance.stale_since_s = None
+        elif entrance.stale_since_s is None:
+            entrance.stale_since_s = self._now_s()
         scores = entrance.feed.state is not FeedState.RECOVERING
         if scores != self._scores[entrance.slot]:
             self._scores[entrance.slot] = scores

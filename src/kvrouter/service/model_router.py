@@ -73,6 +73,15 @@ class ModelRouter:
         seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
         return Prompt(token_ids, block_size=self.fleet.block_size, seed=seed)
 
+    def set_busy_thresholds(self, *, decode_blocks: float | None, prefill_tokens: int | None) -> None:
+        """Judge from now on who is busy by these; whoever waits may try again."""
+        self.settings = structs.replace(
+            self.settings,
+            active_decode_blocks_threshold=decode_blocks,
+            active_prefill_tokens_threshold=prefill_tokens,
+        )
+        self.changed()
+
     def decide(self, request: RouteRequest, prompt: Prompt, *, explain: bool = False) -> Decision:
         """Take one reading and decide; books nothing."""
         return route(request, self.view(prompt), explain=explain)
