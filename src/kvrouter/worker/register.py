@@ -1,0 +1,70 @@
+"""A worker's card, from the words in which engines register a model."""
+
+import secrets
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.workers import ModelInput, ModelRuntimeConfig, ModelType, Role, WorkerCard
+from kvrouter.planes.discovery.port import Discovery
+
+
+def new_incarnation() -> Epoch:
+    """Return a random epoch: a restart is never taken for a continuation."""
+    return Epoch(secrets.randbits(63))
+
+
+def role_of(model_type: ModelType, *, disaggregated: bool) -> Role:
+    """Return the role that a registration means. Raises ConfigError for a type that mixes legs, or none."""
+    if model_type is ModelType.Prefill:
+        return Role.PREFILL
+    if not model_type & (ModelType.Chat | ModelType.Completions) or model_type & ModelType.Prefill:
+        raise ConfigError(
+            "model_type: either ModelType.Prefill, or ModelType.Chat and ModelType.Completions",
+            param="model_type",
+        )
+    return Role.DECODE if disaggregated else Role.BOTH
+
+
+async def register_llm(
+    discovery: Discovery,
+    *,
+    worker_id: int,
+    model: str,
+    model_input: ModelInput,
+    model_type: ModelType,
+    address: str,
+    block_size: int,
+    context_length: int,
+    dp_size: int = 1,
+    disaggregated: bool = False,
+    namespace: str = "default",
+    component: str = "backend",
+    endpoint: str = "generate",
+    runtime_config: ModelRuntimeConfig | None = None,
+    publishes_kv_events: bool = True,
+    incarnation: Epoch | None = None,
+) -> WorkerCard:
+    """Publish a worker of ``model`` and return its card.
+
+    ``address`` is where the request plane reaches it. Prefill workers register ``ModelType.Prefill``, all
+    others ``ModelType.Chat | ModelType.Completions``. KV routing needs ``ModelInput.Tokens``.
+    """
+    card = WorkerCard(
+        worker_id=WorkerId(worker_id),
+        incarnation=new_incarnation() if incarnation is None else incarnation,
+        model=ModelName(model),
+        role=role_of(model_type, disaggregated=disaggregated),
+        block_size=block_size,
+        context_length=context_length,
+        address=address,
+        dp_size=dp_size,
+        namespace=namespace,
+        component=component,
+        endpoint=endpoint,
+        model_input=model_input,
+        serves=model_type,
+        publishes_kv_events=publishes_kv_events,
+        runtime_config=runtime_config or ModelRuntimeConfig(),
+    )
+    await discovery.publish(card)
+    return card
