@@ -6,7 +6,6 @@ import pytest
 
 from kvrouter.frontend.http.response import (
     DateHeader,
-    SseTemplate,
     chunk,
     error_body,
     response_head,
@@ -56,14 +55,17 @@ def test_the_date_changes_with_the_second() -> None:
 
 
 def test_events_and_chunks() -> None:
-    template = SseTemplate(b'{"delta":', b"}")
-    assert template.event(b'"a"') == sse_event(b'{"delta":"a"}') == b'data: {"delta":"a"}\n\n'
+    assert sse_event(b'{"delta":"a"}') == b'data: {"delta":"a"}\n\n'
     assert chunk([b"abc", b"x" * 20], 23) == b"17\r\nabc" + b"x" * 20 + b"\r\n"
 
 
 def test_errors_have_the_shape_of_openai() -> None:
     body = error_body(
-        "no such model", error_type="invalid_request_error", code="model_not_found", param="model"
+        "no such model",
+        error_type="invalid_request_error",
+        code="model_not_found",
+        param="model",
+        more={"known": ["a"]},
     )
     assert json.loads(body) == {
         "error": {
@@ -71,5 +73,6 @@ def test_errors_have_the_shape_of_openai() -> None:
             "type": "invalid_request_error",
             "param": "model",
             "code": "model_not_found",
+            "known": ["a"],
         }
     }

@@ -88,7 +88,10 @@ class Unauthorized(KvrouterError):
 
 
 class RoutingRefused(KvrouterError):
-    """Nobody may take the request now. ``refusals`` counts worker ranks per reason."""
+    """Nobody may take the request now. ``refusals`` counts worker ranks per reason.
+
+    ``rows`` are routing's candidates, each with its reason; empty unless an explanation was asked for.
+    """
 
     status_hint = 503
     type = "service_unavailable"
@@ -108,6 +111,7 @@ class RoutingRefused(KvrouterError):
         self.role = role
         self.domain = domain
         self.retry_after_s = retry_after_s
+        self.rows: tuple[object, ...] = ()
 
 
 class NoEligibleWorker(RoutingRefused):

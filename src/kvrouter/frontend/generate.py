@@ -2,63 +2,39 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
 
-import msgspec
-
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.frontend.http import SSE_FILLER, Disconnected, Request, Responder, Stream
+from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_event, error_headers
+from kvrouter.frontend.http import SSE_DONE, SSE_FILLER, Disconnect, Disconnected, Request, Responder, Stream
 from kvrouter.frontend.http.response import ResponseHeaders
-from kvrouter.frontend.openai.answers import (
-    DONE_EVENT,
-    Answer,
-    Kind,
-    error_event,
-    error_headers,
-    error_json,
-)
+from kvrouter.frontend.observed import FrontObserved
+from kvrouter.frontend.openai.answers import Answer, Kind
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse_chat, parse_completion
 from kvrouter.frontend.placed import placed_headers, placed_nvext
-from kvrouter.frontend.prepare import prepare
+from kvrouter.frontend.prepare import Hall
 from kvrouter.frontend.request_ids import RequestIds
 from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.service.router import RouterService
 from kvrouter.text.detokenizer import Detokenizer
-from kvrouter.text.model import TextModel
 from kvrouter.text.stops import StopMatcher
 
-JSON = (b"content-type", b"application/json")
-EVENTS = (
+EVENT_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-
-
-class FrontendObserver:
-    """What the routes tell telemetry; does nothing by itself."""
-
-    def answered(self, *, route: str, model: str, status: int, streamed: bool) -> None:
-        """One call was answered with this status (499: its client left first)."""
-
-    def tokenized(self, *, seconds: float, tokens: int) -> None:
-        """One prompt was templated and tokenized."""
+CLIENT_LEFT_STATUS = 499
 
 
 class GenerateRoutes:
     """Handles ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(
-        self,
-        service: RouterService,
-        texts: Mapping[ModelName, TextModel],
-        observer: FrontendObserver,
-    ) -> None:
+    def __init__(self, service: RouterService, hall: Hall, observed: FrontObserved) -> None:
         self._service = service
-        self._texts = texts
-        self._observer = observer
+        self._hall = hall
+        self._observed = observed
         self._ids = RequestIds()
 
     async def chat(self, request: Request, responder: Responder) -> None:
@@ -72,9 +48,7 @@ class GenerateRoutes:
     async def _answer(self, kind: Kind, request: Request, responder: Responder) -> None:
         """Answer one call; a client that leaves cancels whatever its request waits for."""
         exchange = _Exchange(kind, responder, self._ids.take(request.header("x-request-id")))
-        task = asyncio.current_task()
-        if task is not None:
-            responder.on_disconnect(lambda _: task.cancel())
+        _cancel_with(responder)
         try:
             await self._serve(exchange, request.body)
         except KvrouterError as error:
@@ -82,31 +56,36 @@ class GenerateRoutes:
         except (asyncio.CancelledError, Disconnected):
             if responder.disconnected is None:
                 raise
-            exchange.status = 499
+            exchange.status = CLIENT_LEFT_STATUS
         finally:
             self._ids.give_back(exchange.request_id)
-            self._observer.answered(
-                route=request.path, model=exchange.model, status=exchange.status, streamed=exchange.streamed
-            )
+            self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
 
     async def _serve(self, exchange: "_Exchange", body: bytes) -> None:
         parsed: ChatCall | CompletionCall
         parsed = parse_chat(body) if exchange.kind is Kind.CHAT else parse_completion(body)
         call = parsed.call
-        self._service.model(call.model)  # an unknown model is refused before its prompt is tokenized
+        text = self._hall.text_of(call)
         exchange.model = call.model
-        text = self._texts[call.model]
         matcher = StopMatcher(call.stops)
-        began_s = time.perf_counter()
-        generate = await prepare(parsed, text, exchange.request_id)
-        self._observer.tokenized(seconds=time.perf_counter() - began_s, tokens=len(generate.token_ids))
+        generate = await self._hall.prepare(parsed, text, exchange.request_id)
         async with self._service.generate(generate) as generation:
-            first = await anext(generation)
             reading = _Reading(generation, text.detokenizer(), matcher)
             if call.stream:
-                await exchange.stream(call, reading, first)
+                await exchange.stream(call, reading)
             else:
-                await exchange.whole(call, reading, first)
+                await exchange.whole(call, reading)
+
+
+def _cancel_with(responder: Responder) -> None:
+    """Cancel the running task when its client leaves: nobody else tells it while it waits for an engine."""
+    task = asyncio.current_task()
+
+    def leave(_: Disconnect) -> None:
+        if task is not None:
+            task.cancel()
+
+    responder.on_disconnect(leave)
 
 
 class _Reading:
@@ -117,11 +96,22 @@ class _Reading:
     def __init__(self, generation: Generation, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
         self.generation = generation
         self.finish: FinishReason | None = None
+        """Why the answer is complete; None while it is not."""
         self._detokenizer = detokenizer
         self._matcher = matcher
 
-    def text_of(self, chunk: EngineChunk) -> str:
-        """Return the text that is certain now; sets ``finish`` when the answer is complete."""
+    async def next_text(self) -> str:
+        """Read one chunk and return the text that is certain now; the last one sets ``finish``."""
+        try:
+            chunk = await anext(self.generation)
+        except StopAsyncIteration:
+            raise ShuttingDown("this router shut down before the answer was complete") from None
+        text = self._text_of(chunk)
+        if self.finish is not None:
+            self.generation.close(ANSWERED)
+        return text
+
+    def _text_of(self, chunk: EngineChunk) -> str:
         text, stopped = self._matcher.push(self._detokenizer.push(chunk.token_ids))
         if stopped is not None:
             self.finish = FinishReason.STOP
@@ -139,47 +129,46 @@ class _Reading:
 class _Exchange:
     """One call's answer on the wire."""
 
-    __slots__ = ("_responder", "_stream", "kind", "model", "request_id", "status", "streamed")
+    __slots__ = ("_responder", "_stream", "kind", "model", "request_id", "status")
 
     def __init__(self, kind: Kind, responder: Responder, request_id: RequestId) -> None:
         self.kind = kind
-        self.model: str = ""
+        self.model: ModelName | None = None
         self.request_id = request_id
-        self.status = 200
-        self.streamed = False
+        self.status = KvrouterError.status_hint
+        """The status that the call ended with: a mistake of ours until it is answered."""
         self._responder = responder
         self._stream: Stream | None = None
 
-    async def whole(self, call: Call, reading: _Reading, first: EngineChunk) -> None:
+    async def whole(self, call: Call, reading: _Reading) -> None:
         """Answer with one JSON object."""
-        texts = [reading.text_of(first)]
-        if reading.finish is None:
-            async for chunk in reading.generation:
-                texts.append(reading.text_of(chunk))
-                if reading.finish is not None:
-                    break
+        texts: list[str] = []
+        while reading.finish is None:
+            texts.append(await reading.next_text())
         generation = reading.generation
-        finish = reading.finish or FinishReason.STOP
-        generation.close(ANSWERED)
-        answer = self._answer(call)
-        body = answer.whole(
-            "".join(texts), finish, generation.usage, nvext=placed_nvext(generation, call.nvext.extra_fields)
+        body = self._answer_of(call).whole(
+            "".join(texts),
+            reading.finish,
+            generation.usage,
+            nvext=placed_nvext(generation, call.nvext.extra_fields),
         )
-        await self._responder.send(200, self._headers(JSON, generation=generation), body)
+        self.status = 200
+        await self._responder.send(200, self._headers(JSON_HEADERS, generation), body)
 
-    async def stream(self, call: Call, reading: _Reading, first: EngineChunk) -> None:
-        """Answer with server-sent events; a client that reads slowly holds back its own engine stream."""
-        self.streamed = True
+    async def stream(self, call: Call, reading: _Reading) -> None:
+        """Answer with server-sent events; a client that reads slowly holds back its own engine stream.
+
+        Nothing is sent before the first tokens are here, so that what fails until then has a status.
+        """
+        text = await reading.next_text()
         generation = reading.generation
         stream = self._stream = await self._responder.start_stream(
-            200, self._headers(*EVENTS, generation=generation), filler=SSE_FILLER
+            200, self._headers(EVENT_HEADERS, generation), filler=SSE_FILLER
         )
-        answer = self._answer(call)
+        answer = self._answer_of(call)
         usage_each = call.stream_options.continuous_usage_stats
         stream.write(answer.first_event())
-        chunk = first
         while True:
-            text = reading.text_of(chunk)
             if text:
                 if usage_each:
                     stream.write(answer.text_event_with_usage(text, generation.usage))
@@ -189,14 +178,14 @@ class _Exchange:
                 break
             if not stream.ready:
                 await stream.wait_ready()
-            chunk = await anext(generation)
-        generation.close(ANSWERED)
+            text = await reading.next_text()
         nvext = placed_nvext(generation, call.nvext.extra_fields)
         stream.write(answer.last_event(reading.finish, nvext=nvext))
         if call.stream_options.include_usage:
             stream.write(answer.usage_event(generation.usage))
-        stream.write(DONE_EVENT)
+        stream.write(SSE_DONE)
         stream.end()
+        self.status = 200
 
     def fail(self, error: KvrouterError) -> None:
         """Answer with an error: as a status, or as the last event of a stream that has begun."""
@@ -205,10 +194,10 @@ class _Exchange:
             self._stream.write(error_event(error))
             self._stream.end()
             return
-        headers = self._headers(JSON, *error_headers(error))
-        self._responder.answer(error.status_hint, headers, msgspec.json.encode(error_json(error)))
+        headers = (*error_headers(error), (b"x-request-id", self.request_id.encode()))
+        self._responder.answer(error.status_hint, headers, error_body(error))
 
-    def _answer(self, call: Call) -> Answer:
+    def _answer_of(self, call: Call) -> Answer:
         return Answer(
             self.kind,
             request_id=self.request_id,
@@ -217,6 +206,5 @@ class _Exchange:
             usage_null=call.stream and call.stream_options.include_usage,
         )
 
-    def _headers(self, *more: tuple[bytes, bytes], generation: Generation | None = None) -> ResponseHeaders:
-        placed = () if generation is None else placed_headers(generation)
-        return (*more, (b"x-request-id", self.request_id.encode()), *placed)
+    def _headers(self, fixed: ResponseHeaders, generation: Generation) -> ResponseHeaders:
+        return (*fixed, (b"x-request-id", self.request_id.encode()), *placed_headers(generation))

@@ -1,7 +1,9 @@
 """Where a request went, as its client sees it: response headers, and ``nvext`` when it asks."""
 
 from collections.abc import Collection, Mapping
+from urllib.parse import quote
 
+from kvrouter.core.ids import WorkerRank
 from kvrouter.service.generation import Generation
 from kvrouter.service.placement import Placement
 
@@ -14,12 +16,12 @@ def placed_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
     decision = placement.decision
     served = decision.decode if decision.prefill is None else decision.prefill
     headers = [
-        (b"x-kvrouter-decode-worker", str(decision.decode.rank).encode()),
+        *_rank_headers(b"decode", decision.decode.rank),
         (b"x-kvrouter-decode-domain", _domains(placement.decode_domains)),
         (b"x-kvrouter-overlap-blocks", str(served.overlap_blocks).encode()),
     ]
     if decision.prefill is not None:
-        headers.append((b"x-kvrouter-prefill-worker", str(decision.prefill.rank).encode()))
+        headers.extend(_rank_headers(b"prefill", decision.prefill.rank))
         headers.append((b"x-kvrouter-prefill-domain", _domains(placement.prefill_domains)))
     return tuple(headers)
 
@@ -62,7 +64,18 @@ def _timing(generation: Generation) -> dict[str, object]:
     return timing
 
 
+def _rank_headers(leg: bytes, rank: WorkerRank) -> tuple[tuple[bytes, bytes], ...]:
+    return (
+        (b"x-kvrouter-%s-worker" % leg, b"%d" % rank.worker_id),
+        (b"x-kvrouter-%s-dp-rank" % leg, b"%d" % rank.dp_rank),
+    )
+
+
 def _domains(domains: Mapping[str, str]) -> bytes:
-    """``zone=a,rack=r1``; values are percent-free ASCII wherever a taint may be written."""
-    text = ",".join(f"{domain}={value}" for domain, value in domains.items())
-    return text.encode("latin-1", "replace")
+    """``zone=a,rack=r1``; what a header cannot carry is percent-encoded, and so are ``,`` and ``=``."""
+    text = ",".join(f"{_quoted(domain)}={_quoted(value)}" for domain, value in domains.items())
+    return text.encode()
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="-._~:/@+ ")

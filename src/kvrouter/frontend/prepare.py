@@ -1,25 +1,85 @@
 """The hall: a call becomes a tokenized request, or an error that names the field."""
 
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest
-from kvrouter.core.ids import RequestId
+from kvrouter.core.constraints import Pin
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from kvrouter.core.ids import ModelName, RequestId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, TokenBuffer
+from kvrouter.fleet import Fleet
+from kvrouter.frontend.errors import UnknownWorker
+from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
+from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
 
 
-async def prepare(call: ChatCall | CompletionCall, text: TextModel, request_id: RequestId) -> GenerateRequest:
-    """Template, tokenize and check the lengths; long texts are tokenized off the event loop."""
-    if isinstance(call, ChatCall):
-        token_ids = await text.encode_chat(text.prepare_chat(call.messages))
-        return _request(call.call, token_ids, text, request_id, field="messages")
-    if isinstance(call.prompt, str):
-        token_ids = await text.encode_prompt(call.prompt)
-    else:
-        token_ids = _checked_ids(call.prompt, text.tokenizer.vocab_size)
-    return _request(call.call, token_ids, text, request_id, field="prompt")
+class Hall:
+    """One way in, for requests that are sent and for those that are only explained."""
+
+    def __init__(
+        self, service: RouterService, texts: Mapping[ModelName, TextModel], observed: FrontObserved
+    ) -> None:
+        self._service = service
+        self._texts = texts
+        self._observed = observed
+
+    def models(self) -> list[ModelName]:
+        """The models that can be asked for: some worker registered them, and their tokenizer is here."""
+        return sorted(
+            model.fleet.model for model in self._service.models() if model.fleet.model in self._texts
+        )
+
+    def text_of(self, call: Call) -> TextModel:
+        """Check, before the prompt is tokenized, what costs nothing: the model, and pins to workers."""
+        fleet = self._service.model(call.model).fleet
+        _check_pin(fleet, call.pin, worker_field="nvext.worker_id", rank_field="nvext.dp_rank")
+        _check_pin(
+            fleet,
+            call.prefill_pin,
+            worker_field="nvext.prefill_worker_id",
+            rank_field="nvext.prefill_dp_rank",
+        )
+        return self.text(call.model)
+
+    def text(self, model: ModelName) -> TextModel:
+        """Return what turns the model's text into tokens; raise :class:`UnknownModel` when it is not here."""
+        text = self._texts.get(model)
+        if text is None:
+            raise UnknownModel(f"model: {model!r} has workers, and no tokenizer here", param="model")
+        return text
+
+    async def prepare(
+        self, parsed: ChatCall | CompletionCall, text: TextModel, request_id: RequestId
+    ) -> GenerateRequest:
+        """Template, tokenize and check the lengths; long texts are tokenized off the event loop."""
+        began_s = time.perf_counter()
+        token_ids, field = await _token_ids(parsed, text)
+        self._observed.tokenized(model=parsed.call.model, seconds=time.perf_counter() - began_s)
+        return _request(parsed.call, token_ids, text, request_id, field=field)
+
+
+async def _token_ids(parsed: ChatCall | CompletionCall, text: TextModel) -> tuple[TokenBuffer, str]:
+    """Return the prompt, and the field that it came from."""
+    if isinstance(parsed, ChatCall):
+        return await text.encode_chat(text.prepare_chat(parsed.messages)), "messages"
+    if isinstance(parsed.prompt, str):
+        return await text.encode_prompt(parsed.prompt), "prompt"
+    return _checked_ids(parsed.prompt, text.tokenizer.vocab_size), "prompt"
+
+
+def _check_pin(fleet: Fleet, pin: Pin | None, *, worker_field: str, rank_field: str) -> None:
+    """Refuse a pin to nobody: it is a mistake of the client, and waiting will not mend it."""
+    if pin is None:
+        return
+    if fleet.card(pin.worker_id) is None:
+        raise UnknownWorker(f"{worker_field}: no worker {pin.worker_id} is here", param=worker_field)
+    if pin.dp_rank is not None and fleet.slot_of(WorkerRank(pin.worker_id, pin.dp_rank)) is None:
+        raise UnknownWorker(
+            f"{rank_field}: worker {pin.worker_id} has no rank {pin.dp_rank}", param=rank_field
+        )
 
 
 def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> TokenBuffer:

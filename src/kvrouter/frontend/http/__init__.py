@@ -9,7 +9,7 @@ from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import Request
 from kvrouter.frontend.http.protocol import Handler, HttpEvent
 from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder, Stream
-from kvrouter.frontend.http.response import SSE_DONE, SSE_FILLER, SseTemplate, error_body, sse_event
+from kvrouter.frontend.http.response import SSE_DONE, SSE_FILLER, error_body, sse_event
 from kvrouter.frontend.http.server import HttpServer, Observer
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "Observer",
     "Request",
     "Responder",
-    "SseTemplate",
     "Stream",
     "error_body",
     "sse_event",

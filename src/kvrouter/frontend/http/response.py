@@ -1,7 +1,7 @@
 """Response bytes: heads, whole answers, chunks and server-sent events. No sockets and no clock."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from email.utils import formatdate
 from http import HTTPStatus
 
@@ -15,7 +15,6 @@ __all__ = [
     "SSE_FILLER",
     "DateHeader",
     "ResponseHeaders",
-    "SseTemplate",
     "chunk",
     "error_body",
     "response_head",
@@ -100,24 +99,14 @@ def sse_event(data: bytes) -> bytes:
     return b"".join((b"data: ", data, b"\n\n"))
 
 
-class SseTemplate:
-    """Server-sent events of one stream that differ in one place: each costs a single join.
-
-    ``SseTemplate(b'{"delta":{"content":', b"}}").event(b'" Paris"')``
-    """
-
-    __slots__ = ("_prefix", "_suffix")
-
-    def __init__(self, prefix: bytes, suffix: bytes) -> None:
-        self._prefix = b"data: " + prefix
-        self._suffix = suffix + b"\n\n"
-
-    def event(self, payload: bytes) -> bytes:
-        """The event with ``payload`` (a JSON value, without line breaks) in its place."""
-        return b"".join((self._prefix, payload, self._suffix))
-
-
-def error_body(message: str, *, error_type: str, code: str, param: str | None = None) -> bytes:
-    """An error in OpenAI's JSON shape."""
-    error = {"message": message, "type": error_type, "param": param, "code": code}
+def error_body(
+    message: str,
+    *,
+    error_type: str,
+    code: str,
+    param: str | None = None,
+    more: Mapping[str, object] | None = None,
+) -> bytes:
+    """An error in OpenAI's JSON shape; ``more`` fields stand beside OpenAI's own."""
+    error = {"message": message, "type": error_type, "param": param, "code": code, **(more or {})}
     return msgspec.json.encode({"error": error})

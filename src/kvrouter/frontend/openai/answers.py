@@ -8,10 +8,8 @@ from enum import Enum
 
 import msgspec
 
-from kvrouter.core.errors import KvrouterError, RoutingRefused
 from kvrouter.core.requests import FinishReason, Usage
-
-DONE_EVENT = b"data: [DONE]\n\n"
+from kvrouter.frontend.http import sse_event
 
 _encode = msgspec.json.encode
 
@@ -31,33 +29,6 @@ def usage_json(usage: Usage) -> dict[str, object]:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def error_json(error: KvrouterError) -> dict[str, object]:
-    """OpenAI's error shape; a refusal adds how many worker ranks were refused for which reason."""
-    body: dict[str, object] = {
-        "message": error.message,
-        "type": error.type,
-        "param": error.param,
-        "code": error.code,
-    }
-    if isinstance(error, RoutingRefused):
-        body["refusals"] = {str(reason): count for reason, count in sorted(error.refusals.items())}
-        body["role"] = error.role
-        body["domain"] = error.domain
-    return {"error": body}
-
-
-def error_headers(error: KvrouterError) -> list[tuple[bytes, bytes]]:
-    """``Retry-After`` where waiting may help."""
-    if isinstance(error, RoutingRefused):
-        return [(b"retry-after", str(error.retry_after_s).encode())]
-    return []
-
-
-def error_event(error: KvrouterError) -> bytes:
-    """The one event that ends a stream which cannot go on."""
-    return b"data: " + _encode(error_json(error)) + b"\n\n"
 
 
 class Answer:
@@ -107,7 +78,7 @@ class Answer:
     def usage_event(self, usage: Usage) -> bytes:
         """The event after the last: no choices, only the usage."""
         body = {**self._id, "object": self._kind.value[2], "choices": [], "usage": usage_json(usage)}
-        return b"data: " + _encode(body) + b"\n\n"
+        return sse_event(_encode(body))
 
     def whole(
         self, text: str, finish: FinishReason, usage: Usage, *, nvext: Mapping[str, object] | None

@@ -11,7 +11,10 @@ from kvrouter.core.errors import InvalidRequest
 
 Body = TypeVar("Body")
 
-_PATH = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+SHOWN_CHARS_MAX = 300
+"""What an error quotes of a body is cut here: a client knows what it sent."""
+
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
 _UNKNOWN = re.compile(r"contains unknown field `(?P<field>[^`]+)`")
 
@@ -26,7 +29,7 @@ def decode_body(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
         path = _not_finite(data)
         if path is not None:
             raise InvalidRequest(f"{path}: must be a finite number", param=path) from None
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        raise InvalidRequest(_shown(f"the body is not valid JSON: {error}")) from None
 
 
 def _named(message: str) -> InvalidRequest:
@@ -38,12 +41,14 @@ def _named(message: str) -> InvalidRequest:
         named = pattern.search(what)
         if named:
             path = f"{path}.{named['field']}" if path else named["field"]
-    what = what[:1].lower() + what[1:]
-    return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+    what, path = what[:1].lower() + what[1:], _shown(path)
+    return InvalidRequest(_shown(f"{path}: {what}" if path else what), param=path or None)
 
 
 def _not_finite(data: bytes) -> str | None:
     """The path of a NaN or infinity, which JSON does not have and careless clients send; None without one."""
+    if b"NaN" not in data and b"Infinity" not in data:
+        return None
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
@@ -52,9 +57,15 @@ def _not_finite(data: bytes) -> str | None:
     while todo:
         path, item = todo.pop()
         if isinstance(item, float) and not math.isfinite(item):
-            return path
+            return _shown(path)
         if isinstance(item, dict):
             todo.extend((f"{path}.{key}" if path else str(key), inner) for key, inner in item.items())
         elif isinstance(item, list):
             todo.extend((f"{path}[{index}]", inner) for index, inner in enumerate(item))
     return None
+
+
+def _shown(text: str) -> str:
+    """Return ``text`` short enough for an error, and without halves of surrogate pairs."""
+    cut = text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"
+    return cut.encode("utf-8", "replace").decode()

@@ -4,19 +4,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec import UNSET
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, WorkerId
 from kvrouter.core.requests import Sampling
 from kvrouter.frontend.openai.decode import decode_body
-from kvrouter.frontend.openai.schema import ChatBody, CompletionBody, GenerateBody, NvExt, StreamOptions
+from kvrouter.frontend.openai.schema import (
+    ChatBody,
+    CompletionBody,
+    EitherBody,
+    GenerateBody,
+    NvExt,
+    StreamOptions,
+)
+from kvrouter.frontend.openai.wishes import check_wishes
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
+_EITHER = msgspec.json.Decoder(EitherBody)
 
 STOP_TOKENS_MAX = 64
-TAINTS_MAX = 32
 COMPLETION_TOKENS_DEFAULT = 16
 """OpenAI's default for ``max_tokens`` of a completion."""
 
@@ -110,30 +119,34 @@ def parse_chat(data: bytes) -> ChatCall:
     body = decode_body(_CHAT, data)
     if not body.messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
-    _refuse_what_engines_cannot({"tools": body.tools, "logprobs": body.logprobs})
+    _refuse_what_engines_cannot(
+        {"tools": body.tools, "logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    )
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidRequest(
             "max_completion_tokens: give this or max_tokens, not both", param="max_completion_tokens"
         )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     call = _call(body, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
-    messages = [
-        {key: msgspec.json.decode(value) for key, value in message.items()} for message in body.messages
-    ]
-    return ChatCall(call, messages)
+    return ChatCall(call, body.messages)
+
+
+def parse_either(data: bytes) -> ChatCall | CompletionCall:
+    """Return the call in a body of either route: ``messages`` make it a chat, ``prompt`` a completion."""
+    body = decode_body(_EITHER, data)
+    is_chat, is_completion = body.messages is not UNSET, body.prompt is not UNSET
+    if is_chat and is_completion:
+        raise InvalidRequest("prompt: give this or messages, not both", param="prompt")
+    if is_completion:
+        return parse_completion(data)
+    return parse_chat(data)
 
 
 def parse_completion(data: bytes) -> CompletionCall:
     """Return the completion call in ``data``; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_COMPLETION, data)
-    _refuse_what_engines_cannot(
-        {
-            "logprobs": body.logprobs,
-            "echo": body.echo,
-            "suffix": body.suffix,
-            "best_of": (body.best_of or 1) - 1,
-        }
-    )
+    _refuse_what_engines_cannot({"logprobs": body.logprobs, "echo": body.echo, "suffix": body.suffix})
+    _one_answer("best_of", body.best_of)
     call = _call(body, max_tokens=body.max_tokens or COMPLETION_TOKENS_DEFAULT, field="max_tokens")
     return CompletionCall(call, _one_prompt(body.prompt))
 
@@ -157,14 +170,11 @@ def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int
 
 def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
     _refuse_what_engines_cannot({"logit_bias": body.logit_bias})
-    if not body.model:
-        raise InvalidRequest("model: must not be empty", param="model")
-    if body.n is not None and body.n > 1:
-        raise InvalidRequest(f"n: one answer a request, not {body.n}", param="n")
+    _one_answer("n", body.n)
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest(
-            f"response_format.type: {body.response_format.type!r} needs an engine that takes text; "
-            "the workers of this model take tokens",
+            f"response_format.type: only 'text', not {body.response_format.type!r}: the others need an "
+            "engine that takes text, and the workers of this model take tokens",
             param="response_format.type",
         )
     if body.stream_options is not None and not body.stream:
@@ -173,7 +183,7 @@ def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
         raise InvalidRequest(f"stop_token_ids: at most {STOP_TOKENS_MAX}", param="stop_token_ids")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     nvext = body.nvext or NvExt()
-    _check_routing(nvext)
+    check_wishes(nvext)
     return Call(
         body=body,
         max_tokens=max_tokens,
@@ -184,6 +194,11 @@ def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
     )
 
 
+def _one_answer(field: str, wanted: int | None) -> None:
+    if wanted is not None and wanted > 1:
+        raise InvalidRequest(f"{field}: one answer a request, not {wanted}", param=field)
+
+
 def _refuse_what_engines_cannot(fields: Mapping[str, object]) -> None:
     """Refuse fields that would change the answer and that token-in engines cannot honour."""
     for field, value in fields.items():
@@ -191,29 +206,6 @@ def _refuse_what_engines_cannot(fields: Mapping[str, object]) -> None:
             raise InvalidRequest(
                 f"{field}: needs an engine that takes text; the workers of this model take tokens",
                 param=field,
-            )
-
-
-def _check_routing(nvext: NvExt) -> None:
-    constraints = nvext.routing_constraints
-    where = "nvext.routing_constraints"
-    for field, taints in (
-        ("required_taints", constraints.required_taints),
-        ("preferred_taints", constraints.preferred_taints),
-    ):
-        if len(taints) > TAINTS_MAX:
-            raise InvalidRequest(f"{where}.{field}: at most {TAINTS_MAX} taints", param=f"{where}.{field}")
-        if not all(taint.strip() for taint in taints):
-            raise InvalidRequest(f"{where}.{field}: a taint is empty", param=f"{where}.{field}")
-    for field in ("overlap_score_weight", "router_temperature"):
-        value = getattr(nvext.router_config_override, field)
-        if value is not None and value < 0:
-            path = f"nvext.router_config_override.{field}"
-            raise InvalidRequest(f"{path}: must be ≥ 0, not {value}", param=path)
-    for rank_field, worker_field in (("dp_rank", "worker_id"), ("prefill_dp_rank", "prefill_worker_id")):
-        if getattr(nvext, rank_field) is not None and getattr(nvext, worker_field) is None:
-            raise InvalidRequest(
-                f"nvext.{rank_field}: only together with nvext.{worker_field}", param=f"nvext.{rank_field}"
             )
 
 

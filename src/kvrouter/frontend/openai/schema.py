@@ -6,18 +6,19 @@ refused: a misspelt taint would cross a boundary in silence.
 
 from typing import Annotated, Literal
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-Seed = Annotated[int, Meta(ge=-(2**63), lt=2**63)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
-WorkerNumber = Annotated[int, Meta(ge=0, lt=2**63)]
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
+WorkerNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+PositiveInt = Annotated[int, Meta(ge=1, lt=2**31)]
+NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+CacheSalt = Annotated[str, Meta(max_length=1024)]
 
 
 class StreamOptions(Struct, frozen=True):
@@ -36,20 +37,20 @@ class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
     dp_rank: NonNegativeInt | None = None
     prefill_worker_id: WorkerNumber | None = None
     prefill_dp_rank: NonNegativeInt | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     extra_fields: tuple[Literal["worker_id", "timing"], ...] = ()
 
 
 class ResponseFormat(Struct, frozen=True):
     """``response_format``."""
 
-    type: str
+    type: Name
 
 
 class GenerateBody(Struct, frozen=True, kw_only=True):
     """What both routes share."""
 
-    model: str
+    model: Name
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
@@ -67,19 +68,18 @@ class GenerateBody(Struct, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
-    cache_salt: str | None = None
+    cache_salt: CacheSalt | None = None
     nvext: NvExt | None = None
 
 
 class ChatBody(GenerateBody, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, msgspec.Raw]]
+    messages: list[dict[str, object]]
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[msgspec.Raw] | None = None
-    tool_choice: msgspec.Raw | None = None
+    tools: list[object] | None = None
 
 
 class CompletionBody(GenerateBody, frozen=True, kw_only=True):
@@ -90,3 +90,10 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
+
+
+class EitherBody(Struct, frozen=True):
+    """Just enough of a body to tell the two routes' apart."""
+
+    messages: Raw | UnsetType = UNSET
+    prompt: Raw | UnsetType = UNSET

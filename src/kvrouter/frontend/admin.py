@@ -1,0 +1,137 @@
+"""Routes for operators: busy thresholds, explanations, kept decisions, the fleet. They show no prompt."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvrouter.core.errors import RoutingRefused, Unauthorized
+from kvrouter.core.ids import ModelName, RequestId
+from kvrouter.frontend.errors import UnknownDecision
+from kvrouter.frontend.explained import attempts_json, decided_json, refused_json
+from kvrouter.frontend.fleet_page import fleet_json
+from kvrouter.frontend.observed import FrontObserved
+from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.parse import parse_either
+from kvrouter.frontend.openai.schema import Name, NonNegativeInt
+from kvrouter.frontend.pages import json_page
+from kvrouter.frontend.prepare import Hall
+from kvrouter.frontend.request_ids import RequestIds
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.router import RouterService
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class BusyBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """``POST /busy_threshold``: what is absent stays as it is, null unsets."""
+
+    model: Name
+    active_decode_blocks_threshold: Annotated[float, Meta(ge=0.0, le=1.0)] | UnsetType | None = UNSET
+    active_prefill_tokens_threshold: NonNegativeInt | UnsetType | None = UNSET
+
+
+_BUSY = msgspec.json.Decoder(BusyBody)
+
+
+class AdminRoutes:
+    """The routes that ask for the admin token, where one is set."""
+
+    def __init__(
+        self, service: RouterService, hall: Hall, observed: FrontObserved, *, token: str | None
+    ) -> None:
+        self._service = service
+        self._hall = hall
+        self._observed = observed
+        self._token = None if token is None else token.encode()
+        self._ids = RequestIds()
+
+    def routes(self) -> list[Route]:
+        """The table of these routes."""
+        return [
+            Route("/busy_threshold", self._guarded(self.thresholds), methods=["GET", "POST"]),
+            Route("/v1/route/explain", self._guarded(self.explain), methods=["POST"]),
+            Route("/v1/decisions/{request_id:path}", self._guarded(self.decisions)),
+            Route("/v1/fleet", self._guarded(self.fleet)),
+        ]
+
+    async def thresholds(self, request: Request) -> Response:
+        """``GET /busy_threshold``: every model's; ``POST``: set what is given, return what holds then."""
+        if request.method == "POST":
+            return json_page(self._set_thresholds(decode_body(_BUSY, await request.body())))
+        return json_page({"thresholds": [_thresholds_json(model) for model in self._service.models()]})
+
+    def _set_thresholds(self, body: BusyBody) -> dict[str, object]:
+        model = self._service.model(ModelName(body.model))
+        settings = model.settings
+        decode_blocks, prefill_tokens = (
+            body.active_decode_blocks_threshold,
+            body.active_prefill_tokens_threshold,
+        )
+        if decode_blocks is UNSET and prefill_tokens is UNSET:
+            return _thresholds_json(model)
+        if decode_blocks is UNSET:
+            decode_blocks = settings.active_decode_blocks_threshold
+        if prefill_tokens is UNSET:
+            prefill_tokens = settings.active_prefill_tokens_threshold
+        model.set_busy_thresholds(decode_blocks=decode_blocks, prefill_tokens=prefill_tokens)
+        self._observed.thresholds_set(
+            model=body.model, decode_blocks=decode_blocks, prefill_tokens=prefill_tokens
+        )
+        return _thresholds_json(model)
+
+    async def explain(self, request: Request) -> Response:
+        """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
+        request_id = self._ids.take(request.headers.get("x-request-id"))
+        try:
+            parsed = parse_either(await request.body())
+            text = self._hall.text_of(parsed.call)
+            wanted = await self._hall.prepare(parsed, text, request_id)
+        finally:
+            self._ids.give_back(request_id)
+        model = self._service.model(wanted.model)
+        try:
+            explained = decided_json(wanted, model.fleet, self._service.explain(wanted))
+        except RoutingRefused as refused:
+            mode = wanted.override.router_mode or model.settings.mode
+            explained = refused_json(wanted, model.fleet, mode, refused)
+        return json_page(explained)
+
+    async def decisions(self, request: Request) -> Response:
+        """``GET /v1/decisions/{request_id}``: every attempt of one of the last requests."""
+        request_id = RequestId(request.path_params["request_id"])
+        attempts = self._service.decisions(request_id)
+        if attempts is None:
+            raise UnknownDecision(f"request_id: no decision is kept for {request_id!r}", param="request_id")
+        return json_page(attempts_json(request_id, attempts))
+
+    async def fleet(self, _: Request) -> Response:
+        """``GET /v1/fleet``: every worker, and what the router believes of it."""
+        return json_page(fleet_json(self._service))
+
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
+        """Ask for the token first; the comparison takes as long whatever is wrong."""
+        expected = self._token
+        if expected is None:
+            return endpoint
+
+        async def guarded(request: Request) -> Response:
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), expected):
+                raise Unauthorized("this route needs the admin token: Authorization: Bearer …")
+            return await endpoint(request)
+
+        return guarded
+
+
+def _thresholds_json(model: ModelRouter) -> dict[str, object]:
+    return {
+        "model": model.fleet.model,
+        "active_decode_blocks_threshold": model.settings.active_decode_blocks_threshold,
+        "active_prefill_tokens_threshold": model.settings.active_prefill_tokens_threshold,
+    }

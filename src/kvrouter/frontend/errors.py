@@ -1,0 +1,81 @@
+"""The front door's own errors, and the one form in which every error of the tree leaves it."""
+
+from collections.abc import Mapping
+
+from kvrouter.core.errors import InvalidRequest, KvrouterError, RoutingRefused
+from kvrouter.frontend import http
+
+JSON_HEADERS = ((b"content-type", b"application/json"),)
+RETRY_AFTER_S = 1
+"""What a 503 without a better idea asks its client to wait, in seconds."""
+
+
+class UnknownWorker(InvalidRequest):
+    """A request is pinned to a worker, or to a rank of one, that is not here."""
+
+    code = "unknown_worker"
+
+
+class UnknownPath(InvalidRequest):
+    """Nothing lives at this path."""
+
+    status_hint = 404
+    code = "not_found"
+
+
+class UnknownDecision(InvalidRequest):
+    """No decision is kept for this request id."""
+
+    status_hint = 404
+    code = "decision_not_found"
+
+
+class MethodNotAllowed(InvalidRequest):
+    """The path exists, for another method; ``allow`` lists those that it takes, as the header does."""
+
+    status_hint = 405
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+
+class NotReady(KvrouterError):
+    """No model has an alive worker that could answer."""
+
+    status_hint = 503
+    code = "not_ready"
+    type = "service_unavailable"
+
+
+def refusal_counts(error: RoutingRefused) -> Mapping[str, int]:
+    """Worker ranks per reason, as JSON has them."""
+    return {reason.value: count for reason, count in sorted(error.refusals.items())}
+
+
+def error_body(error: KvrouterError) -> bytes:
+    """The JSON body that is this error; a refusal adds its role, its domain and its counts."""
+    more: dict[str, object] | None = None
+    if isinstance(error, RoutingRefused):
+        more = {"refusals": refusal_counts(error), "role": error.role, "domain": error.domain}
+    return http.error_body(
+        error.message, error_type=error.type, code=error.code, param=error.param, more=more
+    )
+
+
+def error_event(error: KvrouterError) -> bytes:
+    """The one event that ends a stream which cannot go on."""
+    return http.sse_event(error_body(error))
+
+
+def error_headers(error: KvrouterError) -> tuple[tuple[bytes, bytes], ...]:
+    """``Retry-After`` where waiting may help; what HTTP wants beside a 401 and a 405."""
+    if isinstance(error, MethodNotAllowed):
+        return (*JSON_HEADERS, (b"allow", error.allow.encode()))
+    if error.status_hint == 401:
+        return (*JSON_HEADERS, (b"www-authenticate", b'Bearer realm="kvrouter"'))
+    if error.status_hint == 503:
+        wait_s = error.retry_after_s if isinstance(error, RoutingRefused) else RETRY_AFTER_S
+        return (*JSON_HEADERS, (b"retry-after", str(wait_s).encode()))
+    return JSON_HEADERS

@@ -1,0 +1,89 @@
+"""``GET /v1/fleet`` as JSON."""
+
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.frontend.explained import Json, policy_json
+from kvrouter.frontend.reading import RankReading, WorkerReading, read_index, read_workers
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.router import RouterService
+from kvrouter.topology import RouterTopologyDefault, policy_of
+
+
+def fleet_json(service: RouterService) -> Json:
+    """Every worker with its ranks, every model with its queue and index, and the requests that run."""
+    models: list[Json] = []
+    workers: list[Json] = []
+    for model in service.models():
+        of_model = list(read_workers(model))
+        models.append(_model_json(model, workers=len(of_model)))
+        default = model.settings.topology_default
+        workers.extend(_worker_json(worker, default) for worker in of_model)
+    return {
+        "draining": service.is_draining,
+        "running_requests": service.running,
+        "models": models,
+        "workers": workers,
+    }
+
+
+def _model_json(model: ModelRouter, *, workers: int) -> Json:
+    settings, index = model.settings, read_index(model)
+    default = settings.topology_default
+    return {
+        "model": model.fleet.model,
+        "block_size": model.fleet.block_size,
+        "router_mode": settings.mode.value,
+        "workers": workers,
+        "worker_ranks": sum(card.dp_size for card in model.fleet),
+        "waiting_requests": len(model.waiting_room),
+        "index": None if index is None else {"blocks": index.blocks, "bytes": index.bytes},
+        "kv_transfer_default": None if default is None else policy_json(default.policy),
+        "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
+        "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
+    }
+
+
+def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -> Json:
+    card, config = worker.card, worker.card.runtime_config
+    return {
+        "worker_id": card.worker_id,
+        "model": card.model,
+        "role": card.role.value,
+        "alive": worker.alive,
+        "draining": card.draining,
+        "address": card.address,
+        "endpoint": f"{card.namespace}.{card.component}.{card.endpoint}",
+        "domains": config.topology_domains,
+        "levels": config.topology_levels,
+        "taints": sorted(config.taints),
+        "kv_transfer": _kv_transfer_json(card, default),
+        "ranks": [_rank_json(rank) for rank in worker.ranks],
+    }
+
+
+def _kv_transfer_json(card: WorkerCard, default: RouterTopologyDefault | None) -> Json | None:
+    """The policy that holds for KV from this worker; only prefill workers send any."""
+    if card.role is not Role.PREFILL:
+        return None
+    policy = policy_of(card.runtime_config, default)
+    return None if policy is None else policy_json(policy)
+
+
+def _rank_json(rank: RankReading) -> Json:
+    report: Json | None = None
+    if rank.report_active_blocks is not None:
+        report = {
+            "active_blocks": rank.report_active_blocks,
+            "active_prefill_tokens": rank.report_prefill_tokens,
+        }
+    feed: Json | None = None
+    if rank.feed is not None and rank.stale_s is not None:
+        feed = {"state": rank.feed.name.lower(), "stale_s": round(rank.stale_s, 3)}
+    return {
+        "dp_rank": rank.rank.dp_rank,
+        "active_blocks": rank.active_blocks,
+        "prefill_tokens": rank.prefill_tokens,
+        "total_blocks": rank.total_blocks,
+        "report": report,
+        "index_blocks": rank.held_blocks,
+        "feed": feed,
+    }

@@ -1,0 +1,44 @@
+"""What the front door tells telemetry: one method for everything worth counting or a line in the log."""
+
+import logging
+
+from kvrouter.frontend.http import HttpEvent
+from kvrouter.telemetry import Event, Telemetry, log_event
+
+logger = logging.getLogger("kvrouter.frontend")
+
+UNKNOWN_MODEL = "unknown"
+"""The label of calls that name no model that is served: what a client made up is no label."""
+
+
+class FrontObserved:
+    """The events of the front door. What happens to a request behind it, the service tells."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+
+    def answered(self, *, route: str, model: str | None, status: int) -> None:
+        """One call of a generation route was answered with this status (499: its client left first)."""
+        self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
+
+    def tokenized(self, *, model: str, seconds: float) -> None:
+        """One prompt was templated and tokenized."""
+        self._telemetry.tokenization_duration.observe(seconds, model)
+
+    def thresholds_set(self, *, model: str, decode_blocks: float | None, prefill_tokens: int | None) -> None:
+        """A model's busy thresholds were set."""
+        log_event(
+            logger,
+            Event.BUSY_THRESHOLD,
+            model=model,
+            active_decode_blocks_threshold=decode_blocks,
+            active_prefill_tokens_threshold=prefill_tokens,
+        )
+
+    def http(self, event: HttpEvent) -> None:
+        """Something happened on a connection; the observer of :class:`HttpServer`."""
+        self._telemetry.http_events.inc(event.value)
+        if event is HttpEvent.CONNECTION_CLOSED:
+            self._telemetry.http_connections.add(-1)
+        elif event in {HttpEvent.CONNECTION_OPENED, HttpEvent.CONNECTION_REFUSED}:
+            self._telemetry.http_connections.add(1)

@@ -1,0 +1,79 @@
+"""Pages for whoever runs or watches the router: models, health, readiness, metrics."""
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvrouter.core.errors import ShuttingDown, UnknownModel
+from kvrouter.core.ids import ModelName
+from kvrouter.frontend.errors import NotReady
+from kvrouter.frontend.prepare import Hall
+from kvrouter.service.router import RouterService
+from kvrouter.telemetry import METRICS_CONTENT_TYPE, Telemetry
+
+OWNER = "kvrouter"
+
+
+def json_page(value: object, *, status: int = 200) -> Response:
+    """An answer in JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class Pages:
+    """The routes that ask no token."""
+
+    def __init__(self, service: RouterService, hall: Hall, telemetry: Telemetry) -> None:
+        self._service = service
+        self._hall = hall
+        self._telemetry = telemetry
+        self._created_s = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """The table of these routes."""
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/metrics", self.metrics),
+        ]
+
+    async def models(self, _: Request) -> Response:
+        """``GET /v1/models``."""
+        return json_page({"object": "list", "data": [self._model_json(name) for name in self._hall.models()]})
+
+    async def model(self, request: Request) -> Response:
+        """``GET /v1/models/{model}``."""
+        name = ModelName(request.path_params["model"])
+        if name not in self._hall.models():
+            raise UnknownModel(f"model: {name!r} is not served here", param="model")
+        return json_page(self._model_json(name))
+
+    async def health(self, _: Request) -> Response:
+        """``GET /health``: the process answers, whatever it can do."""
+        status = "draining" if self._service.is_draining else "ok"
+        return json_page({"status": status, "running_requests": self._service.running})
+
+    async def ready(self, _: Request) -> Response:
+        """``GET /ready``: 200 when a request that comes now can be answered."""
+        if self._service.is_draining:
+            raise ShuttingDown("this router is shutting down and takes no new requests")
+        if not self._service.is_ready:
+            raise NotReady("no model has an alive worker that decodes")
+        return json_page({"status": "ready"})
+
+    async def metrics(self, _: Request) -> Response:
+        """``GET /metrics``, in Prometheus' text format."""
+        return Response(self._telemetry.render(), headers={"content-type": METRICS_CONTENT_TYPE})
+
+    def _model_json(self, name: ModelName) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": OWNER,
+            "max_model_len": self._hall.text(name).context_length_tokens,
+        }

@@ -1,0 +1,91 @@
+"""One reading of everything that the router believes of its workers, for the fleet page and the gauges."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrouter.core.events import Medium
+from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.workers import WorkerCard
+from kvrouter.feed.words import FeedState
+from kvrouter.service.cache_view import EventCacheView, PredictedCacheView
+from kvrouter.service.model_router import ModelRouter
+
+
+@dataclass(frozen=True, slots=True)
+class RankReading:
+    """One worker rank. What is not known is None: no report yet, no index, no feed."""
+
+    rank: WorkerRank
+    active_blocks: int
+    prefill_tokens: int
+    total_blocks: int | None
+    report_active_blocks: int | None
+    report_prefill_tokens: int | None
+    held_blocks: int | None
+    feed: FeedState | None
+    stale_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReading:
+    """One worker and its ranks."""
+
+    card: WorkerCard
+    alive: bool
+    ranks: tuple[RankReading, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReading:
+    """The size of a model's index. ``blocks`` is by medium."""
+
+    blocks: dict[str, int]
+    bytes: int
+
+
+def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
+    """Yield every worker of a model, in the order of worker ids."""
+    fleet = model.fleet
+    model.ledger.ensure_slots(fleet.n_slots)
+    loads = model.ledger.columns()
+    feeds: dict[Slot, tuple[FeedState, float]] = {}
+    held_of = None
+    if isinstance(model.cache, EventCacheView):
+        feeds = {slot: (state, stale_s) for slot, state, stale_s in model.cache.pump.feed_states()}
+        held_of = model.cache.index.held
+    columns = fleet.columns
+    for card in sorted(fleet, key=lambda card: card.worker_id):
+        ranks = []
+        for rank, slot in zip(card.ranks(), fleet.slots_of(card.worker_id), strict=True):
+            total_blocks = float(columns.total_blocks[slot])
+            reported = bool(columns.has_report[slot])
+            state, stale_s = feeds.get(slot, (None, None))
+            ranks.append(
+                RankReading(
+                    rank=rank,
+                    active_blocks=int(loads.active_blocks[slot]),
+                    prefill_tokens=int(loads.prefill_tokens[slot]),
+                    total_blocks=int(total_blocks) if np.isfinite(total_blocks) else None,
+                    report_active_blocks=int(columns.report_active_blocks[slot]) if reported else None,
+                    report_prefill_tokens=int(columns.report_prefill_tokens[slot]) if reported else None,
+                    held_blocks=None if held_of is None else held_of(slot),
+                    feed=state,
+                    stale_s=stale_s,
+                )
+            )
+        yield WorkerReading(card, fleet.is_alive(card.worker_id), tuple(ranks))
+
+
+def read_index(model: ModelRouter) -> IndexReading | None:
+    """Return the size of a model's index; None when none is kept."""
+    cache = model.cache
+    if isinstance(cache, EventCacheView):
+        stats = cache.index.stats()
+        blocks = {medium.name.lower(): stats.blocks[medium] for medium in Medium}
+        return IndexReading(blocks, stats.bytes)
+    if isinstance(cache, PredictedCacheView):
+        predicted = cache.index.stats()
+        return IndexReading({Medium.GPU.name.lower(): predicted.blocks}, predicted.bytes)
+    return None
