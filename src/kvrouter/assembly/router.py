@@ -69,9 +69,7 @@ def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> Routing
     """What the decision reads of the router's settings."""
     default = None
     if config.kv_transfer_topology_level is not None:
-        default = RouterTopologyDefault(
-            config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy
-        )
+        default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
     return RoutingSettings(
         mode=config.router_mode,
         overlap_score_weight=config.overlap_score_weight,

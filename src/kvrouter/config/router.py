@@ -1,6 +1,5 @@
 """The router's settings: how it chooses, whom it refuses, how long it waits."""
 
-from enum import StrEnum
 from typing import Annotated
 
 from annotated_types import Interval, MaxLen
@@ -19,13 +18,7 @@ from kvrouter.config.setting import (
     Whole,
 )
 from kvrouter.core.constraints import RouterMode
-
-
-class MismatchPolicy(StrEnum):
-    """What happens when no decode worker shares the prefill worker's domain."""
-
-    FAIL = "fail"
-    FALLBACK = "fallback"
+from kvrouter.topology import MismatchPolicy
 
 
 class KvRouterConfig(Section):

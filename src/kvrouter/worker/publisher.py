@@ -70,7 +70,7 @@ class KvPublisher:
         lora_name: str | None = None,
         cache_namespace: str | None = None,
     ) -> None:
-        """Tell of consecutive full blocks; raise ValueError unless there are ``block_size`` tokens for each."""
+        """Tell of consecutive full blocks; ValueError unless there are ``block_size`` tokens for each."""
         if len(token_ids) != self._block_size * len(engine_hashes):
             raise ValueError(
                 f"token_ids: {len(engine_hashes)} blocks of {self._block_size} tokens, not {len(token_ids)}"
@@ -106,7 +106,7 @@ class KvPublisher:
         self._closed = True
         self._ranks.clear()
 
-    def recent(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+    def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last``, inclusive; None when some of them are gone."""
         stream = self._ranks.get(rank.dp_rank)
         if stream is None or self._closed:
@@ -117,7 +117,7 @@ class KvPublisher:
         events = tuple(stream.ring[index] for index in range(offset, offset + last - first + 1))
         return KvBatch(rank, self._epoch, first, events, self._wall_clock())
 
-    def snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         """The rank's whole state, with every event before ``next_event_id`` in it."""
         if self._closed or rank.worker_id != self._worker_id:
             return None

@@ -31,7 +31,7 @@ ServeRecovery = Callable[[WorkerId, KvPublisher], Callable[[], None]]
 
 
 class Worker:
-    """One engine in the fleet. ``start`` it, ``begin_drain`` and ``stop`` it; ``die`` is a death without goodbye."""
+    """One engine in the fleet: ``start``, ``begin_drain``, ``stop``; ``die`` is a death without goodbye."""
 
     def __init__(
         self,

@@ -1,0 +1,100 @@
+"""``kvrouter up``: the embedded system, from its first line to its last."""
+
+import asyncio
+import gc
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import uvloop
+
+from kvrouter.assembly.mock_fleet import MockFleet, link_table
+from kvrouter.assembly.router import build_service
+from kvrouter.config import FleetFile, Settings
+from kvrouter.frontend.app import FrontDoor
+from kvrouter.frontend.http import HttpServer
+from kvrouter.service.router import RouterService
+from kvrouter.telemetry import Event, Telemetry, log_event
+
+logger = logging.getLogger("kvrouter.up")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """Everything of one ``kvrouter up``."""
+
+    fleet: MockFleet
+    service: RouterService
+    server: HttpServer
+    telemetry: Telemetry
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the front door listens."""
+        return self.server.addresses[0]
+
+    async def drain(self, limit_s: float) -> int:
+        """Take no new requests, let running ones finish; return how many were cut at the limit."""
+        requests, connections = await asyncio.gather(self.service.drain(limit_s), self.server.drain(limit_s))
+        return max(requests, connections)
+
+
+@asynccontextmanager
+async def embedded(settings: Settings, fleet: FleetFile) -> AsyncIterator[Embedded]:
+    """Serve a fleet of mock engines behind one front door, on this event loop."""
+    telemetry = Telemetry()
+    telemetry.build_info.set(1, version("kvrouter"))
+    async with MockFleet(fleet) as mock:
+        service = build_service(
+            settings.router,
+            plane=mock.requests,
+            discovery=mock.discovery,
+            subscriber=mock.events,
+            telemetry=telemetry,
+            links=link_table(fleet),
+        )
+        await service.start()
+        door = FrontDoor(service, mock.texts, settings=settings.frontend, telemetry=telemetry)
+        server = door.server()
+        try:
+            await server.serve(settings.frontend.http_host, settings.frontend.http_port)
+            yield Embedded(mock, service, server, telemetry)
+        finally:
+            await server.drain(0.0)
+            service.stop()
+
+
+def serve(settings: Settings, fleet: FleetFile) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises OSError for a taken port."""
+    return uvloop.run(_serve(settings, fleet))
+
+
+async def _serve(settings: Settings, fleet: FleetFile) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    log_event(
+        logger,
+        Event.START,
+        version=version("kvrouter"),
+        models=",".join(model.name for model in fleet.models),
+        workers=sum(group.replicas for group in fleet.workers),
+    )
+    async with embedded(settings, fleet) as system:
+        # What was loaded stays: the collector need not walk tokenizers and tables again and again.
+        gc.collect()
+        gc.freeze()
+        host, port = system.address
+        log_event(logger, Event.READY, host=host, port=port)
+        await stopping.wait()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # a second one ends the process at once
+        began_s = loop.time()
+        log_event(logger, Event.DRAIN, running_requests=system.service.running)
+        cut = await system.drain(settings.frontend.drain_limit_s)
+        log_event(logger, Event.STOP, duration_s=loop.time() - began_s, running_requests=cut)
+    return 0
