@@ -10,9 +10,12 @@ get it back. Big batches, ``dump``, ``load`` and ``drop`` give it up.
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import Self, final
 
 from typing_extensions import Buffer
+
+from kvrouter.core.events import Held, KvEvent, Medium
+from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 
 @final
 class Prompt:
@@ -74,3 +77,151 @@ def sequence_hashes(block_hashes: bytes) -> bytes:
 
     Raises ValueError when the column is not a multiple of 8 bytes.
     """
+
+@final
+class Applied:
+    """What became of the blocks of some events; see kvrouter.index.port.Applied for each count."""
+
+    @property
+    def stored(self) -> int: ...
+    @property
+    def repeated(self) -> int: ...
+    @property
+    def replaced(self) -> int: ...
+    @property
+    def removed(self) -> int: ...
+    @property
+    def unknown_removed(self) -> int: ...
+    @property
+    def orphaned(self) -> int: ...
+    @property
+    def cleared(self) -> int: ...
+    @property
+    def over_limit(self) -> int: ...
+
+@final
+class IndexStats:
+    """Sizes of a BlockIndex; see kvrouter.index.port.IndexStats."""
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int]: ...
+    @property
+    def sequences(self) -> tuple[int, int, int, int]: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+@final
+class BlockIndex:
+    """Who holds which blocks, as the engines' events say; the contract is kvrouter.index.port.BlockIndex.
+
+    An engine hash is opaque and means something at its own rank alone. A block stored n times at one (rank,
+    medium) takes n removals. Two engine hashes of one rank may name the same block, which stays until both
+    are gone. An engine hash that is stored again with other content names the new content alone, its earlier
+    stores forgotten. A rank holds at most ``blocks_per_rank_max`` blocks a medium.
+
+    Raises ValueError for a slot outside 0..65535, a medium outside 0..3, a malformed event.
+    """
+
+    def __new__(cls, *, blocks_per_rank_max: int = ...) -> BlockIndex: ...
+    def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
+        """Apply events of one rank, in order; more than 4,096 blocks give up the interpreter lock meanwhile."""
+    def load(self, slot: Slot, events: Sequence[Held]) -> Applied:
+        """Replace what the rank holds by a snapshot."""
+    def dump(self, slot: Slot) -> list[Held]:
+        """A snapshot of the rank, at most 4,096 blocks an event, by medium and rising engine hash."""
+    def drop(self, slot: Slot) -> int:
+        """Forget the rank; return how many blocks it held."""
+    def overlap(self, prompt: Prompt, out: Buffer, medium: Medium = ...) -> None:
+        """Fill ``out`` with the longest contiguous prefix of the prompt's blocks that each slot holds.
+
+        Raises ValueError when ``out`` is shorter than the slots in use.
+        """
+    def held(self, slot: Slot, medium: Medium = ...) -> int:
+        """How many blocks the rank holds."""
+    def stats(self) -> IndexStats:
+        """Sizes now; walks over the ranks."""
+
+@final
+class ApproximateStats:
+    """Sizes of an ApproximateIndex."""
+
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+@final
+class ApproximateIndex:
+    """Who may hold which blocks, predicted; the contract is kvrouter.index.port.ApproximateIndex.
+
+    Raises ValueError for a ttl_s that is not above 0, max_blocks below 1, a ratio outside 0..1, a time that
+    is not finite.
+    """
+
+    def __new__(
+        cls, *, ttl_s: float = 120.0, max_blocks: int = ..., prune_target_ratio: float = 0.8
+    ) -> ApproximateIndex: ...
+    def touch(self, slot: Slot, prompt: Prompt, now_s: float) -> None:
+        """A decision sends the prompt to the slot; also forgets what is over."""
+    def overlap(self, prompt: Prompt, out: Buffer, now_s: float) -> None:
+        """Fill ``out`` as BlockIndex.overlap does, without the blocks whose time is over."""
+    def expire(self, now_s: float) -> int:
+        """Forget the blocks whose time is over; return how many."""
+    def drop(self, slot: Slot) -> int:
+        """Forget the slot; return how many blocks it was thought to hold."""
+    def stats(self) -> ApproximateStats:
+        """Sizes now."""
+
+@final
+class Column:
+    """A signed 64-bit count for each slot, as a read-only buffer.
+
+    It shows every later change, until the ledger grows; then it stays as it was, and the ledger hands out
+    longer ones.
+    """
+
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Ledger:
+    """Load by slot; the contract is kvrouter.ledger.port.Ledger. ``n_slots`` is the room to begin with."""
+
+    def __new__(cls, n_slots: int = ...) -> Self: ...
+    def ensure_slots(self, n_slots: int) -> bool:
+        """Make room for ``n_slots`` slots or more. True when the columns are new: take them again."""
+    @property
+    def n_slots(self) -> int:
+        """The slots that there is room for."""
+    @property
+    def n_runs(self) -> int:
+        """Runs of blocks that the ledger tells apart: its size in memory."""
+    @property
+    def prefill_tokens(self) -> Column:
+        """Active prefill tokens, by slot."""
+    @property
+    def active_blocks(self) -> Column:
+        """Active blocks, by slot."""
+    def book(
+        self, *, key: LeaseKey, slot: Slot, prompt: Prompt, prefill_tokens: int, track_blocks: bool = True
+    ) -> LeaseId:
+        """Open a lease. Raises kvrouter.ledger.port.LeaseExists, or ValueError for a slot without room."""
+    def find(self, key: LeaseKey) -> LeaseId | None:
+        """The open lease with this key."""
+    def first_token(self, lease: LeaseId) -> bool:
+        """Prefill is over. False when the lease is not open."""
+    def output_block(self, lease: LeaseId, n: int = 1) -> bool:
+        """``n`` more blocks are full of output. False when the lease is not open."""
+    def close(self, lease: LeaseId) -> bool:
+        """End the lease. False when it is not open."""
+    def move(self, lease: LeaseId, slot: Slot, prefill_tokens: int) -> bool:
+        """Move the lease to another slot. False when it is not open; ValueError for a slot without room."""
+    def not_active(self, prompt: Prompt, out: Buffer, exclude: LeaseId | None = None) -> None:
+        """Fill ``out`` with the prompt's blocks that no lease but ``exclude`` holds at the slot yet."""
+    def drop_slot(self, slot: Slot) -> int:
+        """Close all leases at the slot; return how many."""
+    def drop_router(self, router_id: RouterId) -> int:
+        """Close all leases of one router incarnation; return how many."""
+    def __len__(self) -> int:
+        """The number of open leases."""

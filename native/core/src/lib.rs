@@ -1,4 +1,13 @@
 //! The algorithms of kvrouter's native core. Nothing here knows Python, time or threads.
 
+pub mod approximate;
 pub mod hashing;
+mod holders;
+pub mod index;
+pub mod ledger;
+mod overlap;
+mod pages;
+mod paths;
 pub mod prompt;
+mod shard;
+mod table;

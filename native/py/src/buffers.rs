@@ -5,7 +5,8 @@ use pyo3::exceptions::{PyBufferError, PyOverflowError, PyTypeError, PyValueError
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
-/// Calls `f` with the token ids of `tokens`: a C-contiguous u32 buffer as it lies, any sequence of ints copied.
+/// Calls `f` with the token ids of `tokens`: a C-contiguous u32 buffer as it lies, any sequence of ints
+/// copied.
 pub fn with_tokens<R>(tokens: &Bound<'_, PyAny>, f: impl FnOnce(&[u32]) -> R) -> PyResult<R> {
     if tokens.is_instance_of::<PyList>() || tokens.is_instance_of::<PyTuple>() {
         return Ok(f(&sequence_tokens(tokens)?));
@@ -87,8 +88,8 @@ impl OutColumn {
         if self.0.item_count() == 0 {
             return &mut [];
         }
-        // SAFETY: one contiguous, writable dimension of aligned u32, kept alive by the buffer; while the caller
-        // is attached no other thread runs Python code that could alias it.
+        // SAFETY: one contiguous, writable dimension of aligned u32, kept alive by the buffer; while the
+        // caller is attached no other thread runs Python code that could alias it.
         unsafe { std::slice::from_raw_parts_mut(self.0.buf_ptr().cast::<u32>(), self.0.item_count()) }
     }
 }

@@ -1,13 +1,24 @@
 //! `kvrouter._native`: the Python face of the native core. `src/kvrouter/_native.pyi` is its contract.
 
+mod approximate;
 mod buffers;
+mod events;
 mod hashing;
+mod index;
+mod ledger;
 
 use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hashing::Prompt>()?;
+    module.add_class::<approximate::ApproximateIndex>()?;
+    module.add_class::<approximate::ApproximateStats>()?;
+    module.add_class::<index::Applied>()?;
+    module.add_class::<index::BlockIndex>()?;
+    module.add_class::<index::IndexStats>()?;
+    module.add_class::<ledger::Column>()?;
+    module.add_class::<ledger::Ledger>()?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::block_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;

@@ -1,0 +1,521 @@
+//! Who holds which blocks, as the engines' events say.
+//!
+//! For each medium, one table over all ranks maps sequence hashes to holders, and one table a rank maps the
+//! engine's hashes to sequence hashes. Engine hashes are opaque: two ranks may call one block by two names,
+//! and two blocks by one.
+
+use hashbrown::HashMap;
+
+use crate::hashing::chain;
+pub use crate::holders::SLOTS_MAX;
+use crate::holders::{HolderSets, Holders};
+use crate::overlap::{overlap, Mixer};
+use crate::pages::PagePool;
+use crate::table::Table;
+
+/// GPU, CPU, disk, external.
+pub const MEDIA: usize = 4;
+
+/// Blocks whose places are fetched together before they are written.
+const TOGETHER: usize = 32;
+
+/// What became of the events that were applied, in blocks.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Applied {
+    pub stored: u64,
+    pub repeated: u64,
+    pub replaced: u64,
+    pub removed: u64,
+    pub unknown_removed: u64,
+    pub orphaned: u64,
+    pub cleared: u64,
+    pub over_limit: u64,
+}
+
+/// One KV event; hashes are columns of equal length.
+pub enum Event<'a> {
+    Stored {
+        parent: Option<u64>,
+        engine_hashes: &'a [u64],
+        block_hashes: &'a [u64],
+        medium: usize,
+    },
+    Removed {
+        engine_hashes: &'a [u64],
+        medium: usize,
+    },
+    Cleared,
+    /// Blocks named by sequence hash, as in a snapshot.
+    Held {
+        engine_hashes: &'a [u64],
+        sequence_hashes: &'a [u64],
+        medium: usize,
+    },
+}
+
+impl Event<'_> {
+    /// The blocks that the event names.
+    pub fn n_blocks(&self) -> usize {
+        match self {
+            Event::Stored { engine_hashes, .. }
+            | Event::Removed { engine_hashes, .. }
+            | Event::Held { engine_hashes, .. } => engine_hashes.len(),
+            Event::Cleared => 0,
+        }
+    }
+}
+
+/// The blocks of one medium at one rank, as a snapshot lists them.
+pub struct HeldColumns {
+    pub medium: usize,
+    pub engine_hashes: Vec<u64>,
+    pub sequence_hashes: Vec<u64>,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct IndexStats {
+    /// Held blocks, one for each engine hash of each rank.
+    pub blocks: [usize; MEDIA],
+    /// Distinct sequence hashes.
+    pub sequences: [usize; MEDIA],
+    pub ranks: usize,
+    pub bytes: usize,
+}
+
+pub struct BlockIndex {
+    media: [Medium; MEDIA],
+    pages: PagePool,
+    mixer: Mixer,
+    blocks_per_rank_max: usize,
+    chained: Vec<u64>,
+}
+
+#[derive(Default)]
+struct Medium {
+    blocks: Table<Holders>,
+    sets: HolderSets,
+    ranks: Vec<Option<Box<Rank>>>,
+}
+
+#[derive(Default)]
+struct Rank {
+    /// Engine key → sequence key.
+    names: Table<u64>,
+    /// Engine key → stores beyond the first.
+    repeats: HashMap<u64, u32>,
+    /// Sequence key → engine hashes beyond the first that name it.
+    aliases: HashMap<u64, u32>,
+}
+
+impl BlockIndex {
+    /// An empty index. `secret` spreads the hashes over the tables and changes no answer.
+    pub fn new(blocks_per_rank_max: usize, secret: u64) -> Self {
+        BlockIndex {
+            media: Default::default(),
+            pages: PagePool::default(),
+            mixer: Mixer::new(secret),
+            blocks_per_rank_max,
+            chained: Vec::new(),
+        }
+    }
+
+    /// Applies one event of the rank at `slot`, and counts what became of its blocks.
+    ///
+    /// # Panics
+    /// When the slot or the medium is out of range, or columns differ in length.
+    pub fn apply(&mut self, slot: u32, event: &Event<'_>, applied: &mut Applied) {
+        assert!((slot as usize) < SLOTS_MAX, "slot {slot} is below {SLOTS_MAX}");
+        match *event {
+            Event::Stored { parent, engine_hashes, block_hashes, medium } => {
+                let parent = match parent {
+                    None => None,
+                    Some(name) => match self.sequence_of(slot, name, medium) {
+                        Some(sequence) => Some(sequence),
+                        None => {
+                            applied.orphaned += engine_hashes.len() as u64;
+                            return;
+                        }
+                    },
+                };
+                let mut chained = std::mem::take(&mut self.chained);
+                chained.clear();
+                chained.extend(block_hashes.iter().scan(parent, |previous, &block| {
+                    *previous = Some(chain(*previous, block));
+                    *previous
+                }));
+                self.store(slot, medium, engine_hashes, &chained, applied);
+                self.chained = chained;
+            }
+            Event::Held { engine_hashes, sequence_hashes, medium } => {
+                self.store(slot, medium, engine_hashes, sequence_hashes, applied);
+            }
+            Event::Removed { engine_hashes, medium } => self.remove(slot, medium, engine_hashes, applied),
+            Event::Cleared => applied.cleared += self.drop_rank(slot) as u64,
+        }
+    }
+
+    /// The sequence hash that the rank calls `name`: in this medium, or in any other.
+    fn sequence_of(&self, slot: u32, name: u64, medium: usize) -> Option<u64> {
+        let key = self.mixer.key(name);
+        let in_medium = |medium: usize| self.media[medium].rank(slot)?.names.get(key);
+        let found = in_medium(medium).or_else(|| (0..MEDIA).find_map(in_medium))?;
+        Some(self.mixer.hash(found))
+    }
+
+    fn store(&mut self, slot: u32, medium: usize, names: &[u64], sequences: &[u64], applied: &mut Applied) {
+        assert_eq!(names.len(), sequences.len(), "one sequence hash for each engine hash");
+        if names.is_empty() {
+            return;
+        }
+        let Medium { blocks, sets, ranks } = &mut self.media[medium];
+        if ranks.len() <= slot as usize {
+            ranks.resize_with(slot as usize + 1, || None);
+        }
+        let rank = ranks[slot as usize].get_or_insert_default();
+        let (pages, mixer) = (&mut self.pages, self.mixer);
+        for (names, sequences) in names.chunks(TOGETHER).zip(sequences.chunks(TOGETHER)) {
+            for (&name, &sequence) in names.iter().zip(sequences) {
+                rank.names.prefetch(mixer.key(name));
+                blocks.prefetch(mixer.key(sequence));
+            }
+            for (&name, &sequence) in names.iter().zip(sequences) {
+                let (name, sequence) = (mixer.key(name), mixer.key(sequence));
+                match rank.place(pages, name, sequence, self.blocks_per_rank_max) {
+                    Placed::OverLimit => applied.over_limit += 1,
+                    Placed::Repeated => applied.repeated += 1,
+                    Placed::New => {
+                        applied.stored += 1;
+                        rank.claim(pages, blocks, sets, slot, sequence);
+                    }
+                    Placed::Instead(old) => {
+                        applied.replaced += 1;
+                        rank.give_up(pages, blocks, sets, slot, old);
+                        rank.claim(pages, blocks, sets, slot, sequence);
+                    }
+                }
+            }
+        }
+    }
+
+    fn remove(&mut self, slot: u32, medium: usize, names: &[u64], applied: &mut Applied) {
+        let Medium { blocks, sets, ranks } = &mut self.media[medium];
+        let Some(rank) = ranks.get_mut(slot as usize).and_then(Option::as_deref_mut) else {
+            applied.unknown_removed += names.len() as u64;
+            return;
+        };
+        let (pages, mixer) = (&mut self.pages, self.mixer);
+        for names in names.chunks(TOGETHER) {
+            for &name in names {
+                rank.names.prefetch(mixer.key(name));
+            }
+            for &name in names {
+                if let Some(&sequence) = rank.names.get(mixer.key(name)).as_ref() {
+                    blocks.prefetch(sequence);
+                }
+            }
+            for &name in names {
+                match rank.take_back(pages, mixer.key(name)) {
+                    TakenBack::Unknown => applied.unknown_removed += 1,
+                    TakenBack::StillStored => applied.removed += 1,
+                    TakenBack::Last(sequence) => {
+                        applied.removed += 1;
+                        rank.give_up(pages, blocks, sets, slot, sequence);
+                    }
+                }
+            }
+        }
+        if rank.names.is_empty() {
+            self.media[medium].forget_rank(slot);
+        }
+    }
+
+    /// Removes everything that the rank at `slot` holds; returns how many blocks that were.
+    pub fn drop_rank(&mut self, slot: u32) -> usize {
+        let mut n_blocks = 0;
+        for medium in &mut self.media {
+            let Some(mut rank) = medium.ranks.get_mut(slot as usize).and_then(Option::take) else { continue };
+            n_blocks += rank.names.len();
+            let (pages, blocks, sets) = (&mut self.pages, &mut medium.blocks, &mut medium.sets);
+            let mut sequences = Vec::with_capacity(rank.names.len());
+            rank.names.for_each(|_, sequence| sequences.push(sequence));
+            rank.names.clear(pages);
+            for chunk in sequences.chunks(TOGETHER) {
+                for &sequence in chunk {
+                    blocks.prefetch(sequence);
+                }
+                for &sequence in chunk {
+                    rank.give_up(pages, blocks, sets, slot, sequence);
+                }
+            }
+            medium.forget_rank(slot);
+        }
+        n_blocks
+    }
+
+    /// Fills `out` with the overlap of every slot; false, filling nothing, when it is too short for the slots
+    /// in use.
+    #[must_use]
+    pub fn overlap(&self, sequence_hashes: &[u64], medium: usize, out: &mut [u32]) -> bool {
+        let medium = &self.media[medium];
+        let fits = medium.ranks.len() <= out.len();
+        if fits {
+            overlap(&medium.blocks, &medium.sets, self.mixer, sequence_hashes, out);
+        }
+        fits
+    }
+
+    /// One more than the highest slot that holds blocks in the medium.
+    pub fn slots_in_use(&self, medium: usize) -> usize {
+        self.media[medium].ranks.len()
+    }
+
+    /// The blocks of the rank at `slot`, by medium and rising engine hash; a block stored n times is listed n
+    /// times.
+    pub fn dump(&self, slot: u32) -> Vec<HeldColumns> {
+        let mut columns = Vec::new();
+        for (medium, held) in self.media.iter().enumerate() {
+            let Some(rank) = held.rank(slot) else { continue };
+            let mut pairs = Vec::with_capacity(rank.names.len());
+            rank.names.for_each(|name, sequence| {
+                let pair = (self.mixer.hash(name), self.mixer.hash(sequence));
+                let n_stores = 1 + rank.repeats.get(&name).map_or(0, |&n| n as usize);
+                pairs.extend(std::iter::repeat_n(pair, n_stores));
+            });
+            pairs.sort_unstable();
+            let (engine_hashes, sequence_hashes) = pairs.into_iter().unzip();
+            columns.push(HeldColumns { medium, engine_hashes, sequence_hashes });
+        }
+        columns
+    }
+
+    /// How many blocks the rank at `slot` holds in the medium.
+    pub fn held(&self, slot: u32, medium: usize) -> usize {
+        self.media[medium].rank(slot).map_or(0, |rank| rank.names.len())
+    }
+
+    pub fn stats(&self) -> IndexStats {
+        let mut stats = IndexStats { bytes: self.pages.used_bytes(), ..IndexStats::default() };
+        let mut holds = vec![false; self.media.iter().map(|medium| medium.ranks.len()).max().unwrap_or(0)];
+        for (i, medium) in self.media.iter().enumerate() {
+            stats.sequences[i] = medium.blocks.len();
+            stats.bytes += medium.blocks.own_bytes() + medium.sets.bytes();
+            stats.bytes += medium.ranks.capacity() * size_of::<Option<Box<Rank>>>();
+            for (slot, rank) in medium.ranks.iter().enumerate() {
+                if let Some(rank) = rank {
+                    holds[slot] = true;
+                    stats.blocks[i] += rank.names.len();
+                    stats.bytes += rank.bytes();
+                }
+            }
+        }
+        stats.ranks = holds.into_iter().filter(|&holds| holds).count();
+        stats
+    }
+}
+
+impl Medium {
+    fn rank(&self, slot: u32) -> Option<&Rank> {
+        self.ranks.get(slot as usize)?.as_deref()
+    }
+
+    fn forget_rank(&mut self, slot: u32) {
+        self.ranks[slot as usize] = None;
+        let in_use = self.ranks.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
+        self.ranks.truncate(in_use);
+        if in_use == 0 {
+            self.ranks = Vec::new();
+        }
+    }
+}
+
+enum Placed {
+    New,
+    Repeated,
+    /// The name stood for this sequence until now.
+    Instead(u64),
+    OverLimit,
+}
+
+enum TakenBack {
+    Unknown,
+    StillStored,
+    /// The name is gone; it stood for this sequence.
+    Last(u64),
+}
+
+impl Rank {
+    /// Notes one more store of `sequence` under `name`. A name that stood for other content stands for the
+    /// new one alone: its earlier stores are forgotten, because the engine cannot mean both.
+    #[inline]
+    fn place(&mut self, pages: &mut PagePool, name: u64, sequence: u64, max: usize) -> Placed {
+        if self.names.len() >= max && self.names.get(name).is_none() {
+            return Placed::OverLimit;
+        }
+        let mut placed = Placed::New;
+        self.names.upsert(pages, name, |old| {
+            match old {
+                None => {}
+                Some(old) if old == sequence => placed = Placed::Repeated,
+                Some(old) => placed = Placed::Instead(old),
+            }
+            sequence
+        });
+        match placed {
+            Placed::Repeated => *self.repeats.entry(name).or_insert(0) += 1,
+            Placed::Instead(_) => forget(&mut self.repeats, name),
+            _ => {}
+        }
+        placed
+    }
+
+    /// Takes back one store of `name`.
+    #[inline]
+    fn take_back(&mut self, pages: &mut PagePool, name: u64) -> TakenBack {
+        if !self.repeats.is_empty() && count_down(&mut self.repeats, name) {
+            return TakenBack::StillStored;
+        }
+        self.names.remove(pages, name).map_or(TakenBack::Unknown, TakenBack::Last)
+    }
+
+    /// Makes `slot` a holder of `sequence`, on behalf of one more name.
+    #[inline]
+    fn claim(
+        &mut self,
+        pages: &mut PagePool,
+        blocks: &mut Table<Holders>,
+        sets: &mut HolderSets,
+        slot: u32,
+        sequence: u64,
+    ) {
+        let mut is_alias = false;
+        blocks.upsert(pages, sequence, |holders| match holders {
+            None => Holders::one(slot),
+            Some(holders) => {
+                let joined = sets.add(holders, slot);
+                is_alias = joined == holders;
+                joined
+            }
+        });
+        if is_alias {
+            *self.aliases.entry(sequence).or_insert(0) += 1;
+        }
+    }
+
+    /// Ends one name's claim to `sequence`; with the last one `slot` is no holder any more.
+    #[inline]
+    fn give_up(
+        &mut self,
+        pages: &mut PagePool,
+        blocks: &mut Table<Holders>,
+        sets: &mut HolderSets,
+        slot: u32,
+        sequence: u64,
+    ) {
+        if !self.aliases.is_empty() && count_down(&mut self.aliases, sequence) {
+            return;
+        }
+        blocks.update(pages, sequence, |holders| sets.remove(holders, slot));
+    }
+
+    fn bytes(&self) -> usize {
+        let beside = size_of::<u64>() + size_of::<u32>() + 5;
+        size_of::<Rank>()
+            + self.names.own_bytes()
+            + (self.repeats.capacity() + self.aliases.capacity()) * beside
+    }
+}
+
+/// Takes one off the count of `key`; false when it has none.
+fn count_down(counts: &mut HashMap<u64, u32>, key: u64) -> bool {
+    match counts.get_mut(&key) {
+        None => false,
+        Some(1) => {
+            forget(counts, key);
+            true
+        }
+        Some(count) => {
+            *count -= 1;
+            true
+        }
+    }
+}
+
+fn forget(counts: &mut HashMap<u64, u32>, key: u64) {
+    counts.remove(&key);
+    if counts.capacity() > 64 && counts.len() * 4 < counts.capacity() {
+        counts.shrink_to(counts.len() * 2);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn store(
+        index: &mut BlockIndex,
+        slot: u32,
+        parent: Option<u64>,
+        names: &[u64],
+        blocks: &[u64],
+    ) -> Applied {
+        let mut applied = Applied::default();
+        let event = Event::Stored { parent, engine_hashes: names, block_hashes: blocks, medium: 0 };
+        index.apply(slot, &event, &mut applied);
+        applied
+    }
+
+    fn remove(index: &mut BlockIndex, slot: u32, names: &[u64]) -> Applied {
+        let mut applied = Applied::default();
+        index.apply(slot, &Event::Removed { engine_hashes: names, medium: 0 }, &mut applied);
+        applied
+    }
+
+    fn overlaps(index: &BlockIndex, blocks: &[u64], n_slots: usize) -> Vec<u32> {
+        let mut out = vec![7; n_slots];
+        assert!(index.overlap(&crate::hashing::sequence_hashes(blocks), 0, &mut out));
+        out
+    }
+
+    #[test]
+    fn the_longest_contiguous_prefix_counts() {
+        let mut index = BlockIndex::new(1 << 20, 99);
+        let blocks: Vec<u64> = (100..140).collect();
+        let names: Vec<u64> = (0..40).collect();
+        for slot in 0..200 {
+            let n = (slot as usize * 7) % 41;
+            store(&mut index, slot, None, &names[..n], &blocks[..n]);
+        }
+        let expected: Vec<u32> = (0..200).map(|slot| (slot * 7) % 41).chain([0]).collect();
+        assert_eq!(overlaps(&index, &blocks, 201), expected);
+        assert_eq!(remove(&mut index, 5, &[20]).removed, 1);
+        assert_eq!(overlaps(&index, &blocks, 201)[5], 20);
+        store(&mut index, 5, Some(19), &[20], &blocks[20..21]);
+        assert_eq!(overlaps(&index, &blocks, 201), expected);
+        for slot in 0..200 {
+            index.drop_rank(slot);
+        }
+        assert_eq!(index.stats(), IndexStats::default());
+    }
+
+    #[test]
+    fn two_names_for_one_block_and_one_name_for_two() {
+        let mut index = BlockIndex::new(1 << 20, 99);
+        store(&mut index, 0, None, &[1], &[50]);
+        store(&mut index, 0, None, &[2], &[50]);
+        remove(&mut index, 0, &[1]);
+        assert_eq!(overlaps(&index, &[50], 1), [1]);
+        assert_eq!(store(&mut index, 0, None, &[2], &[60]).replaced, 1);
+        assert_eq!(overlaps(&index, &[50], 1), [0]);
+        assert_eq!(overlaps(&index, &[60], 1), [1]);
+        remove(&mut index, 0, &[2]);
+        assert_eq!(index.stats(), IndexStats::default());
+    }
+
+    #[test]
+    fn a_rank_over_its_limit_holds_no_more() {
+        let mut index = BlockIndex::new(2, 99);
+        let applied = store(&mut index, 0, None, &[1, 2, 3, 1], &[50, 60, 70, 50]);
+        assert_eq!((applied.stored, applied.over_limit), (2, 1));
+        assert_eq!(index.held(0, 0), 2);
+    }
+}

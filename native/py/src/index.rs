@@ -1,0 +1,242 @@
+//! `BlockIndex`: decoding events, and who waits for whom.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kvrouter_core::index::{self, MEDIA, SLOTS_MAX};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+
+use crate::buffers::{to_column, OutColumn};
+use crate::events::{self, Batch};
+use crate::hashing::Prompt;
+
+/// A batch with more blocks gives the interpreter up while it is applied.
+const DETACH_BLOCKS: usize = 4096;
+
+/// Blocks that are applied before a waiting reader gets its turn.
+const TURN_BLOCKS: usize = 4096;
+
+#[pyclass(frozen, get_all, eq, module = "kvrouter._native")]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Applied {
+    stored: u64,
+    repeated: u64,
+    replaced: u64,
+    removed: u64,
+    unknown_removed: u64,
+    orphaned: u64,
+    cleared: u64,
+    over_limit: u64,
+}
+
+#[pymethods]
+impl Applied {
+    fn __repr__(&self) -> String {
+        format!(
+            "Applied(stored={}, repeated={}, replaced={}, removed={}, unknown_removed={}, orphaned={}, cleared={}, over_limit={})",
+            self.stored,
+            self.repeated,
+            self.replaced,
+            self.removed,
+            self.unknown_removed,
+            self.orphaned,
+            self.cleared,
+            self.over_limit
+        )
+    }
+}
+
+impl From<index::Applied> for Applied {
+    fn from(applied: index::Applied) -> Self {
+        let index::Applied {
+            stored,
+            repeated,
+            replaced,
+            removed,
+            unknown_removed,
+            orphaned,
+            cleared,
+            over_limit,
+        } = applied;
+        Applied { stored, repeated, replaced, removed, unknown_removed, orphaned, cleared, over_limit }
+    }
+}
+
+#[pyclass(frozen, get_all, eq, module = "kvrouter._native")]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct IndexStats {
+    blocks: [usize; MEDIA],
+    sequences: [usize; MEDIA],
+    ranks: usize,
+    bytes: usize,
+}
+
+#[pymethods]
+impl IndexStats {
+    fn __repr__(&self) -> String {
+        format!(
+            "IndexStats(blocks={:?}, sequences={:?}, ranks={}, bytes={})",
+            self.blocks, self.sequences, self.ranks, self.bytes
+        )
+    }
+}
+
+#[pyclass(frozen, module = "kvrouter._native")]
+pub struct BlockIndex {
+    index: Mutex<index::BlockIndex>,
+    n_waiting: AtomicUsize,
+}
+
+#[pymethods]
+impl BlockIndex {
+    #[new]
+    #[pyo3(signature = (*, blocks_per_rank_max=1 << 26))]
+    fn new(blocks_per_rank_max: usize) -> PyResult<Self> {
+        if blocks_per_rank_max == 0 {
+            return Err(PyValueError::new_err("blocks_per_rank_max: at least 1, not 0"));
+        }
+        let index = index::BlockIndex::new(blocks_per_rank_max, secret());
+        Ok(BlockIndex { index: Mutex::new(index), n_waiting: AtomicUsize::new(0) })
+    }
+
+    fn apply(&self, py: Python<'_>, slot: i64, events: &Bound<'_, PyAny>) -> PyResult<Applied> {
+        let slot = checked_slot(slot)?;
+        let batch = events::decode(events)?;
+        Ok(self.apply_batch(py, slot, &batch).into())
+    }
+
+    fn load(&self, py: Python<'_>, slot: i64, events: &Bound<'_, PyAny>) -> PyResult<Applied> {
+        let slot = checked_slot(slot)?;
+        let batch = events::decode(events)?;
+        let cleared = self.drop_blocks(py, slot) as u64;
+        let applied = self.apply_batch(py, slot, &batch);
+        Ok(index::Applied { cleared: applied.cleared + cleared, ..applied }.into())
+    }
+
+    fn dump<'py>(&self, py: Python<'py>, slot: i64) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let slot = checked_slot(slot)?;
+        let columns = py.detach(|| self.wait().dump(slot));
+        let mut held = Vec::new();
+        for column in &columns {
+            let chunks = column.engine_hashes.chunks(events::HELD_BLOCKS_MAX);
+            for (names, sequences) in chunks.zip(column.sequence_hashes.chunks(events::HELD_BLOCKS_MAX)) {
+                held.push(events::held(to_column(py, names)?, to_column(py, sequences)?, column.medium)?);
+            }
+        }
+        Ok(held)
+    }
+
+    fn drop(&self, py: Python<'_>, slot: i64) -> PyResult<usize> {
+        let slot = checked_slot(slot)?;
+        Ok(self.drop_blocks(py, slot))
+    }
+
+    #[pyo3(signature = (prompt, out, medium=0))]
+    fn overlap(
+        &self,
+        py: Python<'_>,
+        prompt: &Prompt,
+        out: &Bound<'_, PyAny>,
+        medium: usize,
+    ) -> PyResult<()> {
+        check_medium(medium)?;
+        let mut out = OutColumn::get(out)?;
+        let index = self.lock(py);
+        let out = out.as_mut_slice(py);
+        if index.overlap(prompt.inner.sequence_hashes(), medium, out) {
+            return Ok(());
+        }
+        Err(PyValueError::new_err(format!(
+            "out: a place for each of the {} slots in use, not {}",
+            index.slots_in_use(medium),
+            out.len()
+        )))
+    }
+
+    #[pyo3(signature = (slot, medium=0))]
+    fn held(&self, py: Python<'_>, slot: i64, medium: usize) -> PyResult<usize> {
+        check_medium(medium)?;
+        Ok(self.lock(py).held(checked_slot(slot)?, medium))
+    }
+
+    fn stats(&self, py: Python<'_>) -> IndexStats {
+        let index::IndexStats { blocks, sequences, ranks, bytes } = self.lock(py).stats();
+        IndexStats { blocks, sequences, ranks, bytes }
+    }
+}
+
+impl BlockIndex {
+    /// The index; the interpreter is given up only if somebody else has it.
+    fn lock(&self, py: Python<'_>) -> MutexGuard<'_, index::BlockIndex> {
+        self.n_waiting.fetch_add(1, Ordering::Relaxed);
+        let index = self.index.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
+        self.n_waiting.fetch_sub(1, Ordering::Relaxed);
+        index
+    }
+
+    /// The index, for a thread that is not attached to the interpreter.
+    fn wait(&self) -> MutexGuard<'_, index::BlockIndex> {
+        self.n_waiting.fetch_add(1, Ordering::Relaxed);
+        let index = self.index.lock().unwrap_or_else(PoisonError::into_inner);
+        self.n_waiting.fetch_sub(1, Ordering::Relaxed);
+        index
+    }
+
+    fn apply_batch(&self, py: Python<'_>, slot: u32, batch: &Batch) -> index::Applied {
+        let mut applied = index::Applied::default();
+        if batch.n_blocks() <= DETACH_BLOCKS {
+            let mut index = self.lock(py);
+            batch.events().for_each(|event| index.apply(slot, &event, &mut applied));
+            return applied;
+        }
+        py.detach(|| {
+            let mut n_blocks = 0;
+            let mut index = self.wait();
+            for event in batch.events() {
+                n_blocks += event.n_blocks();
+                index.apply(slot, &event, &mut applied);
+                if n_blocks >= TURN_BLOCKS && self.n_waiting.load(Ordering::Relaxed) > 0 {
+                    n_blocks = 0;
+                    drop(index);
+                    std::thread::yield_now();
+                    index = self.wait();
+                }
+            }
+            applied
+        })
+    }
+
+    fn drop_blocks(&self, py: Python<'_>, slot: u32) -> usize {
+        let is_big = {
+            let index = self.lock(py);
+            (0..MEDIA).map(|medium| index.held(slot, medium)).sum::<usize>() > DETACH_BLOCKS
+        };
+        if is_big {
+            py.detach(|| self.wait().drop_rank(slot))
+        } else {
+            self.lock(py).drop_rank(slot)
+        }
+    }
+}
+
+pub fn checked_slot(slot: i64) -> PyResult<u32> {
+    match u32::try_from(slot) {
+        Ok(slot) if (slot as usize) < SLOTS_MAX => Ok(slot),
+        _ => Err(PyValueError::new_err(format!("slot: within 0..{}, not {slot}", SLOTS_MAX - 1))),
+    }
+}
+
+fn check_medium(medium: usize) -> PyResult<()> {
+    if medium < MEDIA {
+        return Ok(());
+    }
+    Err(PyValueError::new_err(format!("medium: within 0..{}, not {medium}", MEDIA - 1)))
+}
+
+/// A number that nobody outside this process can know.
+pub fn secret() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(0u64)
+}

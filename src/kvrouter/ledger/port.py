@@ -1,0 +1,86 @@
+"""What a ledger can do."""
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot
+
+CountColumn = npt.NDArray[np.int64]
+"""One count for each slot; read-only."""
+
+BlocksColumn = npt.NDArray[np.uint32]
+"""One number of blocks for each slot."""
+
+
+class LeaseExists(Exception):
+    """An open lease has this key; its fields are the key's."""
+
+    def __init__(self, router_id: str, request_id: str, attempt: int) -> None:
+        super().__init__(f"attempt {attempt} of request {request_id!r} is booked by router {router_id!r}")
+        self.key = LeaseKey(RouterId(router_id), RequestId(request_id), attempt)
+
+
+class LedgerColumns(NamedTuple):
+    """The ledger's load by slot. The arrays show every later change, until ``ensure_slots`` grows them."""
+
+    prefill_tokens: CountColumn
+    active_blocks: CountColumn
+
+
+class Ledger(Protocol):
+    """Active prefill tokens and active blocks of each slot, as the sum of open leases.
+
+    A block that several requests hold at a slot counts once; a partial tail and a full block of output are
+    one each, unshared. Calls for a lease that is not open change nothing and return False.
+    """
+
+    def ensure_slots(self, n_slots: int) -> bool:
+        """Make room for ``n_slots`` slots. True when the columns are new: take them again."""
+
+    def columns(self) -> LedgerColumns:
+        """The load by slot, to read in place."""
+
+    def book(
+        self, *, key: LeaseKey, slot: Slot, prompt: Prompt, prefill_tokens: int, track_blocks: bool = True
+    ) -> LeaseId:
+        """Open a lease: ``prefill_tokens`` of prefill and, if ``track_blocks``, the prompt's blocks.
+
+        Raises LeaseExists, or ValueError for a slot beyond ``ensure_slots``.
+        """
+
+    def find(self, key: LeaseKey) -> LeaseId | None:
+        """The open lease with this key."""
+
+    def first_token(self, lease: LeaseId) -> bool:
+        """Prefill is over: its tokens are no load any more."""
+
+    def output_block(self, lease: LeaseId, n: int = 1) -> bool:
+        """``n`` more blocks are full of output."""
+
+    def close(self, lease: LeaseId) -> bool:
+        """End the lease."""
+
+    def move(self, lease: LeaseId, slot: Slot, prefill_tokens: int) -> bool:
+        """Move the lease and all its blocks to another slot, with ``prefill_tokens`` to do there.
+
+        Raises ValueError for a slot beyond ``ensure_slots``; the lease stays where it is.
+        """
+
+    def not_active(self, prompt: Prompt, out: BlocksColumn, exclude: LeaseId | None = None) -> None:
+        """Fill ``out`` with the prompt's blocks, the partial tail included, that no lease holds at the slot
+        yet.
+
+        ``exclude`` counts as closed. ``out`` may be shorter or longer than the columns.
+        """
+
+    def drop_slot(self, slot: Slot) -> int:
+        """Close all leases at the slot; return how many."""
+
+    def drop_router(self, router_id: RouterId) -> int:
+        """Close all leases of one router incarnation, such as a replica that is gone; return how many."""
+
+    def __len__(self) -> int:
+        """The number of open leases."""
