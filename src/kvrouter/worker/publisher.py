@@ -1,8 +1,10 @@
-"""Customs: an engine's stores and removals become numbered batches; the last ones are kept for a while."""
+"""A worker's KV events on their way out: numbered, gathered, and kept a while for those who missed some."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Medium, Removed, Stored
@@ -10,53 +12,74 @@ from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.planes.events.port import EventPublisher
+from kvrouter.worker.mirror import RankMirror
 
-EVENTS_RING_MAX = 1024
-"""Events of one rank that are kept for whoever missed them; a larger gap takes a snapshot."""
+RING_EVENTS_MAX = 1024
+PENDING_EVENTS_MAX = 1024
 
-EVENTS_BATCH_MAX = 512
-"""Events that wait before a batch is sent without waiting for the loop's next turn."""
+FIRST_RANK = DpRank(0)
 
-Snapshot = Callable[[DpRank], tuple[Held, ...]]
+Snapshot = Callable[[DpRank], tuple[KvEvent, ...]]
+
+
+class _Rank:
+    """One rank's stream: ``pending`` is not sent yet, ``ring`` ends just before ``next_event_id``."""
+
+    __slots__ = ("mirror", "next_event_id", "pending", "rank", "ring")
+
+    def __init__(self, rank: WorkerRank, *, ring_events_max: int, mirror: RankMirror | None) -> None:
+        self.rank = rank
+        self.next_event_id = EventId(0)
+        self.pending: list[KvEvent] = []
+        self.ring: deque[KvEvent] = deque(maxlen=ring_events_max)
+        self.mirror = mirror
 
 
 class KvPublisher:
-    """Numbers one worker's KV events, per rank from 0 within an epoch, and sends them in batches.
+    """Publishes the KV events of one start of one worker; use it from its event loop.
 
-    Events that come in one turn of the event loop leave as one batch at its end. Nothing here waits: an
-    engine never waits for a router. ``snapshot`` tells what a rank holds now.
+    Events gather until the loop's next turn, so that a step of the engine becomes one batch per rank; at
+    ``pending_events_max`` they are sent at once. The last ``ring_events_max`` events of each rank are kept
+    for :meth:`recover_range`. ``snapshot`` is the engine's own account of a rank (stores, parents first);
+    without one a mirror of the published events answers :meth:`recover_snapshot`.
     """
 
     def __init__(
         self,
-        plane: EventPublisher,
+        events: EventPublisher,
         *,
         worker_id: WorkerId,
         epoch: Epoch,
-        snapshot: Snapshot,
         block_size: int,
-        wall_clock: Callable[[], float],
+        snapshot: Snapshot | None = None,
+        ring_events_max: int = RING_EVENTS_MAX,
+        pending_events_max: int = PENDING_EVENTS_MAX,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._plane = plane
+        self.epoch = epoch
+        self._events = events
         self._worker_id = worker_id
-        self._epoch = epoch
-        self._snapshot = snapshot
         self._block_size = block_size
+        self._snapshot = snapshot
+        self._ring_events_max = ring_events_max
+        self._pending_events_max = pending_events_max
         self._wall_clock = wall_clock
-        self._ranks: dict[DpRank, _RankStream] = {}
-        self._flush_is_due = False
-        self._closed = False
+        self._ranks: dict[DpRank, _Rank] = {}
+        self._is_flush_due = False
+        self._is_closed = False
 
-    def publish(self, dp_rank: DpRank, events: Sequence[KvEvent]) -> None:
-        """Send events of one rank, in this order."""
-        if self._closed or not events:
+    def publish(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
+        """Send ``events`` in order, soon; never waits. Nothing is sent after :meth:`close`."""
+        if self._is_closed or not events:
             return
-        stream = self._stream(dp_rank)
-        stream.pending.extend(events)
-        if len(stream.pending) >= EVENTS_BATCH_MAX:
-            self._send(dp_rank, stream)
-        elif not self._flush_is_due:
-            self._flush_is_due = True
+        rank = self._rank(dp_rank)
+        rank.pending.extend(events)
+        if rank.mirror is not None:
+            rank.mirror.apply(events)
+        if len(rank.pending) >= self._pending_events_max:
+            self._flush(rank)
+        elif not self._is_flush_due:
+            self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self.flush)
 
     def publish_stored(
@@ -64,90 +87,100 @@ class KvPublisher:
         token_ids: TokenBuffer | Sequence[int],
         engine_hashes: Sequence[int],
         *,
-        parent: int | None = None,
-        dp_rank: int = 0,
+        parent: EngineHash | None = None,
+        dp_rank: DpRank = FIRST_RANK,
         medium: Medium = Medium.GPU,
         lora_name: str | None = None,
         cache_namespace: str | None = None,
+        mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Tell of consecutive full blocks; ValueError unless there are ``block_size`` tokens for each."""
-        if len(token_ids) != self._block_size * len(engine_hashes):
+        """Say that consecutive blocks were stored: ``engine_hashes[i]`` names the i-th of ``token_ids``.
+
+        Raises ValueError when the tokens do not fill exactly as many blocks as there are hashes.
+        """
+        if len(token_ids) != len(engine_hashes) * self._block_size:
             raise ValueError(
-                f"token_ids: {len(engine_hashes)} blocks of {self._block_size} tokens, not {len(token_ids)}"
+                f"engine_hashes: {len(engine_hashes)} blocks of {self._block_size} tokens are "
+                f"{len(engine_hashes) * self._block_size} token ids, not {len(token_ids)}"
             )
         seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
-        stored = Stored(
-            parent=None if parent is None else EngineHash(parent),
-            engine_hashes=pack_hashes(engine_hashes),
-            block_hashes=block_hashes(token_ids, block_size=self._block_size, seed=seed),
-            medium=medium,
-        )
-        self.publish(DpRank(dp_rank), (stored,))
+        hashes = block_hashes(token_ids, block_size=self._block_size, seed=seed, mm_hashes=mm_hashes)
+        self.publish(dp_rank, (Stored(parent, pack_hashes(engine_hashes), hashes, medium),))
 
     def publish_removed(
-        self, engine_hashes: Sequence[int], *, dp_rank: int = 0, medium: Medium = Medium.GPU
+        self, engine_hashes: Sequence[int], *, dp_rank: DpRank = FIRST_RANK, medium: Medium = Medium.GPU
     ) -> None:
-        """Tell of blocks that left a medium."""
-        self.publish(DpRank(dp_rank), (Removed(pack_hashes(engine_hashes), medium),))
+        """Say that blocks left ``medium``; each listing takes back one store."""
+        self.publish(dp_rank, (Removed(pack_hashes(engine_hashes), medium),))
 
-    def publish_cleared(self, *, dp_rank: int = 0) -> None:
-        """Tell that a rank holds nothing any more."""
-        self.publish(DpRank(dp_rank), (Cleared(),))
+    def publish_cleared(self, *, dp_rank: DpRank = FIRST_RANK) -> None:
+        """Say that the rank holds nothing any more."""
+        self.publish(dp_rank, (Cleared(),))
 
     def flush(self) -> None:
-        """Send what waits."""
-        self._flush_is_due = False
-        for dp_rank, stream in self._ranks.items():
-            if stream.pending:
-                self._send(dp_rank, stream)
+        """Send what is pending now."""
+        self._is_flush_due = False
+        for rank in self._ranks.values():
+            self._flush(rank)
 
-    def close(self) -> None:
-        """Send nothing more; what waits is let go, as when a worker dies."""
-        self._closed = True
-        self._ranks.clear()
+    def heartbeat(self, dp_ranks: Sequence[DpRank]) -> None:
+        """Tell how far the ids of each rank have come, so that routers notice a lost last batch."""
+        if self._is_closed:
+            return
+        for dp_rank in dp_ranks:
+            rank = self._rank(dp_rank)
+            self._flush(rank)
+            self._events.publish(KvBatch(rank.rank, self.epoch, rank.next_event_id, (), self._wall_clock()))
 
     def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last``, inclusive; None when some of them are gone."""
+        """The batch of ids ``first`` to ``last`` (inclusive), or None when the ring has lost some of it."""
         stream = self._ranks.get(rank.dp_rank)
-        if stream is None or self._closed:
+        if self._is_closed or stream is None or rank.worker_id != self._worker_id:
             return None
-        offset = first - (stream.next_event_id - len(stream.ring))
-        if offset < 0 or last >= stream.next_event_id:
+        ring_first = stream.next_event_id - len(stream.ring)
+        if not ring_first <= first <= last < stream.next_event_id:
             return None
-        events = tuple(stream.ring[index] for index in range(offset, offset + last - first + 1))
-        return KvBatch(rank, self._epoch, first, events, self._wall_clock())
+        events = tuple(islice(stream.ring, first - ring_first, last - ring_first + 1))
+        return KvBatch(rank, self.epoch, first, events, self._wall_clock())
 
     def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
-        """The rank's whole state, with every event before ``next_event_id`` in it."""
-        if self._closed or rank.worker_id != self._worker_id:
+        """The rank's whole state, or None when it is another worker's."""
+        if self._is_closed or rank.worker_id != self._worker_id:
             return None
-        held = self._snapshot(rank.dp_rank)  # may bring events of its own, which are in it
-        stream = self._stream(rank.dp_rank)
-        if stream.pending:
-            self._send(rank.dp_rank, stream)
-        return KvSnapshot(rank, self._epoch, stream.next_event_id, held)
+        held = self._held(rank.dp_rank)
+        stream = self._rank(rank.dp_rank)
+        self._flush(stream)  # the engine may have told of events just now: they are in the snapshot
+        return KvSnapshot(rank, self.epoch, stream.next_event_id, held)
 
-    def _stream(self, dp_rank: DpRank) -> "_RankStream":
-        stream = self._ranks.get(dp_rank)
-        if stream is None:
-            stream = self._ranks[dp_rank] = _RankStream()
-        return stream
+    def close(self) -> None:
+        """Fall silent: what is pending is dropped, and nothing is answered any more."""
+        self._is_closed = True
+        for rank in self._ranks.values():
+            rank.pending.clear()
 
-    def _send(self, dp_rank: DpRank, stream: "_RankStream") -> None:
-        events, stream.pending = tuple(stream.pending), []
-        first = stream.next_event_id
-        stream.next_event_id = EventId(first + len(events))
-        stream.ring.extend(events)
-        rank = WorkerRank(self._worker_id, dp_rank)
-        self._plane.publish(KvBatch(rank, self._epoch, first, events, self._wall_clock()))
+    def _held(self, dp_rank: DpRank) -> tuple[Held, ...]:
+        mirror = self._rank(dp_rank).mirror
+        if mirror is None and self._snapshot is not None:
+            mirror = RankMirror()
+            mirror.apply(self._snapshot(dp_rank))
+        return () if mirror is None else mirror.held()
 
+    def _rank(self, dp_rank: DpRank) -> _Rank:
+        rank = self._ranks.get(dp_rank)
+        if rank is None:
+            rank = self._ranks[dp_rank] = _Rank(
+                WorkerRank(self._worker_id, dp_rank),
+                ring_events_max=self._ring_events_max,
+                mirror=None if self._snapshot is not None else RankMirror(),
+            )
+        return rank
 
-class _RankStream:
-    """One rank's numbering, what waits to be sent, and what was sent last."""
-
-    __slots__ = ("next_event_id", "pending", "ring")
-
-    def __init__(self) -> None:
-        self.next_event_id = EventId(0)
-        self.pending: list[KvEvent] = []
-        self.ring: deque[KvEvent] = deque(maxlen=EVENTS_RING_MAX)
+    def _flush(self, rank: _Rank) -> None:
+        if not rank.pending:
+            return
+        events = tuple(rank.pending)
+        rank.pending.clear()
+        first = rank.next_event_id
+        rank.ring.extend(events)
+        rank.next_event_id = EventId(first + len(events))
+        self._events.publish(KvBatch(rank.rank, self.epoch, first, events, self._wall_clock()))

@@ -1,6 +1,5 @@
 """What runs beside one engine: it serves legs, publishes events and loads, and says who it is."""
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,7 +14,6 @@ from kvrouter.engines.port import Engine
 from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.port import EventPublisher
 from kvrouter.planes.requests.port import EngineStream, RequestServer
-from kvrouter.worker.held import held_of
 from kvrouter.worker.publisher import KvPublisher
 
 
@@ -55,9 +53,8 @@ class Worker:
             events,
             worker_id=card.worker_id,
             epoch=card.incarnation,
-            snapshot=lambda dp_rank: held_of(engine.snapshot(dp_rank)),
+            snapshot=engine.snapshot,
             block_size=card.block_size,
-            wall_clock=time.time,
         )
 
     async def start(self) -> None:

@@ -1,46 +1,59 @@
 """Discovery inside one process."""
 
+from collections import deque
 from collections.abc import Callable
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.port import CardSink, GoneSink
 
+REPLACED_MAX = 1024
+"""How many replaced incarnations are remembered, over all workers."""
+
 
 class MemoryDiscovery:
-    """Cards in a dictionary; watchers are called before ``publish`` and ``withdraw`` return."""
+    """Holds the cards of one process; a change reaches every watcher before the call that made it returns.
+
+    A card with another incarnation of a known worker id replaces the known one: watchers hear that the old
+    one is gone, then the new card. What the replaced incarnation still publishes or withdraws is let go.
+    """
 
     def __init__(self) -> None:
         self._cards: dict[WorkerId, WorkerCard] = {}
-        self._watchers: list[tuple[CardSink, GoneSink]] = []
+        self._replaced: deque[tuple[WorkerId, Epoch]] = deque(maxlen=REPLACED_MAX)
+        self._watchers: dict[object, tuple[CardSink, GoneSink]] = {}
 
     async def publish(self, card: WorkerCard) -> None:
-        """Add the card or replace it; another incarnation of the same worker takes the old one's place."""
-        old = self._cards.get(card.worker_id)
+        """Add the card or replace it: a card published again with the same incarnation is an update."""
+        if (card.worker_id, card.incarnation) in self._replaced:
+            return
+        known = self._cards.get(card.worker_id)
+        if known is not None and known.incarnation != card.incarnation:
+            self._replaced.append((known.worker_id, known.incarnation))
+            self._remove(known)
         self._cards[card.worker_id] = card
-        for on_card, on_gone in list(self._watchers):
-            if old is not None and old.incarnation != card.incarnation:
-                on_gone(old.worker_id, old.incarnation)
+        for on_card, _ in tuple(self._watchers.values()):
             on_card(card)
 
     async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
-        """Remove the card; idempotent; another incarnation's card stays."""
-        card = self._cards.get(worker_id)
-        if card is None or card.incarnation != incarnation:
-            return
-        del self._cards[worker_id]
-        for _, on_gone in list(self._watchers):
-            on_gone(worker_id, incarnation)
+        """Remove the card; idempotent; a newer incarnation's card stays."""
+        known = self._cards.get(worker_id)
+        if known is not None and known.incarnation == incarnation:
+            self._remove(known)
 
     async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
-        """Deliver every present card, then every change; return the function that ends it."""
-        watcher = (on_card, on_gone)
-        for card in list(self._cards.values()):
+        """Deliver every present card, then every change, in order; return the function that ends it."""
+        for card in tuple(self._cards.values()):
             on_card(card)
-        self._watchers.append(watcher)
+        key = object()
+        self._watchers[key] = (on_card, on_gone)
 
-        def stop() -> None:
-            if watcher in self._watchers:
-                self._watchers.remove(watcher)
+        def end() -> None:
+            self._watchers.pop(key, None)
 
-        return stop
+        return end
+
+    def _remove(self, card: WorkerCard) -> None:
+        del self._cards[card.worker_id]
+        for _, on_gone in tuple(self._watchers.values()):
+            on_gone(card.worker_id, card.incarnation)
