@@ -173,9 +173,10 @@ class MockEngine:
         """Do everything that is due up to ``now``, each thing at its own second."""
         while (time := self.next_time()) is not None and time <= now:
             for scheduler in self._schedulers:
-                scheduler.advance(time)
+                scheduler.end_step(time)
                 if scheduler.ended:
                     self._finish(scheduler)
+                scheduler.begin_step(time)
                 for sequence in scheduler.admitted_remote:
                     lacking = len(sequence.request.token_ids) - (sequence.cached_tokens or 0)
                     self._notices.append(KvWanted(sequence.key, lacking))

@@ -73,12 +73,8 @@ class Fabric:
         self.advance_before(now)
         member = self._members.pop(worker_id)
         del self._ids[member.engine.engine_id]
-        for party, is_source in self._handoffs.parties_of(worker_id):
-            if is_source:
-                commands = self._handoffs.source_ended(party, f"prefill worker {worker_id} is gone")
-            else:
-                commands = self._handoffs.sink_ended(now, party, lost=True)
-            self._do(now, commands)
+        for party in self._handoffs.parties_of(worker_id):
+            self._do(now, self._handoffs.leg_ended(now, party, f"worker {worker_id} is gone", lost=True))
 
     def submit(
         self,
@@ -218,8 +214,7 @@ class Fabric:
                 case KvWanted(_, kv_tokens):
                     self._do(now, self._handoffs.kv_wanted(now, party, kv_tokens))
                 case LegEnded(_, reason):
-                    commands = self._handoffs.source_ended(party, reason)
-                    self._do(now, commands + self._handoffs.sink_ended(now, party, lost=False))
+                    self._do(now, self._handoffs.leg_ended(now, party, reason, lost=False))
 
     def _do(self, now: float, commands: list[Command]) -> None:
         for command in commands:

@@ -107,13 +107,9 @@ class Handoffs:
             side = "prefill" if as_source else "decode"
             raise InvalidRequest(f"handoff {name} has its {side} leg already", param="bootstrap")
 
-    def parties_of(self, worker_id: WorkerId) -> list[tuple[Party, bool]]:
-        """Return the legs of one worker that are in a meeting, and whether each is the source."""
-        return [
-            (party, meeting.source == party)
-            for party, meeting in self._by_party.items()
-            if party.worker_id == worker_id
-        ]
+    def parties_of(self, worker_id: WorkerId) -> list[Party]:
+        """Return the legs of one worker that are in a meeting."""
+        return [party for party in self._by_party if party.worker_id == worker_id]
 
     def source_joins(self, name: MeetingName, source: Party, *, expiry_s: float) -> None:
         """A prefill leg was accepted; its KV will wait ``expiry_s`` at most for a sink."""
@@ -164,32 +160,16 @@ class Handoffs:
             commands.append(Deliver(meeting.sink))
         return [*commands, *self._close(meeting)]
 
-    def source_ended(self, source: Party, reason: str) -> list[Command]:
-        """The prefill leg was cancelled, or its engine is gone; the engine frees the KV itself."""
-        meeting = self._by_party.get(source)
+    def leg_ended(self, now: float, party: Party, reason: str, *, lost: bool) -> list[Command]:
+        """A leg was cancelled, or ``lost`` with its engine; what memory it held is free already."""
+        meeting = self._by_party.get(party)
         if meeting is None:
             return []
-        sink = meeting.sink
-        commands = self._close(meeting)
-        return commands if sink is None else [*commands, Fail(sink, reason)]
-
-    def sink_ended(self, now: float, sink: Party, *, lost: bool) -> list[Command]:
-        """The decode leg was cancelled; or ``lost`` with its engine, so that another may come for the KV."""
-        meeting = self._by_party.pop(sink, None)
-        if meeting is None:
-            return []
-        commands: list[Command] = [StopPull(meeting.name)] if meeting.pulling else []
-        meeting.sink, meeting.wanted_tokens, meeting.pulling = None, None, False
-        source = meeting.source
-        if source is None:
-            return [*commands, *self._close(meeting)]
-        if not lost and meeting.kv_ready:
-            return [*commands, Release(source), *self._close(meeting)]
-        if meeting.kv_ready:
-            self._expire_at(meeting, now + meeting.source_expiry_s)
-        else:
-            meeting.kv_unwanted = not lost
-        return commands
+        if meeting.source == party:
+            sink = meeting.sink
+            commands = self._close(meeting)
+            return commands if sink is None else [*commands, Fail(sink, reason)]
+        return self._sink_ended(now, meeting, lost=lost)
 
     def give_up(self, source: Party) -> list[Command]:
         """The prefill leg was cancelled after its end: KV that no decode leg has come for is released."""
@@ -219,6 +199,22 @@ class Handoffs:
             if meeting.sink is not None:
                 commands.append(Fail(meeting.sink, f"handoff {meeting.name} did not come about in time"))
             commands.extend(self._close(meeting))
+        return commands
+
+    def _sink_ended(self, now: float, meeting: _Meeting, *, lost: bool) -> list[Command]:
+        """A sink that is lost did not give up: another may come for the KV."""
+        if meeting.source is None:
+            return self._close(meeting)
+        if meeting.kv_ready and not lost:
+            return [*self._close(meeting), Release(meeting.source)]
+        commands: list[Command] = [StopPull(meeting.name)] if meeting.pulling else []
+        if meeting.sink is not None:
+            del self._by_party[meeting.sink]
+        meeting.sink, meeting.wanted_tokens, meeting.pulling = None, None, False
+        if meeting.kv_ready:
+            self._expire_at(meeting, now + meeting.source_expiry_s)
+        else:
+            meeting.kv_unwanted = not lost
         return commands
 
     def _pull(self, meeting: _Meeting) -> list[Command]:

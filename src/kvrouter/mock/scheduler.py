@@ -70,20 +70,21 @@ class RankScheduler:
             self._wake_at_s = now
 
     def next_time(self) -> float | None:
-        """When :meth:`advance` has something to do."""
+        """When a step ends or may begin."""
         return self._step.ends_at_s if self._step is not None else self._wake_at_s
 
-    def advance(self, now: float) -> None:
-        """Do what is due at ``now``: end the step that ends, and begin the next."""
-        if self._step is not None:
-            if self._step.ends_at_s > now:
-                return
+    def end_step(self, now: float) -> None:
+        """End the step that is due. What ``ended`` holds must be settled before the next begins."""
+        if self._step is not None and self._step.ends_at_s <= now:
             step, self._step = self._step, None
-            self._end_step(step)
-        elif self._wake_at_s is None or self._wake_at_s > now:
-            return
-        self._wake_at_s = None
-        self._begin_step(now)
+            self._compute(step)
+            self._wake_at_s = now
+
+    def begin_step(self, now: float) -> None:
+        """Begin a step if none is in progress and something may have changed."""
+        if self._step is None and self._wake_at_s is not None and self._wake_at_s <= now:
+            self._wake_at_s = None
+            self._begin(now)
 
     def load_report(self) -> LoadReport | None:
         """Return the load, or None when nothing changed since the last report."""
@@ -148,7 +149,7 @@ class RankScheduler:
         yield from self.ready
         yield from (sequence for sequence in self.waiting if not sequence.wants_remote_kv)
 
-    def _begin_step(self, now: float) -> None:
+    def _begin(self, now: float) -> None:
         work: list[tuple[EngineSequence, int]] = []
         budget, preempted = self._continue_running(work)
         if not preempted or not work:
@@ -294,7 +295,7 @@ class RankScheduler:
         self.running.append(sequence)
         work.append((sequence, n_tokens))
 
-    def _end_step(self, step: Step) -> None:
+    def _compute(self, step: Step) -> None:
         self.steps += 1
         self._changed = True
         block_size = self._config.block_size
