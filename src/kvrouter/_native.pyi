@@ -12,10 +12,14 @@ get it back. Big batches, ``dump``, ``load`` and ``drop`` give it up.
 from collections.abc import Sequence
 from typing import Self, final
 
+import numpy as np
+import numpy.typing as npt
 from typing_extensions import Buffer
 
 from kvrouter.core.events import Held, KvEvent, Medium
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
+
+U32Buffer = Buffer | npt.NDArray[np.uint32]
 
 @final
 class Prompt:
@@ -29,7 +33,7 @@ class Prompt:
 
     def __new__(
         cls,
-        tokens: Buffer | Sequence[int],
+        tokens: U32Buffer | Sequence[int],
         *,
         block_size: int,
         seed: int = 1337,
@@ -61,7 +65,7 @@ def hash_seed(*, lora_name: str | None = None, cache_namespace: str | None = Non
     """
 
 def block_hashes(
-    tokens: Buffer | Sequence[int],
+    tokens: U32Buffer | Sequence[int],
     *,
     block_size: int,
     seed: int = 1337,
@@ -126,14 +130,14 @@ class BlockIndex:
 
     def __new__(cls, *, blocks_per_rank_max: int = ...) -> BlockIndex: ...
     def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
-        """Apply events of one rank, in order; more than 4,096 blocks give up the interpreter lock meanwhile."""
+        """Apply events of one rank, in order; more than 4,096 blocks give the interpreter lock up."""
     def load(self, slot: Slot, events: Sequence[Held]) -> Applied:
         """Replace what the rank holds by a snapshot."""
     def dump(self, slot: Slot) -> list[Held]:
         """A snapshot of the rank, at most 4,096 blocks an event, by medium and rising engine hash."""
     def drop(self, slot: Slot) -> int:
         """Forget the rank; return how many blocks it held."""
-    def overlap(self, prompt: Prompt, out: Buffer, medium: Medium = ...) -> None:
+    def overlap(self, prompt: Prompt, out: U32Buffer, medium: Medium = ...) -> None:
         """Fill ``out`` with the longest contiguous prefix of the prompt's blocks that each slot holds.
 
         Raises ValueError when ``out`` is shorter than the slots in use.
@@ -165,7 +169,7 @@ class ApproximateIndex:
     ) -> ApproximateIndex: ...
     def touch(self, slot: Slot, prompt: Prompt, now_s: float) -> None:
         """A decision sends the prompt to the slot; also forgets what is over."""
-    def overlap(self, prompt: Prompt, out: Buffer, now_s: float) -> None:
+    def overlap(self, prompt: Prompt, out: U32Buffer, now_s: float) -> None:
         """Fill ``out`` as BlockIndex.overlap does, without the blocks whose time is over."""
     def expire(self, now_s: float) -> int:
         """Forget the blocks whose time is over; return how many."""
@@ -217,7 +221,7 @@ class Ledger:
         """End the lease. False when it is not open."""
     def move(self, lease: LeaseId, slot: Slot, prefill_tokens: int) -> bool:
         """Move the lease to another slot. False when it is not open; ValueError for a slot without room."""
-    def not_active(self, prompt: Prompt, out: Buffer, exclude: LeaseId | None = None) -> None:
+    def not_active(self, prompt: Prompt, out: U32Buffer, exclude: LeaseId | None = None) -> None:
         """Fill ``out`` with the prompt's blocks that no lease but ``exclude`` holds at the slot yet."""
     def drop_slot(self, slot: Slot) -> int:
         """Close all leases at the slot; return how many."""

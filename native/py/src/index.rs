@@ -34,17 +34,17 @@ pub struct Applied {
 #[pymethods]
 impl Applied {
     fn __repr__(&self) -> String {
-        format!(
-            "Applied(stored={}, repeated={}, replaced={}, removed={}, unknown_removed={}, orphaned={}, cleared={}, over_limit={})",
-            self.stored,
-            self.repeated,
-            self.replaced,
-            self.removed,
-            self.unknown_removed,
-            self.orphaned,
-            self.cleared,
-            self.over_limit
-        )
+        let counts = [
+            ("stored", self.stored),
+            ("repeated", self.repeated),
+            ("replaced", self.replaced),
+            ("removed", self.removed),
+            ("unknown_removed", self.unknown_removed),
+            ("orphaned", self.orphaned),
+            ("cleared", self.cleared),
+            ("over_limit", self.over_limit),
+        ];
+        format!("Applied({})", counts.map(|(name, count)| format!("{name}={count}")).join(", "))
     }
 }
 
@@ -67,10 +67,16 @@ impl From<index::Applied> for Applied {
 #[pyclass(frozen, get_all, eq, module = "kvrouter._native")]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct IndexStats {
-    blocks: [usize; MEDIA],
-    sequences: [usize; MEDIA],
+    blocks: ByMedium,
+    sequences: ByMedium,
     ranks: usize,
     bytes: usize,
+}
+
+type ByMedium = (usize, usize, usize, usize);
+
+fn by_medium([gpu, cpu, disk, external]: [usize; MEDIA]) -> ByMedium {
+    (gpu, cpu, disk, external)
 }
 
 #[pymethods]
@@ -163,7 +169,7 @@ impl BlockIndex {
 
     fn stats(&self, py: Python<'_>) -> IndexStats {
         let index::IndexStats { blocks, sequences, ranks, bytes } = self.lock(py).stats();
-        IndexStats { blocks, sequences, ranks, bytes }
+        IndexStats { blocks: by_medium(blocks), sequences: by_medium(sequences), ranks, bytes }
     }
 }
 
