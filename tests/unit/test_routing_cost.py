@@ -180,10 +180,13 @@ def test_any_finite_input_has_an_answer(temperature: float, weight: float) -> No
     fleet = fleet_of([(Role.BOTH, ModelRuntimeConfig()), (Role.PREFILL, ModelRuntimeConfig())] * 2)
     for worker_id in (2, 4):
         fleet.set_alive(WorkerId(worker_id), alive=False)
-    for override in (0.0, temperature):
+    for number in range(8):
         asked = request(
+            f"r{number}",
             isl_tokens=2**40,
-            override=RouterConfigOverride(overlap_score_weight=weight, router_temperature=override),
+            override=RouterConfigOverride(
+                overlap_score_weight=weight, router_temperature=temperature * (number % 2)
+            ),
         )
         assert route(asked, view(fleet)).decode.rank.worker_id in (1, 3)
 

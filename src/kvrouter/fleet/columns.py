@@ -27,6 +27,8 @@ class Columns:
     """
 
     present: BoolColumn
+    worker_id: npt.NDArray[np.int64]
+    dp_rank: npt.NDArray[np.int64]
     alive: BoolColumn
     draining: BoolColumn
     prefill: BoolColumn
@@ -42,6 +44,8 @@ class Columns:
     def __init__(self) -> None:
         self._empty: dict[str, tuple[npt.DTypeLike, bool | int | float]] = {
             "present": (np.bool_, False),
+            "worker_id": (np.int64, UNKNOWN),
+            "dp_rank": (np.int64, UNKNOWN),
             "alive": (np.bool_, False),
             "draining": (np.bool_, False),
             "prefill": (np.bool_, False),

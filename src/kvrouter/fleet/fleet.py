@@ -13,7 +13,8 @@ from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, SlotColumn
 from kvrouter.fleet.mixing import hash_rank
 from kvrouter.fleet.places import Places
-from kvrouter.topology.policy import Required, policy_of
+from kvrouter.fleet.policies import Policies
+from kvrouter.topology.policy import policy_of
 from kvrouter.topology.taints import topology_domains
 from kvrouter.topology.validation import validate_runtime_config
 
@@ -49,7 +50,7 @@ class Fleet:
     """Who serves one model. Every change raises ``version``; reading changes nothing.
 
     A slot is reused by a later worker rank under a higher generation. ``n_slots`` is one more than the
-    highest slot in use, and the length of every column.
+    highest slot in use, and the length of every column. ``policies`` are what prefill workers publish.
     """
 
     def __init__(self, model: ModelName, block_size: int) -> None:
@@ -57,6 +58,7 @@ class Fleet:
         self.block_size = block_size
         self.version = 0
         self.columns = Columns()
+        self.policies = Policies()
         self._places = Places()
         self._members: dict[WorkerId, _Member] = {}
         self._rank_at: list[WorkerRank | None] = []
@@ -118,7 +120,7 @@ class Fleet:
     @property
     def required_domain(self) -> str | None:
         """A domain that some prefill worker here requires its KV transfers to keep to."""
-        return self.derived(_required_domain, None)
+        return self.policies.required_domain
 
     @property
     def any_required(self) -> bool:
@@ -288,6 +290,10 @@ class Fleet:
         if not keep_total_blocks:  # a load report may have said better meanwhile
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
         self._places.put(slot, topology_domains(config), config.taints)
+        if card.role is Role.PREFILL:
+            self.policies.put(slot, policy_of(config, None))
+        else:
+            self.policies.remove(slot)
 
     def _take_slot(self, rank: WorkerRank) -> Slot:
         if self._free:
@@ -301,6 +307,8 @@ class Fleet:
                 self._generation.append(0)
         self._generation[slot] += 1
         self.columns.write(slot, "present", True)
+        self.columns.write(slot, "worker_id", rank.worker_id)
+        self.columns.write(slot, "dp_rank", rank.dp_rank)
         self.columns.write(slot, "rank_hash", hash_rank(rank))
         return slot
 
@@ -308,6 +316,7 @@ class Fleet:
         self._rank_at[slot] = None
         self.columns.clear(slot)
         self._places.put(slot, {}, frozenset())
+        self.policies.remove(slot)
         heapq.heappush(self._free, slot)
         return slot
 
@@ -342,17 +351,7 @@ def _has_prefill(fleet: Fleet, _: None) -> bool:
     return bool((columns.prefill & columns.alive & ~columns.draining).any())
 
 
-def _required_domain(fleet: Fleet, _: None) -> str | None:
-    domains = []
-    for card in fleet:
-        policy = policy_of(card.runtime_config, None) if card.role is Role.PREFILL else None
-        if isinstance(policy, Required):
-            domains.append(policy.domain)
-    return min(domains, default=None)
-
-
 def _rank_order(fleet: Fleet, _: None) -> SlotColumn:
-    ranked = ((fleet.rank_at(Slot(slot)), slot) for slot in range(fleet.n_slots))
-    return np.array(
-        [slot for _, slot in sorted((rank, slot) for rank, slot in ranked if rank is not None)], np.intp
-    )
+    columns = fleet.columns
+    order = np.lexsort((columns.dp_rank, columns.worker_id))
+    return order[columns.present[order]]

@@ -11,7 +11,6 @@ import numpy as np
 
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
-from kvrouter.core.workers import Role
 from kvrouter.fleet import UNKNOWN_VALUE, BoolColumn, Fleet
 from kvrouter.routing.eligibility import Mask, Screen, ready, screen
 from kvrouter.routing.request import RouteRequest
@@ -21,9 +20,7 @@ from kvrouter.topology import (
     Required,
     RouterTopologyDefault,
     TransferConstraint,
-    TransferPolicy,
     derive,
-    policy_of,
 )
 
 
@@ -141,29 +138,25 @@ def constraint_of(
 
 
 def _constraint_at(fleet: Fleet, key: tuple[Slot, RouterTopologyDefault | None]) -> TransferConstraint | None:
-    card = fleet.card_at(key[0])
-    return derive(
-        None if card is None else card.runtime_config,
-        router_default=key[1],
-        required_elsewhere=fleet.required_domain,
-    )
+    slot, router_default = key
+    card = fleet.card_at(slot)
+    if card is None:
+        return derive(None, router_default=router_default, required_elsewhere=fleet.required_domain)
+    return derive(card.runtime_config, router_default=router_default)
 
 
 def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Groups:
-    members: dict[TransferPolicy, list[Slot]] = {}
-    unbound = fleet.columns.prefill.copy()
-    for card in fleet:
-        policy = policy_of(card.runtime_config, router_default) if card.role is Role.PREFILL else None
+    members: dict[Required | Fallback, BoolColumn] = {}
+    unbound = np.zeros(fleet.n_slots, np.bool_)
+    for own_policy, slots in fleet.policies:
+        policy = own_policy
+        if policy is None and router_default is not None:
+            policy = router_default.policy
         if isinstance(policy, Required | Fallback):
-            members.setdefault(policy, []).extend(fleet.slots_of(card.worker_id))
-    bound = []
-    for policy in sorted(members, key=repr):
-        of_policy = np.zeros(fleet.n_slots, np.bool_)
-        of_policy[members[policy]] = True
-        unbound[members[policy]] = False
-        if not isinstance(policy, Preferred):
-            bound.append(Group(policy, of_policy))
-    return Groups(tuple(bound), unbound)
+            members.setdefault(policy, np.zeros(fleet.n_slots, np.bool_))[slots] = True
+        else:
+            unbound[slots] = True
+    return Groups(tuple(Group(policy, members[policy]) for policy in sorted(members, key=repr)), unbound)
 
 
 def _ready_tiers(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Tiers:
