@@ -2,6 +2,14 @@
 
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.register import new_incarnation, register_llm
+from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 from kvrouter.worker.worker import Worker
 
-__all__ = ["KvPublisher", "Worker", "new_incarnation", "register_llm"]
+__all__ = [
+    "KvPublisher",
+    "TopologyEnv",
+    "Worker",
+    "new_incarnation",
+    "parse_topology_env",
+    "register_llm",
+]

@@ -6,6 +6,9 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelInput, ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.planes.discovery.port import Discovery
+from kvrouter.topology import validate_runtime_config
+
+WORKER_IDS = 2**63
 
 
 def new_incarnation() -> Epoch:
@@ -36,6 +39,7 @@ async def register_llm(
     block_size: int,
     context_length: int,
     dp_size: int = 1,
+    dp_start: int = 0,
     disaggregated: bool = False,
     namespace: str = "default",
     component: str = "backend",
@@ -46,9 +50,24 @@ async def register_llm(
 ) -> WorkerCard:
     """Publish a worker of ``model`` and return its card.
 
-    ``address`` is where the request plane reaches it. Prefill workers register ``ModelType.Prefill``, all
-    others ``ModelType.Chat | ModelType.Completions``. KV routing needs ``ModelInput.Tokens``.
+    ``address`` is where the request plane reaches it; ``block_size`` and ``context_length`` are in tokens.
+    Prefill workers register ``ModelType.Prefill``, all others ``ModelType.Chat | ModelType.Completions``;
+    ``disaggregated`` ones of these take decode legs only. KV routing needs ``ModelInput.Tokens``.
+
+    Raises ConfigError, whose ``param`` names the argument, for a card that cannot be routed to.
     """
+    for name, number in (
+        ("block_size", block_size),
+        ("context_length", context_length),
+        ("dp_size", dp_size),
+    ):
+        if number < 1:
+            raise ConfigError(f"{name}: must be at least 1, not {number}", param=name)
+    if not 0 <= worker_id < WORKER_IDS:
+        raise ConfigError(f"worker_id: must be in 0..2**63-1, not {worker_id}", param="worker_id")
+    if not model:
+        raise ConfigError("model: must not be empty", param="model")
+    validate_runtime_config(runtime_config or ModelRuntimeConfig())
     card = WorkerCard(
         worker_id=WorkerId(worker_id),
         incarnation=new_incarnation() if incarnation is None else incarnation,
@@ -58,6 +77,7 @@ async def register_llm(
         context_length=context_length,
         address=address,
         dp_size=dp_size,
+        dp_start=dp_start,
         namespace=namespace,
         component=component,
         endpoint=endpoint,

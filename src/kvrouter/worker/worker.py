@@ -1,11 +1,13 @@
-"""What runs beside one engine: it serves legs, publishes events and loads, and says who it is."""
+"""What runs beside one engine: it serves legs, publishes events and loads, and says who and where it is."""
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvrouter.core.errors import ShuttingDown
+from kvrouter.core.errors import InvalidRequest, ShuttingDown
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineRequest
@@ -14,7 +16,17 @@ from kvrouter.engines.port import Engine
 from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.port import EventPublisher
 from kvrouter.planes.requests.port import EngineStream, RequestServer
+from kvrouter.telemetry import Event, log_event
+from kvrouter.topology import validate_runtime_config
+from kvrouter.worker.legs import RunningLegs
 from kvrouter.worker.publisher import KvPublisher
+from kvrouter.worker.topology import topology_config, wait_for_topology, watch_topology
+from kvrouter.worker.topology_env import TopologyEnv
+
+HEARTBEAT_S = 5.0
+"""How often routers hear how far the event ids have come: a lost last batch is noticed after this long."""
+
+_log = logging.getLogger(__name__)
 
 
 class Registration(Protocol):
@@ -29,7 +41,11 @@ ServeRecovery = Callable[[WorkerId, KvPublisher], Callable[[], None]]
 
 
 class Worker:
-    """One engine in the fleet: ``start``, ``begin_drain``, ``stop``; ``die`` is a death without goodbye."""
+    """One engine in the fleet: ``start``, ``drain``, ``stop``; ``die`` is a death without goodbye.
+
+    With a ``topology`` contract the worker starts once its place is known, and publishes its card again when
+    its place changes.
+    """
 
     def __init__(
         self,
@@ -40,6 +56,8 @@ class Worker:
         events: EventPublisher,
         serve_requests: ServeRequests,
         serve_recovery: ServeRecovery,
+        topology: TopologyEnv | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.engine = engine
         self.card = card
@@ -47,28 +65,66 @@ class Worker:
         self._events = events
         self._serve_requests = serve_requests
         self._serve_recovery = serve_recovery
+        self._topology = topology
+        self._heartbeat_s = heartbeat_s
+        self._legs = RunningLegs()
+        self._dp_ranks = tuple(rank.dp_rank for rank in card.ranks())
+        self._tasks: list[asyncio.Task[None]] = []
         self._registration: Registration | None = None
         self._end_recovery: Callable[[], None] | None = None
         self.publisher = KvPublisher(
             events,
             worker_id=card.worker_id,
             epoch=card.incarnation,
-            snapshot=engine.snapshot,
             block_size=card.block_size,
+            snapshot=engine.snapshot,
         )
 
+    @property
+    def running_legs(self) -> int:
+        """How many legs run here."""
+        return self._legs.n
+
     async def start(self) -> None:
-        """Serve first, then publish the card: whoever finds it can use it."""
+        """Learn the place, serve, then publish the card: whoever finds it can use it.
+
+        Raises TopologyUnavailable when the place stays unknown, ConfigError for a config that cannot be.
+        """
+        if self._topology is not None:
+            reading = await wait_for_topology(self._topology)
+            config = topology_config(self.card.runtime_config, self._topology, reading)
+            self.card = replace(self.card, runtime_config=config)
+            self._warn(self._topology.warnings + reading.warnings)
+        self._warn(tuple(validate_runtime_config(self.card.runtime_config)))
         await self.engine.start(self._on_events, self._on_load)
-        self._end_recovery = self._serve_recovery(self.card.worker_id, self.publisher)
-        self._registration = self._serve_requests(self.card.address, self)
-        await self._discovery.publish(self.card)
+        try:
+            self._end_recovery = self._serve_recovery(self.card.worker_id, self.publisher)
+            self._registration = self._serve_requests(self.card.address, self)
+            await self._discovery.publish(self.card)
+        except BaseException:
+            await self.stop()
+            raise
+        if self.card.publishes_kv_events:
+            self._run(self._beat())
+        if self._topology is not None:
+            self._run(watch_topology(self._topology, self.card.runtime_config, self._moved))
 
     async def submit(self, request: EngineRequest) -> EngineStream:
-        """Accept a leg; a draining worker refuses, and the router goes elsewhere."""
+        """Accept a leg; a draining worker refuses, and the router goes elsewhere.
+
+        Raises ShuttingDown, or InvalidRequest for another model or a rank that this worker does not have.
+        """
         if self.card.draining:
             raise ShuttingDown(f"worker {self.card.worker_id} is draining")
-        return await self.engine.submit(request)
+        if request.model != self.card.model:
+            raise InvalidRequest(
+                f"worker {self.card.worker_id} serves {self.card.model}, not {request.model}", param="model"
+            )
+        if request.dp_rank not in self._dp_ranks:
+            raise InvalidRequest(
+                f"worker {self.card.worker_id} has no dp_rank {request.dp_rank}", param="dp_rank"
+            )
+        return self._legs.follow(await self.engine.submit(request))
 
     async def publish_runtime_config(self, config: ModelRuntimeConfig) -> None:
         """Publish the card again with another runtime config, as when a topology label changed."""
@@ -80,8 +136,18 @@ class Worker:
         self.card = replace(self.card, draining=True)
         await self._discovery.publish(self.card)
 
+    async def drain(self, limit_s: float) -> bool:
+        """Take no new legs, wait up to ``limit_s`` seconds for the running ones, and leave the fleet.
+
+        Returns whether every leg had ended; those that had not were cut off.
+        """
+        await self.begin_drain()
+        is_idle = await self._legs.wait_idle(limit_s)
+        await self.stop()
+        return is_idle
+
     async def stop(self) -> None:
-        """Say goodbye, then stop serving."""
+        """Say goodbye, then stop serving. Idempotent."""
         await self._discovery.withdraw(self.card.worker_id, self.card.incarnation)
         self._leave("the worker was stopped")
         await self.engine.stop()
@@ -91,6 +157,9 @@ class Worker:
         self._leave(why)
 
     def _leave(self, why: str) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
         self.publisher.close()
         if self._end_recovery is not None:
             self._end_recovery()
@@ -98,6 +167,33 @@ class Worker:
         if self._registration is not None:
             self._registration.leave(why)
             self._registration = None
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self.publisher.heartbeat(self._dp_ranks)
+
+    async def _moved(self, config: ModelRuntimeConfig, warnings: tuple[str, ...]) -> None:
+        self._warn(warnings)
+        places = ",".join(f"{domain}={value}" for domain, value in config.topology_domains.items())
+        log_event(
+            _log, Event.WORKER_CHANGED, worker=str(self.card.worker_id), reason=f"topology is now: {places}"
+        )
+        here = replace(self.card.runtime_config, topology_domains=config.topology_domains)
+        await self.publish_runtime_config(here)
+
+    def _warn(self, warnings: tuple[str, ...]) -> None:
+        for warning in warnings:
+            log_event(_log, Event.CONFIG_WARNING, worker=str(self.card.worker_id), reason=warning)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._report)
+        self._tasks.append(task)
+
+    def _report(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log_event(_log, Event.INTERNAL_ERROR, worker=str(self.card.worker_id), reason=repr(error))
 
     def _on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
         if self.card.publishes_kv_events:
