@@ -68,6 +68,10 @@ class Fabric:
         self._ids[engine.engine_id] = worker_id
         return engine
 
+    def engine(self, worker_id: WorkerId) -> MockEngine:
+        """Return the engine of a worker. KeyError when it is not here."""
+        return self._members[worker_id].engine
+
     def remove(self, now: float, worker_id: WorkerId) -> None:
         """Take an engine away at once, as if its machine had died; legs that exchange KV with it fail."""
         self.advance_before(now)

@@ -276,7 +276,8 @@ class PagedKv:
 
 
 def _can_evict(block: Block, released: int) -> bool:
-    return not block.holders and not block.children and block.released == released
+    """True when nobody held the block since it was offered, so that it is a leaf still."""
+    return not block.holders and block.released == released
 
 
 def _stored(run: Sequence[Block]) -> Stored:

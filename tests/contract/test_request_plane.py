@@ -1,0 +1,340 @@
+"""What every request plane does, whatever its wire: order, cancel, back-pressure, refusals, and death."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+
+import pytest
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.planes.requests.port import (
+    EngineStream,
+    RequestPlane,
+    RequestServer,
+    StreamBroken,
+    WorkerUnreachable,
+)
+
+IN_TIME_S = 5.0
+"""How long a test waits for what must happen; a plane that hangs fails it."""
+
+
+class ScriptedStream:
+    """A worker's stream that yields what a test puts in, and remembers what it was told."""
+
+    def __init__(self, chunks_max: int = 4) -> None:
+        self.chunks: asyncio.Queue[EngineChunk] = asyncio.Queue(chunks_max)
+        self.cancelled = asyncio.Event()
+        self.reasons: list[str] = []
+        self.n_put = 0
+        self._ended = False
+
+    def __aiter__(self) -> AsyncIterator[EngineChunk]:
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._ended:
+            raise StopAsyncIteration
+        chunk = await self.chunks.get()
+        self._ended = chunk.finish is not None
+        return chunk
+
+    async def put(self, chunk: EngineChunk) -> None:
+        await self.chunks.put(chunk)
+        self.n_put += 1
+
+    def cancel(self, reason: str) -> None:
+        if not self.reasons:
+            self.chunks.put_nowait(EngineChunk(finish=FinishReason.CANCELLED))
+        self.reasons.append(reason)
+        self.cancelled.set()
+
+
+class ScriptedWorker:
+    """A worker whose answers a test writes."""
+
+    def __init__(self) -> None:
+        self.requests: list[EngineRequest] = []
+        self.streams: list[ScriptedStream] = []
+        self.refusal: Exception | None = None
+        self.answers = asyncio.Event()
+        self.answers.set()
+
+    async def submit(self, request: EngineRequest) -> EngineStream:
+        await self.answers.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests.append(request)
+        self.streams.append(ScriptedStream())
+        return self.streams[-1]
+
+
+@dataclass
+class Wire:
+    """One plane under test: ``serve`` makes a worker reachable, and returns its address and its death."""
+
+    plane: RequestPlane
+    serve: Callable[[RequestServer], Awaitable[tuple[str, Callable[[], Awaitable[None]]]]]
+    nowhere: str
+
+
+async def memory_wire() -> Wire:
+    plane = MemoryRequestPlane(open_timeout_s=0.05)
+    n_workers = 0
+
+    async def serve(server: RequestServer) -> tuple[str, Callable[[], Awaitable[None]]]:
+        nonlocal n_workers
+        n_workers += 1
+        registration = plane.serve(memory_address(WorkerId(n_workers), Epoch(1)), server)
+
+        async def die() -> None:
+            registration.leave("the worker died")
+
+        return registration.address, die
+
+    return Wire(plane, serve, memory_address(WorkerId(99), Epoch(1)))
+
+
+WIRES = {"memory": memory_wire}
+
+
+@pytest.fixture(params=sorted(WIRES))
+async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
+    of: Wire = await WIRES[request.param]()
+    yield of
+    await of.plane.close()
+
+
+def leg(name: str = "x", *, attempt: int = 0, which: Leg = Leg.AGGREGATED) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        attempt=attempt,
+        leg=which,
+        model=ModelName("m"),
+        token_ids=array("I", [1, 2, 3]),
+        sampling=Sampling(max_tokens=100, temperature=0.5, seed=7),
+        kv_transfer_params={"remote_engine_id": "e", "remote_block_ids": [[1, 2], [3]]},
+    )
+
+
+async def read_all(stream: EngineStream) -> tuple[list[int], EngineChunk]:
+    tokens: list[int] = []
+    chunk = EngineChunk()
+    async with asyncio.timeout(IN_TIME_S):
+        async for chunk in stream:
+            tokens += chunk.token_ids
+    return tokens, chunk
+
+
+async def test_the_request_arrives_unchanged(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    await wire.plane.open(address, leg())
+    assert worker.requests == [leg()]
+
+
+async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+
+    async def produce() -> None:
+        await worker.streams[0].put(EngineChunk(token_ids=(0,), cached_tokens=64))
+        for token in range(1, 500):
+            await worker.streams[0].put(EngineChunk(token_ids=(token,)))
+        last = EngineChunk(
+            token_ids=(500,), finish=FinishReason.LENGTH, kv_transfer_params={"remote_block_ids": [[4]]}
+        )
+        await worker.streams[0].put(last)
+
+    producer = asyncio.create_task(produce())
+    first = await stream.__anext__()
+    assert first.cached_tokens == 64
+    tokens, last = await read_all(stream)
+    await producer
+    assert [*first.token_ids, *tokens] == list(range(501))
+    assert last.finish is FinishReason.LENGTH
+    assert last.kv_transfer_params == {"remote_block_ids": [[4]]}
+    with pytest.raises(StopAsyncIteration):
+        await stream.__anext__()
+
+
+async def test_streams_do_not_mix(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    streams = [await wire.plane.open(address, leg(f"r{n}")) for n in range(5)]
+    for n, inner in enumerate(worker.streams):
+        await inner.put(EngineChunk(token_ids=(n, n), finish=FinishReason.STOP))
+    for n in reversed(range(5)):
+        assert (await read_all(streams[n]))[0] == [n, n]
+
+
+async def test_cancel_reaches_the_worker_with_its_reason_and_ends_the_read(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    reader = asyncio.create_task(read_all(stream))
+    await asyncio.sleep(0)
+    stream.cancel("client left")
+    stream.cancel("client left")
+    _, last = await reader
+    assert last.finish is FinishReason.CANCELLED
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[0].cancelled.wait()
+    assert set(worker.streams[0].reasons) == {"client left"}
+
+
+async def test_a_leg_that_has_ended_can_still_be_cancelled(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg(which=Leg.PREFILL))
+    await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH))
+    await read_all(stream)
+    stream.cancel("nobody will decode")
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[0].cancelled.wait()
+
+
+async def test_a_slow_reader_stops_its_own_producer_only(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    slow = await wire.plane.open(address, leg("slow"))
+    quick = await wire.plane.open(address, leg("quick"))
+
+    async def produce(inner: ScriptedStream) -> None:
+        for token in range(20_000):
+            await inner.put(EngineChunk(token_ids=(token,)))
+        await inner.put(EngineChunk(finish=FinishReason.LENGTH))
+
+    producers = [asyncio.create_task(produce(inner)) for inner in worker.streams]
+    tokens, _ = await read_all(quick)
+    assert tokens == list(range(20_000))
+    assert worker.streams[0].n_put < 10_000
+    tokens, _ = await read_all(slow)
+    assert tokens == list(range(20_000))
+    await asyncio.gather(*producers)
+
+
+async def test_a_refusal_keeps_its_class_its_words_and_its_field(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    worker.refusal = InvalidRequest("token_ids: too many", param="token_ids")
+    address, _ = await wire.serve(worker)
+    with pytest.raises(InvalidRequest, match="too many") as refused:
+        await wire.plane.open(address, leg())
+    assert refused.value.param == "token_ids"
+    worker.refusal = None
+    await wire.plane.open(address, leg())
+
+
+async def test_a_worker_that_is_full_is_unreachable(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    worker.refusal = WorkerUnreachable("full")
+    address, _ = await wire.serve(worker)
+    with pytest.raises(WorkerUnreachable, match="full"):
+        await wire.plane.open(address, leg())
+
+
+async def test_nobody_there_is_unreachable(wire: Wire) -> None:
+    async with asyncio.timeout(IN_TIME_S):
+        with pytest.raises(WorkerUnreachable):
+            await wire.plane.open(wire.nowhere, leg())
+
+
+async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    worker.answers.clear()
+    address, _ = await wire.serve(worker)
+    async with asyncio.timeout(IN_TIME_S):
+        with pytest.raises(WorkerUnreachable):
+            await wire.plane.open(address, leg())
+    worker.answers.set()
+    await wire.plane.open(address, leg())
+
+
+async def test_death_breaks_a_read_that_waits(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, die = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    await worker.streams[0].put(EngineChunk(token_ids=(1,)))
+    assert (await stream.__anext__()).token_ids == (1,)
+    reader = asyncio.create_task(read_all(stream))
+    await asyncio.sleep(0)
+    await die()
+    with pytest.raises(StreamBroken):
+        await reader
+    with pytest.raises(StreamBroken):
+        await stream.__anext__()
+    stream.cancel("too late")
+
+
+async def test_after_death_new_legs_are_refused(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, die = await wire.serve(worker)
+    await die()
+    async with asyncio.timeout(IN_TIME_S):
+        with pytest.raises(WorkerUnreachable):
+            await wire.plane.open(address, leg())
+    assert worker.requests == []
+
+
+async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(wire: Wire) -> None:
+    class Breaking(ScriptedStream):
+        async def __anext__(self) -> EngineChunk:
+            raise StreamBroken("the engine died")
+
+    class Worker(ScriptedWorker):
+        async def submit(self, request: EngineRequest) -> EngineStream:
+            return Breaking()
+
+    address, _ = await wire.serve(Worker())
+    stream = await wire.plane.open(address, leg())
+    with pytest.raises(StreamBroken):
+        await read_all(stream)
+
+
+async def test_the_same_leg_is_not_served_twice_and_other_legs_are(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    await wire.plane.open(address, leg())
+    with pytest.raises(InvalidRequest):
+        await wire.plane.open(address, leg())
+    await wire.plane.open(address, leg(attempt=1))
+    await wire.plane.open(address, leg(which=Leg.PREFILL))
+    await wire.plane.open(address, leg("y"))
+    assert len(worker.requests) == 4
+    await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
+
+
+async def test_a_readers_own_cancellation_stays_its_own(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    reader = asyncio.create_task(read_all(stream))
+    await asyncio.sleep(0)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await stream.__anext__()
+    await worker.streams[0].put(EngineChunk(token_ids=(5,), finish=FinishReason.STOP))
+    assert (await read_all(stream))[0] == [5]
+
+
+async def test_closing_the_plane_breaks_streams_and_tells_the_workers(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    reader = asyncio.create_task(read_all(stream))
+    await asyncio.sleep(0)
+    await wire.plane.close()
+    with pytest.raises(StreamBroken):
+        await reader
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[0].cancelled.wait()
+    with pytest.raises(WorkerUnreachable):
+        await wire.plane.open(address, leg("y"))
