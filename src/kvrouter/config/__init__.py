@@ -17,9 +17,10 @@ from kvrouter.config.fleet import (
     WorkerGroup,
 )
 from kvrouter.config.fleet_checks import LoadedFleet, default_fleet_document, load_fleet
-from kvrouter.config.router import KvRouterConfig, MismatchPolicy
+from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.sources import Loaded, load_settings
 from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSettings, Settings
+from kvrouter.topology import MismatchPolicy
 
 __all__ = [
     "Document",

@@ -1,0 +1,289 @@
+"""One request's life against scripted workers: handoffs, losses, resumes, and that nothing is left behind."""
+
+import asyncio
+
+import pytest
+from tests.support.fleets import Bench, card, generate_request
+from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.errors import (
+    AllWorkersBusy,
+    DeadlineExceeded,
+    NoEligibleWorker,
+    ShuttingDown,
+    WorkerFailed,
+)
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
+from kvrouter.core.workers import Enforcement, LoadReport, Role
+
+ZONED = {"enforcement": Enforcement.REQUIRED}
+
+
+async def read_all(bench: Bench, **kwargs: object) -> list[int]:
+    async with bench.service.generate(generate_request(**kwargs)) as generation:  # type: ignore[arg-type]
+        return [token async for chunk in generation for token in chunk.token_ids]
+
+
+async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1))
+    async with bench.service.generate(generate_request()) as generation:
+        reading = asyncio.create_task(anext(generation))
+        stream = await plane.wait_for(Leg.AGGREGATED)
+        assert bench.booked() == 40 + 3, "40 tokens to prefill, 3 blocks with the tail"
+        stream.tokens(1, 2, cached=32)
+        assert (await reading).token_ids == (1, 2)
+        assert bench.booked() == 3, "the first token moves load from prefill to decode"
+        stream.tokens(*range(3, 20))
+        await anext(generation)
+        assert bench.booked() == 4, "a block of output that became full counts"
+        stream.tokens(20, finish=FinishReason.STOP)
+        assert (await anext(generation)).finish is FinishReason.STOP
+        with pytest.raises(StopAsyncIteration):
+            await anext(generation)
+    assert bench.booked() == 0
+    assert generation.usage.completion_tokens == 20
+    assert generation.usage.cached_tokens == 32
+    assert stream.cancelled_for is None
+
+
+async def test_a_synchronous_handoff_hands_params_over_and_restores_max_tokens() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1, Role.PREFILL, zone="a", **ZONED), card(2, Role.DECODE, zone="a"))
+    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    prefill = await plane.wait_for(Leg.PREFILL)
+    assert prefill.request.sampling.max_tokens == 1
+    assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL], "decode waits for the prefill answer"
+    prefill.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+    decode = await plane.wait_for(Leg.DECODE)
+    assert decode.request.kv_transfer_params == {"block": 7}
+    assert decode.request.sampling.max_tokens == 2
+    assert decode.request.prefill_worker_id == 1
+    decode.tokens(1, 2, finish=FinishReason.LENGTH)
+    assert await reading == [1, 2]
+    assert bench.booked() == 0
+    assert bench.telemetry.handoffs.value("a", "a") == 1
+
+
+async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", bootstrap=True, dp_size=4, **ZONED), card(2, Role.DECODE, zone="a")
+    )
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
+    assert prefill.request.bootstrap == decode.request.bootstrap
+    assert prefill.request.bootstrap is not None
+    assert prefill.request.bootstrap.room % 4 == prefill.request.dp_rank
+    prefill.tokens(9, finish=FinishReason.LENGTH)
+    decode.tokens(1, finish=FinishReason.LENGTH)
+    assert await reading == [1]
+    assert bench.booked() == 0
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", bootstrap=bootstrap, **ZONED), card(2, Role.DECODE, zone="a")
+    )
+    async with bench.service.generate(generate_request()) as generation:
+        reading = asyncio.create_task(anext(generation))
+        prefill = await plane.wait_for(Leg.PREFILL)
+        if not bootstrap:
+            prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+        decode = await plane.wait_for(Leg.DECODE)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert decode.cancelled_for is not None
+    assert prefill.cancelled_for is not None, "KV that waits on the prefill worker is given back"
+    assert bench.booked() == 0
+    assert bench.telemetry.cancellations.value("mock", "prefill") == 1
+
+
+async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1), card(2), card(3))
+    reading = asyncio.create_task(read_all(bench, sampling=Sampling(max_tokens=4, seed=1)))
+    first = await plane.wait_for(Leg.AGGREGATED)
+    first.die()
+    second = await plane.wait_for(Leg.AGGREGATED, nth=1)
+    assert second.address != first.address
+    assert second.request.attempt == 1
+    second.tokens(5, 6, finish=FinishReason.STOP)
+    assert await reading == [5, 6]
+    assert bench.booked() == 0
+    assert bench.telemetry.retries.value("mock", "aggregated") == 1
+
+
+async def test_an_unreachable_worker_costs_a_try_and_no_more() -> None:
+    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    bench = Bench(plane)
+    await bench.start(card(1), card(2))
+    plane.unreachable = {address_of(1)}
+    for number in range(4):
+        assert await read_all(bench, request_id=f"r{number}") == [1]
+    assert {address for _, address in plane.legs()} == {address_of(2)}
+
+
+async def test_a_stream_goes_on_elsewhere_token_for_token() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1), card(2))
+    reading = asyncio.create_task(read_all(bench, max_tokens=6))
+    first = await plane.wait_for(Leg.AGGREGATED)
+    first.tokens(1, 2, 3, cached=16)
+    first.die()
+    second = await plane.wait_for(Leg.AGGREGATED, nth=1)
+    assert list(second.request.token_ids[-3:]) == [1, 2, 3]
+    assert second.request.resumed_tokens == 3
+    assert second.request.sampling.max_tokens == 3
+    second.tokens(4, 5, 6, finish=FinishReason.LENGTH, cached=40)
+    assert await reading == [1, 2, 3, 4, 5, 6]
+    assert bench.booked() == 0
+    assert bench.telemetry.resumes.value("mock") == 1
+    assert bench.telemetry.completion_tokens.value("mock") == 6
+
+
+async def test_a_stream_that_cannot_be_resumed_ends_with_one_error() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1), card(2))
+    sampling = Sampling(max_tokens=6, temperature=0.5, seed=3)
+    async with bench.service.generate(generate_request(sampling=sampling)) as generation:
+        reading = asyncio.create_task(anext(generation))
+        stream = await plane.wait_for(Leg.AGGREGATED)
+        stream.tokens(1)
+        await reading
+        stream.die()
+        with pytest.raises(WorkerFailed, match="after 1 tokens"):
+            await anext(generation)
+        with pytest.raises(StopAsyncIteration):
+            await anext(generation)
+    assert len(plane.opened) == 1
+    assert bench.booked() == 0
+
+
+async def test_three_workers_at_most_meet_one_request() -> None:
+    plane = ScriptedPlane(ScriptedStream.die)
+    bench = Bench(plane)
+    await bench.start(*(card(number) for number in range(1, 7)))
+    with pytest.raises(WorkerFailed, match="try 3 of 3"):
+        await read_all(bench)
+    assert len({address for _, address in plane.legs()}) == 3
+    assert bench.booked() == 0
+
+
+async def test_when_nobody_is_left_the_refusal_counts_who_failed() -> None:
+    plane = ScriptedPlane(ScriptedStream.die)
+    bench = Bench(plane)
+    await bench.start(card(1))
+    with pytest.raises(NoEligibleWorker) as refused:
+        await read_all(bench)
+    assert {str(reason): n for reason, n in refused.value.refusals.items()} == {"excluded": 1}
+    assert bench.booked() == 0
+
+
+async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsewhere() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", bootstrap=True, **ZONED),
+        card(3, Role.PREFILL, zone="a", bootstrap=True, **ZONED),
+        card(2, Role.DECODE, zone="a"),
+    )
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
+    prefill.die()
+    again = await plane.wait_for(Leg.PREFILL, nth=1)
+    assert again.address != prefill.address
+    assert decode.cancelled_for is not None
+    again.tokens(9, finish=FinishReason.LENGTH)
+    (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, finish=FinishReason.LENGTH)
+    assert await reading == [4]
+    assert bench.booked() == 0
+
+
+async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1, Role.PREFILL, zone="b", **ZONED), card(2, Role.DECODE, zone="a"))
+    with pytest.raises(NoEligibleWorker) as refused:
+        await read_all(bench)
+    assert refused.value.domain == "zone"
+    assert plane.opened == []
+    assert bench.booked() == 0
+
+
+async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
+    plane = ScriptedPlane(
+        lambda stream: stream.feed(
+            EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
+        )
+    )
+    bench = Bench(plane, KvRouterConfig(router_domain_wait_s=30.0))
+    await bench.start(card(1, Role.PREFILL, zone="b", **ZONED), card(2, Role.DECODE, zone="a"))
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    await bench.until_parked()
+    bench.discovery.put(card(3, Role.DECODE, zone="b"))
+    assert await reading == [1]
+    assert bench.telemetry.domain_waits.value("joined") == 1
+
+
+async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
+    plane = ScriptedPlane()
+    config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=30.0)
+    bench = Bench(plane, config)
+    await bench.start(card(1))
+    rank = card(1).ranks()[0]
+    busy = LoadReport(rank, active_blocks=900, total_blocks=1024)
+    bench.events._sinks[0][1](busy)
+    parked = asyncio.create_task(read_all(bench))
+    await bench.until_parked()
+    with pytest.raises(AllWorkersBusy):
+        await read_all(bench, request_id="r2")
+    assert bench.telemetry.queue_refusals.value("mock", "full") == 1
+    bench.events._sinks[0][1](LoadReport(rank, active_blocks=1, total_blocks=1024))
+    (await plane.wait_for(Leg.AGGREGATED)).tokens(1, finish=FinishReason.STOP)
+    assert await parked == [1]
+
+
+async def test_a_silent_worker_counts_as_lost() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=0.05, retries_max=0))
+    await bench.start(card(1))
+    with pytest.raises(WorkerFailed):
+        await read_all(bench)
+    assert plane.opened[0].cancelled_for is not None
+    assert bench.booked() == 0
+
+
+async def test_the_whole_request_has_a_deadline() -> None:
+    plane = ScriptedPlane(lambda stream: stream.tokens(1))
+    bench = Bench(plane, KvRouterConfig(request_timeout_s=0.05))
+    await bench.start(card(1))
+    with pytest.raises(DeadlineExceeded):
+        await read_all(bench)
+    assert bench.booked() == 0
+
+
+async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1))
+    reading = asyncio.create_task(read_all(bench))
+    stream = await plane.wait_for(Leg.AGGREGATED)
+    draining = asyncio.create_task(bench.service.drain(30.0))
+    await asyncio.sleep(0)
+    with pytest.raises(ShuttingDown):
+        bench.service.generate(generate_request(request_id="r2"))
+    stream.tokens(1, finish=FinishReason.STOP)
+    assert await reading == [1]
+    assert await draining == 0

@@ -1,0 +1,166 @@
+"""Cards, a discovery and an event plane that a test turns by hand, and a router on top of them."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping
+
+from tests.support.planes import address_of
+
+from kvrouter.assembly.router import build_service
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.requests import GenerateRequest, Sampling
+from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.planes.discovery.port import CardSink, GoneSink
+from kvrouter.planes.events.port import BatchSink, LoadSink
+from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.router import RouterService
+from kvrouter.telemetry import Telemetry
+
+MODEL = ModelName("mock")
+BLOCK_SIZE = 16
+
+
+def card(
+    worker_id: int,
+    role: Role = Role.BOTH,
+    *,
+    zone: str | None = None,
+    enforcement: Enforcement | None = None,
+    weight: float | None = None,
+    bootstrap: bool = False,
+    dp_size: int = 1,
+    incarnation: int = 1,
+    draining: bool = False,
+    taints: tuple[str, ...] = (),
+    model: str = MODEL,
+    publishes_kv_events: bool = True,
+) -> WorkerCard:
+    return WorkerCard(
+        worker_id=WorkerId(worker_id),
+        incarnation=Epoch(incarnation),
+        model=ModelName(model),
+        role=role,
+        block_size=BLOCK_SIZE,
+        context_length=4096,
+        address=address_of(worker_id),
+        dp_size=dp_size,
+        draining=draining,
+        publishes_kv_events=publishes_kv_events,
+        runtime_config=ModelRuntimeConfig(
+            topology_domains={} if zone is None else {"zone": zone},
+            topology_levels=("zone",),
+            kv_transfer_domain=None if enforcement is None else "zone",
+            kv_transfer_enforcement=enforcement,
+            kv_transfer_preferred_weight=weight,
+            taints=frozenset(taints),
+            total_kv_blocks=1024,
+            bootstrap_host=f"host-{worker_id}" if bootstrap else None,
+            bootstrap_port=9000 if bootstrap else None,
+        ),
+    )
+
+
+class HandDiscovery:
+    """Cards come and go when the test says so."""
+
+    def __init__(self) -> None:
+        self.cards: dict[WorkerId, WorkerCard] = {}
+        self._sinks: list[tuple[CardSink, GoneSink]] = []
+
+    async def publish(self, card: WorkerCard) -> None:
+        self.put(card)
+
+    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        self.drop(worker_id, incarnation)
+
+    async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
+        sinks = (on_card, on_gone)
+        self._sinks.append(sinks)
+        for known in self.cards.values():
+            on_card(known)
+        return lambda: self._sinks.remove(sinks)
+
+    def put(self, *cards: WorkerCard) -> None:
+        for each in cards:
+            self.cards[each.worker_id] = each
+            for on_card, _ in self._sinks:
+                on_card(each)
+
+    def drop(self, worker_id: int, incarnation: int = 1) -> None:
+        self.cards.pop(WorkerId(worker_id), None)
+        for _, on_gone in self._sinks:
+            on_gone(WorkerId(worker_id), Epoch(incarnation))
+
+
+class HandEvents:
+    """KV events come when the test says so; snapshots are empty."""
+
+    def __init__(self) -> None:
+        self._sinks: list[tuple[BatchSink, LoadSink]] = []
+        self.snapshots: Mapping[WorkerRank, KvSnapshot] = {}
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        sinks = (on_batch, on_load)
+        self._sinks.append(sinks)
+        return lambda: self._sinks.remove(sinks)
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        return None
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        return self.snapshots.get(rank, KvSnapshot(rank, Epoch(1), EventId(0), ()))
+
+    def batch(self, batch: KvBatch) -> None:
+        for on_batch, _ in self._sinks:
+            on_batch(batch)
+
+
+class Bench:
+    """A router before scripted workers."""
+
+    def __init__(self, plane: RequestPlane, config: KvRouterConfig | None = None) -> None:
+        self.discovery = HandDiscovery()
+        self.events = HandEvents()
+        self.telemetry = Telemetry()
+        self.service: RouterService = build_service(
+            config or KvRouterConfig(),
+            plane=plane,
+            discovery=self.discovery,
+            subscriber=self.events,
+            telemetry=self.telemetry,
+        )
+
+    async def start(self, *cards: WorkerCard) -> None:
+        await self.service.start()
+        self.discovery.put(*cards)
+
+    @property
+    def model(self) -> ModelRouter:
+        return self.service.model(MODEL)
+
+    async def until_parked(self) -> None:
+        """Return once a request waits."""
+        for _ in range(100):
+            if len(self.model.waiting_room):
+                return
+            await asyncio.sleep(0)
+        raise AssertionError("no request waits")
+
+    def booked(self) -> int:
+        """Active blocks and prefill tokens over all ranks: 0 when nothing is booked."""
+        columns = self.model.ledger.columns()
+        return int(columns.active_blocks.sum() + columns.prefill_tokens.sum())
+
+
+def generate_request(
+    *, tokens: int = 40, max_tokens: int = 8, request_id: str = "r1", sampling: Sampling | None = None
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=RequestId(request_id),
+        model=MODEL,
+        token_ids=array("I", range(100, 100 + tokens)),
+        sampling=sampling or Sampling(max_tokens=max_tokens, temperature=0.0),
+    )

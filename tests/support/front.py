@@ -1,0 +1,92 @@
+"""A front door on a real socket, before scripted workers."""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+
+import httpx
+from tests.support.fleets import MODEL, Bench
+from tests.support.planes import ScriptedPlane, ScriptedStream
+
+from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.workers import WorkerCard
+from kvrouter.frontend.app import FrontDoor
+from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.text.model import TextModel
+
+CONTEXT_TOKENS = 512
+
+
+@cache
+def mock_text() -> TextModel:
+    """The mock model's tokenizer and template; read once a process."""
+    return TextModel.load_mock(context_length_tokens=CONTEXT_TOKENS)
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    return tuple(mock_text().tokenizer.encode(text))
+
+
+def says(
+    *texts: str, finish: FinishReason = FinishReason.STOP, cached: int | None = None
+) -> Callable[[ScriptedStream], None]:
+    """A worker that answers with these texts, a chunk each, and then ends."""
+
+    def script(stream: ScriptedStream) -> None:
+        for text in texts:
+            stream.feed(EngineChunk(token_ids=token_ids(text), cached_tokens=cached))
+        stream.feed(EngineChunk(finish=finish))
+
+    return script
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """What a test of the front door holds."""
+
+    bench: Bench
+    plane: ScriptedPlane
+    door: FrontDoor
+    http: httpx.AsyncClient
+    address: tuple[str, int]
+
+    async def chat(
+        self, content: str = "hello", *, fields: Mapping[str, object] | None = None, **more: object
+    ) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **(fields or {}), **more}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, prompt: object = "hello", **more: object) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": prompt, **more})
+
+
+@asynccontextmanager
+async def open_house(
+    *cards: WorkerCard,
+    script: Callable[[ScriptedStream], None] | None = None,
+    plane: RequestPlane | None = None,
+    config: KvRouterConfig | None = None,
+    settings: FrontendSettings | None = None,
+) -> AsyncIterator[House]:
+    """A started front door on a free port; drained at the end. ``plane`` replaces the scripted one."""
+    scripted = ScriptedPlane(script)
+    bench = Bench(plane or scripted, config)
+    await bench.start(*cards)
+    door = FrontDoor(
+        bench.service,
+        {MODEL: mock_text()},
+        settings=settings or FrontendSettings(),
+        telemetry=bench.telemetry,
+    )
+    server = door.server()
+    await server.serve()
+    try:
+        host, port = server.addresses[0]
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=10.0) as client:
+            yield House(bench, scripted, door, client, (host, port))
+    finally:
+        await server.drain(0.0)
+        door.close()
+        bench.service.stop()

@@ -1,0 +1,98 @@
+"""A request plane whose streams do what a test tells them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
+from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+
+Step = EngineChunk | Exception
+
+
+class ScriptedStream:
+    """A stream that a test feeds; it remembers why it was cancelled."""
+
+    def __init__(self, request: EngineRequest, address: str) -> None:
+        self.request = request
+        self.address = address
+        self.cancelled_for: str | None = None
+        self._steps: deque[Step] = deque()
+        self._more = asyncio.Event()
+        self._ended = False
+
+    def feed(self, *steps: Step) -> None:
+        self._steps.extend(steps)
+        self._more.set()
+
+    def tokens(self, *token_ids: int, finish: FinishReason | None = None, cached: int | None = None) -> None:
+        self.feed(EngineChunk(token_ids=token_ids, finish=finish, cached_tokens=cached))
+
+    def die(self) -> None:
+        self.feed(StreamBroken(f"{self.address} died"))
+
+    def __aiter__(self) -> "ScriptedStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._ended:
+            raise StopAsyncIteration
+        while not self._steps:
+            self._more.clear()
+            await self._more.wait()
+        step = self._steps.popleft()
+        if isinstance(step, Exception):
+            self._ended = True
+            raise step
+        self._ended = step.finish is not None
+        return step
+
+    def cancel(self, reason: str) -> None:
+        if self.cancelled_for is None:
+            self.cancelled_for = reason
+            if not self._ended:
+                self.feed(EngineChunk(finish=FinishReason.CANCELLED))
+
+
+class ScriptedPlane:
+    """Opens scripted streams; ``script`` is called with each one. Unreachable addresses refuse."""
+
+    def __init__(self, script: Callable[[ScriptedStream], None] | None = None) -> None:
+        self.opened: list[ScriptedStream] = []
+        self.unreachable: set[str] = set()
+        self.script = script
+        self._waiters: list[asyncio.Event] = []
+
+    async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
+        await asyncio.sleep(0)
+        if address in self.unreachable:
+            raise WorkerUnreachable(f"{address} refuses")
+        stream = ScriptedStream(request, address)
+        self.opened.append(stream)
+        if self.script is not None:
+            self.script(stream)
+        for waiter in self._waiters:
+            waiter.set()
+        return stream
+
+    async def close(self) -> None:
+        for stream in self.opened:
+            stream.die()
+
+    async def wait_for(self, leg: Leg, *, nth: int = 0) -> ScriptedStream:
+        """Return the ``nth`` stream of ``leg`` once it was opened."""
+        while True:
+            found = [stream for stream in self.opened if stream.request.leg is leg]
+            if len(found) > nth:
+                return found[nth]
+            event = asyncio.Event()
+            self._waiters.append(event)
+            await event.wait()
+
+    def legs(self) -> list[tuple[Leg, str]]:
+        return [(stream.request.leg, stream.address) for stream in self.opened]
+
+
+def address_of(worker_id: int) -> str:
+    return f"scripted://{WorkerId(worker_id)}"
