@@ -9,7 +9,10 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet
+from kvrouter.routing.cost import leg_costs
+from kvrouter.routing.decision import Candidate
 from kvrouter.routing.eligibility import Mask, Screen, Step, first_refusals
+from kvrouter.routing.explain import rows_of
 from kvrouter.routing.pair import Groups, Screens, tiers_of
 from kvrouter.routing.reasons import (
     busy_steps,
@@ -18,7 +21,8 @@ from kvrouter.routing.reasons import (
     prefill_steps,
     reach_steps,
 )
-from kvrouter.routing.request import RouteRequest
+from kvrouter.routing.request import RouteRequest, View
+from kvrouter.routing.settings import rules_of
 from kvrouter.topology import Required, TransferConstraint
 
 _VALUES_SHOWN = 3
@@ -61,6 +65,38 @@ def refuse_pair(request: RouteRequest, fleet: Fleet, screens: Screens) -> Routin
         steps = (*prefill_steps(fleet, groups, legal), Step(Reason.BUSY, screens.not_busy & ready))
         return _refusal(request, fleet, prefill, steps, None, ())
     return _refusal(request, fleet, decode, (*reach, *busy_steps(screens.not_busy)), domain, values)
+
+
+def leg_rows(
+    request: RouteRequest,
+    view: View,
+    who: Screen,
+    not_busy: BoolColumn | None,
+    constraint: TransferConstraint | None = None,
+) -> tuple[Candidate, ...]:
+    """Return the rows of a request whose one leg nobody may take."""
+    rules = rules_of(view.settings, request.override)
+    costs = leg_costs(request, view, who.leg, rules, constraint=constraint)
+    steps = (*decode_steps(view.fleet, constraint), *busy_steps(not_busy))
+    return rows_of(who, view.fleet, steps, costs, None)
+
+
+def pair_rows(request: RouteRequest, view: View, screens: Screens) -> tuple[Candidate, ...]:
+    """Return the rows of both legs of a request for which no prefill rank has a legal decode rank.
+
+    A prefill rank is refused for its domain where no decode rank could ever follow, busy or not; a decode
+    rank where no prefill rank could reach it. A leg may show eligible ranks: then the other leg has none.
+    """
+    fleet, groups = view.fleet, screens.groups
+    prefill, decode, busy = screens.prefill, screens.decode, busy_steps(screens.not_busy)
+    rules = rules_of(view.settings, request.override)
+    legal = has_legal_decode(tiers_of(groups, fleet, decode.mask)) | groups.unbound
+    domain = _bound_domain(groups, prefill.mask.allowed)
+    reach = reach_steps(fleet, groups, prefill.mask.allowed, domain)
+    costs = {who.leg: leg_costs(request, view, who.leg, rules) for who in (prefill, decode)}
+    return rows_of(
+        prefill, fleet, (*prefill_steps(fleet, groups, legal), *busy), costs[prefill.leg], None
+    ) + rows_of(decode, fleet, (*reach, *busy), costs[decode.leg], None)
 
 
 def _refusal(

@@ -23,7 +23,7 @@ from kvrouter.routing.pair import (
 )
 from kvrouter.routing.pick import pick_slot
 from kvrouter.routing.reasons import busy_steps, decode_steps, has_legal_decode, prefill_steps
-from kvrouter.routing.refusal import refuse_leg, refuse_pair
+from kvrouter.routing.refusal import leg_rows, pair_rows, refuse_leg, refuse_pair
 from kvrouter.routing.request import RouteRequest, View
 from kvrouter.routing.settings import Rules, rules_of
 from kvrouter.topology import TransferConstraint
@@ -40,7 +40,8 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there.
 
     Raises NoEligibleWorker when nobody may take it, AllWorkersBusy when somebody could and everybody who
-    could is busy; both count the ranks of the leg that they name by reason.
+    could is busy; both count the ranks of the leg that they name by reason, and carry the rows of an
+    explanation.
     """
     if view.fleet.has_prefill or request.prefill_pin is not None:
         return _route_pair(request, view, explain=explain)
@@ -64,7 +65,9 @@ def route_decode(
     able = who.mask if free is None else who.mask.within(free)
     chosen = decode_mask(able, fleet, constraint)
     if not chosen.mask.n_allowed:
-        raise refuse_leg(request, fleet, who, free, constraint)
+        refused = refuse_leg(request, fleet, who, free, constraint)
+        refused.rows = leg_rows(request, view, who, free, constraint) if explain else ()
+        raise refused
     rules = rules_of(view.settings, request.override)
     sender = None if prefill is None else fleet.slot_of(prefill)
     decode = _pick(
@@ -92,7 +95,9 @@ def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decisio
     who, free = screen(request, fleet, Leg.AGGREGATED), not_busy(view)
     mask = who.mask if free is None else who.mask.within(free)
     if not mask.n_allowed:
-        raise refuse_leg(request, fleet, who, free)
+        refused = refuse_leg(request, fleet, who, free)
+        refused.rows = leg_rows(request, view, who, free) if explain else ()
+        raise refused
     rules = rules_of(view.settings, request.override)
     whole = _pick(request, view, Leg.AGGREGATED, rules, mask, turn=view.turn)
     rows = rows_of(who, fleet, busy_steps(free), whole.costs, whole.pick.slot) if explain else ()
@@ -112,7 +117,9 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     able = screens.decode.mask if free is None else screens.decode.mask.within(free)
     senders = prefill_mask(screens, fleet, able, router_default)
     if not senders.n_allowed:
-        raise refuse_pair(request, fleet, screens)
+        refused = refuse_pair(request, fleet, screens)
+        refused.rows = pair_rows(request, view, screens) if explain else ()
+        raise refused
     rules = rules_of(view.settings, request.override)
     prefill = _pick(request, view, Leg.PREFILL, rules, senders, turn=view.turn)
     constraint = constraint_of(fleet, prefill.pick.slot, router_default)
