@@ -1,0 +1,309 @@
+"""Bodies that are wrong, each with the field that the error names; and what good ones mean."""
+
+import msgspec
+import pytest
+
+from kvrouter.core.constraints import Pin, RouterMode
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import WorkerId
+from kvrouter.frontend.openai.decode import SHOWN_CHARS_MAX
+from kvrouter.frontend.openai.parse import (
+    ChatCall,
+    CompletionCall,
+    parse_chat,
+    parse_completion,
+    parse_either,
+)
+from kvrouter.frontend.openai.wishes import TAINT_CHARS_MAX, TAINTS_MAX
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": "m", "prompt": "hi"}
+ZONE = "dynamo.topology/zone"
+
+
+def chat(**fields: object) -> bytes:
+    return msgspec.json.encode({**CHAT, **fields})
+
+
+def completion(**fields: object) -> bytes:
+    return msgspec.json.encode({**COMPLETION, **fields})
+
+
+def routing(**constraints: object) -> bytes:
+    return completion(nvext={"routing_constraints": constraints})
+
+
+BOTH = [
+    ({"model": ""}, "model"),
+    ({"model": 3}, "model"),
+    ({"model": "m" * 300}, "model"),
+    ({"n": 2}, "n"),
+    ({"n": 0}, "n"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": -0.1}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": 2**31}, "max_tokens"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"1": 2.0}}, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "nonsense"}}, "response_format.type"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"cache_salt": "s" * 2000}, "cache_salt"),
+    ({"nvext": []}, "nvext"),
+    ({"nvext": {"worker": 1}}, "nvext.worker"),
+    ({"nvext": {"worker_id": -1}}, "nvext.worker_id"),
+    ({"nvext": {"worker_id": "1"}}, "nvext.worker_id"),
+    ({"nvext": {"worker_id": 2**63}}, "nvext.worker_id"),
+    ({"nvext": {"dp_rank": 1}}, "nvext.dp_rank"),
+    ({"nvext": {"prefill_dp_rank": 1}}, "nvext.prefill_dp_rank"),
+    ({"nvext": {"extra_fields": ["worker_id", "colour"]}}, "nvext.extra_fields[1]"),
+    (
+        {"nvext": {"router_config_override": {"router_mode": "best"}}},
+        "nvext.router_config_override.router_mode",
+    ),
+    (
+        {"nvext": {"router_config_override": {"overlap_score_weight": -1}}},
+        "nvext.router_config_override.overlap_score_weight",
+    ),
+    (
+        {"nvext": {"router_config_override": {"router_temperature": -0.5}}},
+        "nvext.router_config_override.router_temperature",
+    ),
+    (
+        {"nvext": {"router_config_override": {"temperature": 1}}},
+        "nvext.router_config_override.temperature",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BOTH, ids=[str(fields)[:60] for fields, _ in BOTH])
+def test_a_wrong_field_is_named_on_both_routes(fields: dict[str, object], param: str) -> None:
+    for parse, body in ((parse_chat, chat(**fields)), (parse_completion, completion(**fields))):
+        with pytest.raises(InvalidRequest) as caught:
+            parse(body)
+        assert caught.value.param == param
+        assert caught.value.message.startswith(param)
+        assert caught.value.status_hint == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ],
+)
+def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_chat(chat(**fields))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"text": "hi"}}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, -2]}, "prompt[1]"),
+        ({"prompt": [2**32]}, "prompt[0]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "!"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+    ],
+)
+def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(completion(**fields))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("constraints", "field"),
+    [
+        ({"required_taints": [""]}, "required_taints"),
+        ({"required_taints": ["  "]}, "required_taints"),
+        ({"required_taints": "gpu=h100"}, "required_taints"),
+        ({"required_taints": [f"t{n}" for n in range(TAINTS_MAX + 1)]}, "required_taints"),
+        ({"required_taints": ["t" * (TAINT_CHARS_MAX + 1)]}, "required_taints"),
+        ({"required_taints": [f"{ZONE}=a", f"{ZONE}=b"]}, "required_taints"),
+        ({"required_taints": [ZONE]}, "required_taints"),
+        ({"required_taints": [f"{ZONE}="]}, "required_taints"),
+        ({"preferred_taints": {"": 1.0}}, "preferred_taints"),
+        ({"preferred_taints": {"dynamo.topology/=a": 1.0}}, "preferred_taints"),
+        ({"required": ["a"]}, "required"),
+    ],
+)
+def test_constraints_that_cannot_be_meant_are_named(constraints: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(routing(**constraints))
+    assert caught.value.param == f"nvext.routing_constraints.{field}"
+
+
+@pytest.mark.parametrize(
+    "constraints",
+    [
+        {"required_taints": [f"{ZONE}=a", "dynamo.topology/rack=r1"]},
+        {"required_taints": [f"{ZONE}=a"], "preferred_taints": {f"{ZONE}=a": -1.0}},
+        {"required_taints": [f"{ZONE}=a", f"{ZONE}= a"]},
+        {"preferred_taints": {f"{ZONE}=a": 1.0, f"{ZONE}=b": -1.0}},
+    ],
+)
+def test_constraints_that_do_not_contradict_pass(constraints: dict[str, object]) -> None:
+    call = parse_completion(routing(**constraints)).call
+    assert call.constraints.required_taints or call.constraints.preferred_taints
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize(
+    ("where", "param"),
+    [
+        (b'"temperature":%s', "temperature"),
+        (
+            b'"nvext":{"router_config_override":{"overlap_score_weight":%s}}',
+            "nvext.router_config_override.overlap_score_weight",
+        ),
+    ],
+)
+def test_a_number_that_is_not_finite_is_named(number: bytes, where: bytes, param: str) -> None:
+    body = b'{"model":"m","prompt":"hi",' + where % number + b"}"
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"1" + 400 * b"0"])
+def test_a_weight_that_is_no_number_is_named(number: bytes) -> None:
+    body = b'{"model":"m","prompt":"hi","nvext":{"routing_constraints":{"preferred_taints":{"a":%s}}}}'
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(body % number)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("nvext.routing_constraints.preferred_taints")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b'{"model":"m",}',
+        b'{"model":"\xff"}',
+        b'{"model":"\\ud800"}',
+        b'{"model":"m","messages":[{"content":' + b"[" * 100_000,
+    ],
+)
+def test_a_body_that_is_no_json_names_no_field(body: bytes) -> None:
+    for parse in (parse_chat, parse_completion, parse_either):
+        with pytest.raises(InvalidRequest, match="not valid JSON") as caught:
+            parse(body)
+        assert caught.value.param is None
+
+
+def test_what_an_error_quotes_is_short() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(completion(nvext={"x" * 100_000: 1}))
+    assert len(caught.value.message) < 2 * SHOWN_CHARS_MAX
+    assert len(caught.value.param or "") < 2 * SHOWN_CHARS_MAX
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(b'{"prompt":"hi"}')
+    assert caught.value.param == "model"
+
+
+def test_unknown_fields_of_the_body_are_left_alone() -> None:
+    assert parse_chat(chat(user="u1", metadata={"a": 1}, store=True)).call.model == "m"
+
+
+def test_max_tokens_defaults() -> None:
+    assert parse_chat(chat()).call.max_tokens is None
+    assert parse_chat(chat(max_completion_tokens=7)).call.max_tokens == 7
+    assert parse_completion(completion()).call.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "meant"), [("hi", "hi"), (["hi"], "hi"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])]
+)
+def test_a_prompt_comes_in_four_forms(prompt: object, meant: object) -> None:
+    assert parse_completion(completion(prompt=prompt)).prompt == meant
+
+
+def test_wishes_of_routing_are_read() -> None:
+    call = parse_chat(
+        chat(
+            nvext={
+                "worker_id": 3,
+                "prefill_worker_id": 4,
+                "prefill_dp_rank": 1,
+                "cache_salt": "tenant",
+                "router_config_override": {"router_mode": "random", "router_temperature": 0.5},
+                "routing_constraints": {"required_taints": ["a"], "preferred_taints": {"b": 0.5}},
+            }
+        )
+    ).call
+    assert call.pin == Pin(WorkerId(3))
+    assert call.prefill_pin is not None
+    assert call.prefill_pin.dp_rank == 1
+    assert call.cache_namespace == "tenant"
+    assert call.override.router_mode is RouterMode.RANDOM
+    assert call.constraints.required_taints == frozenset({"a"})
+    assert call.constraints.preferred_taints == {"b": 0.5}
+
+
+def test_min_tokens_must_not_be_above_max_tokens() -> None:
+    call = parse_completion(completion(min_tokens=20)).call
+    with pytest.raises(InvalidRequest) as caught:
+        call.sampling(16)
+    assert caught.value.param == "min_tokens"
+
+
+def test_sampling_keeps_what_was_sent() -> None:
+    fields = {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "seed": 7,
+        "ignore_eos": True,
+        "stop_token_ids": [3],
+    }
+    sampling = parse_completion(completion(**fields)).call.sampling(16)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.0, 0.5, 4, 7)
+    assert sampling.ignore_eos
+    assert sampling.stop_token_ids == (3,)
+    assert sampling.max_tokens == 16
+
+
+def test_either_route_is_told_by_its_field() -> None:
+    assert isinstance(parse_either(chat()), ChatCall)
+    assert isinstance(parse_either(completion()), CompletionCall)
+    with pytest.raises(InvalidRequest) as caught:
+        parse_either(chat(prompt="hi"))
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidRequest) as caught:
+        parse_either(b'{"model":"m"}')
+    assert caught.value.param == "messages"
