@@ -36,7 +36,7 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int) -
 def rows_of(
     who: Screen, fleet: Fleet, later: Iterable[Step], costs: Costs, picked: Slot | None
 ) -> tuple[Candidate, ...]:
-    """Return a row for each rank of the leg's role, in the order of ranks; a refusal has nobody ``picked``."""
+    """Return a row for each rank of the leg's role, in their order; a refusal has nobody ``picked``."""
     refused_for: dict[int, Reason] = {}
     for reason, slots in first_refusals(who, fleet, later)[1]:
         refused_for.update(dict.fromkeys(np.flatnonzero(slots).tolist(), reason))
