@@ -12,6 +12,7 @@ from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import EngineFull, MockConfig, MockEngine, Outputs, Timing
+from kvrouter.mock.engine import KvWanted
 from kvrouter.mock.sequence import sequence_key
 
 # Round figures: a step takes 100 ms for its prefill part and 1 ms a token, and 10 ms for its decode part.
@@ -241,6 +242,24 @@ def test_who_was_admitted_last_gives_way_and_ends_the_same() -> None:
     assert tokens_of(outputs, "b") == undisturbed
     assert len(tokens_of(outputs, "a")) == 12
     assert len(cached_tokens_of(outputs, "b")) == 1
+
+
+def test_who_gives_way_to_nobody_lets_a_sequence_with_its_kv_go_on() -> None:
+    """The only running sequence has no room to grow, because KV that arrived meanwhile waits for its seat."""
+    mock = engine(config(role=Role.DECODE, total_kv_blocks=3, max_num_seqs=1))
+    mock.submit(0.0, request("a", range(3), max_tokens=8))
+    mock.advance(0.05)
+    arriving = mock.submit(
+        0.05, request("b", range(50, 58), max_tokens=4, leg=Leg.DECODE, bootstrap=Bootstrap("10.0.0.1", 9, 0))
+    )
+    mock.advance(0.1031)
+    assert [type(notice) for notice in mock.take_notices()] == [KvWanted]
+    mock.kv_arrived(0.1031, arriving)
+    mock.advance(9.0)
+    outputs = mock.take_outputs()
+    assert len(tokens_of(outputs, "a")) == 8
+    assert len(tokens_of(outputs, "b")) == 4
+    assert mock.idle
 
 
 def test_eviction_is_told() -> None:

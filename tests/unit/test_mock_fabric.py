@@ -254,6 +254,17 @@ def test_a_cancelled_prefill_leg_fails_its_decode_leg_or_has_it_recompute(
     fleet.assert_idle()
 
 
+def test_kv_that_its_decode_leg_no_longer_wants_does_not_wait() -> None:
+    fleet = Fleet()
+    prefill, decode = fleet.prefill(room=3), fleet.decode(room=3)
+    fleet.until(0.05)
+    fleet.cancel(decode)
+    fleet.until(PREFILL_S + 0.001)
+    assert fleet.last(prefill).finish is FinishReason.LENGTH
+    fleet.assert_idle()
+    assert fleet.fabric.expired_handoffs == 0
+
+
 def test_kv_that_nobody_pulls_expires() -> None:
     fleet = Fleet(expiry_s=20.0)
     prefill = fleet.prefill()
