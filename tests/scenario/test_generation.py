@@ -17,11 +17,12 @@ from kvrouter.core.errors import (
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
 
-ZONED = {"enforcement": Enforcement.REQUIRED}
 
-
-async def read_all(bench: Bench, **kwargs: object) -> list[int]:
-    async with bench.service.generate(generate_request(**kwargs)) as generation:  # type: ignore[arg-type]
+async def read_all(
+    bench: Bench, *, max_tokens: int = 8, request_id: str = "r1", sampling: Sampling | None = None
+) -> list[int]:
+    request = generate_request(max_tokens=max_tokens, request_id=request_id, sampling=sampling)
+    async with bench.service.generate(request) as generation:
         return [token async for chunk in generation for token in chunk.token_ids]
 
 
@@ -52,7 +53,9 @@ async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
 async def test_a_synchronous_handoff_hands_params_over_and_restores_max_tokens() -> None:
     plane = ScriptedPlane()
     bench = Bench(plane)
-    await bench.start(card(1, Role.PREFILL, zone="a", **ZONED), card(2, Role.DECODE, zone="a"))
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
+    )
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     prefill = await plane.wait_for(Leg.PREFILL)
     assert prefill.request.sampling.max_tokens == 1
@@ -72,7 +75,8 @@ async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> No
     plane = ScriptedPlane()
     bench = Bench(plane)
     await bench.start(
-        card(1, Role.PREFILL, zone="a", bootstrap=True, dp_size=4, **ZONED), card(2, Role.DECODE, zone="a")
+        card(1, Role.PREFILL, zone="a", bootstrap=True, dp_size=4, enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
     )
     reading = asyncio.create_task(read_all(bench, max_tokens=1))
     prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
@@ -90,7 +94,8 @@ async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
     plane = ScriptedPlane()
     bench = Bench(plane)
     await bench.start(
-        card(1, Role.PREFILL, zone="a", bootstrap=bootstrap, **ZONED), card(2, Role.DECODE, zone="a")
+        card(1, Role.PREFILL, zone="a", bootstrap=bootstrap, enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
     )
     async with bench.service.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
@@ -195,8 +200,8 @@ async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsew
     plane = ScriptedPlane()
     bench = Bench(plane)
     await bench.start(
-        card(1, Role.PREFILL, zone="a", bootstrap=True, **ZONED),
-        card(3, Role.PREFILL, zone="a", bootstrap=True, **ZONED),
+        card(1, Role.PREFILL, zone="a", bootstrap=True, enforcement=Enforcement.REQUIRED),
+        card(3, Role.PREFILL, zone="a", bootstrap=True, enforcement=Enforcement.REQUIRED),
         card(2, Role.DECODE, zone="a"),
     )
     reading = asyncio.create_task(read_all(bench, max_tokens=1))
@@ -214,7 +219,9 @@ async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsew
 async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() -> None:
     plane = ScriptedPlane()
     bench = Bench(plane)
-    await bench.start(card(1, Role.PREFILL, zone="b", **ZONED), card(2, Role.DECODE, zone="a"))
+    await bench.start(
+        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
+    )
     with pytest.raises(NoEligibleWorker) as refused:
         await read_all(bench)
     assert refused.value.domain == "zone"
@@ -229,7 +236,9 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
         )
     )
     bench = Bench(plane, KvRouterConfig(router_domain_wait_s=30.0))
-    await bench.start(card(1, Role.PREFILL, zone="b", **ZONED), card(2, Role.DECODE, zone="a"))
+    await bench.start(
+        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
+    )
     reading = asyncio.create_task(read_all(bench, max_tokens=1))
     await bench.until_parked()
     bench.discovery.put(card(3, Role.DECODE, zone="b"))

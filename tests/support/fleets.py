@@ -9,7 +9,7 @@ from tests.support.planes import address_of
 from kvrouter.assembly.router import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.planes.discovery.port import CardSink, GoneSink
@@ -55,7 +55,7 @@ def card(
             kv_transfer_domain=None if enforcement is None else "zone",
             kv_transfer_enforcement=enforcement,
             kv_transfer_preferred_weight=weight,
-            taints=frozenset(taints),
+            taints=frozenset(map(Taint, taints)),
             total_kv_blocks=1024,
             bootstrap_host=f"host-{worker_id}" if bootstrap else None,
             bootstrap_port=9000 if bootstrap else None,
