@@ -110,7 +110,7 @@ class Rig:
             self.discovered = self.publisher.epoch
 
     def store(self, tokens: list[int]) -> None:
-        """Store what follows the longest prefix held; an engine hash is the sequence hash, one bit flipped."""
+        """Store what follows the longest prefix held; engine hashes are sequence hashes, one bit flipped."""
         hashes = [value ^ 1 for value in unpack_hashes(Prompt(tokens, block_size=1).sequence_hashes)]
         start = next((n for n, value in enumerate(hashes) if value not in self.held), len(hashes))
         if start < len(hashes):
