@@ -193,11 +193,12 @@ class Generation:
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._note_cached(chunk.cached_tokens)
         if chunk.token_ids:
+            now_s = self._loop.time()
             if self._journey.state is State.DECODING:
                 await self._perform(self._journey.handle(FirstTokens()))
             else:
-                self._gaps_s.append(self._heard_s - self._token_s)
-            self._token_s = self._heard_s
+                self._gaps_s.append(now_s - self._token_s)
+            self._token_s = now_s
             self._journey.tokens(chunk.token_ids)
             self._count_output(attempt, len(chunk.token_ids))
         if chunk.finish is not None:

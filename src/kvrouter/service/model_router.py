@@ -289,6 +289,7 @@ class ModelRouter:
         self.ledger.first_token(placement.decode_lease)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
+        self.observed.handed_over(placement)
         self.changed()
 
     def output_blocks(self, placement: Placement, blocks: int) -> None:

@@ -69,12 +69,10 @@ class ModelObserved:
         telemetry.decisions.inc(self._model, decision.mode.value, placement.shape.name.lower())
         if waited_s is not None:
             telemetry.queue_wait.observe(waited_s, self._model)
-        self._note_handoff(placement)
         self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
 
     def picked_again(self, placement: Placement) -> None:
         """Decode was picked again after prefill."""
-        self._note_handoff(placement)
         self._log_decision(placement, decision_s=0.0, waited_s=None)
 
     def refused(self, error: RoutingRefused, request: GenerateRequest, *, waited: bool) -> None:
@@ -115,8 +113,8 @@ class ModelObserved:
         self._telemetry.overlap_tokens.inc(self._model, by=predicted)
         self._telemetry.cached_tokens.inc(self._model, by=actual)
 
-    def _note_handoff(self, placement: Placement) -> None:
-        """Count a pair by the transfer domain's values at both ends."""
+    def handed_over(self, placement: Placement) -> None:
+        """The first token came; of a pair, KV went from one end to the other. Counted by their domains."""
         decision = placement.decision
         if decision.prefill is None:
             return
