@@ -1,0 +1,1 @@
+"""Our side: what is measured of kvrouter, called as its service calls it."""

@@ -1,0 +1,34 @@
+"""``make bench-peers``: our figures beside the peers', in one run."""
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from benchmarks.comparison import measure_beside
+from benchmarks.peers.environment import ensure_environment
+from benchmarks.report import measure_rows, open_console, report
+from benchmarks.rows import chosen_rows
+from benchmarks.sides import Side, SideCommand
+
+OURS = SideCommand("ours", Path(sys.executable), "benchmarks.ours")
+
+
+@click.command()
+@click.option("--only", metavar="TEXT", help="Measure only the rows with this in their name; write no file.")
+def main(only: str | None) -> None:
+    """Make the peers' environment, measure every row, print the table, and write the result file."""
+    rows = chosen_rows(only)
+    console = open_console()
+    with console.status("the peers' environment"):
+        theirs = SideCommand("dynamo", ensure_environment(), "benchmarks.peers.dynamo")
+    load_average = os.getloadavg()
+    with Side(OURS) as our_side, Side(theirs) as their_side:
+        versions = {**our_side.versions(), **their_side.versions()}
+    lines = measure_rows(rows, lambda row: measure_beside(row, OURS, theirs), console)
+    report("peers", lines, versions, load_average, console, keep=only is None)
+
+
+if __name__ == "__main__":
+    main()

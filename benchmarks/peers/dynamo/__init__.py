@@ -1,0 +1,1 @@
+"""Dynamo's side, run inside the peers' environment."""

@@ -1,0 +1,27 @@
+"""The peers' environment: made once, and made anew when its requirements change."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.sides import ROOT
+
+FOLDER = ROOT / ".bench-venv"
+REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+_INSTALLED = FOLDER / "installed.txt"
+
+
+def ensure_environment() -> Path:
+    """Return the interpreter of the peers' environment, which is made if it must be.
+
+    Raises ``CalledProcessError`` when a package cannot be installed.
+    """
+    python = FOLDER / "bin" / "python"
+    wanted = REQUIREMENTS.read_text(encoding="utf-8")
+    if _INSTALLED.is_file() and _INSTALLED.read_text(encoding="utf-8") == wanted:
+        return python
+    if not python.is_file():
+        subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
+    subprocess.run([str(python), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)], check=True)
+    _INSTALLED.write_text(wanted, encoding="utf-8")
+    return python
