@@ -357,6 +357,15 @@ def test_engines_that_wait_for_each_others_memory_go_on_in_the_end() -> None:
     assert len(fleet.tokens(legs[0])) == 5
 
 
+def test_a_prefill_leg_that_waits_for_memory_goes_on_when_kv_was_pulled() -> None:
+    fleet = Fleet(prefill_blocks=4)
+    fleet.prefill("a", room=0)
+    waiting = fleet.prefill("b", room=1, prompt=PROMPT[::-1])
+    fleet.decode("a", room=0)
+    fleet.until(9.0)
+    assert fleet.first_at(waiting) == pytest.approx(PREFILL_S + 1.0 + PREFILL_S)
+
+
 def test_a_room_takes_two_legs() -> None:
     fleet = Fleet()
     fleet.prefill(room=3)
