@@ -1,38 +1,33 @@
-//! One shard of a table: a sorted open-addressing table over 1 to 16 pages.
+//! One shard of a table: an open-addressing table of buckets, each one cache line, over 1 to 16 pages.
 //!
-//! Invariants: keys rise with positions; every entry lies at or after its home; there is no vacant slot
-//! between an entry and its home; the last slot is always vacant, so a scan ends without a bound check.
+//! Invariants: an entry lies in its home bucket or after it, and every bucket between is full; a bucket is filled from
+//! its beginning; homes rise with keys; the last bucket is never full, so that a scan ends without a bound check.
+
+use std::marker::PhantomData;
 
 use crate::pages::{Page, PagePool, PAGE_BYTES};
 
-/// The key of a vacant slot: above every other, so that a scan for a smaller key stops at it.
+/// The key of a vacant slot.
 pub(crate) const VACANT: u64 = u64::MAX;
 
 /// The most pages of a shard; a full one splits.
 const SHARD_PAGES: usize = 16;
 
-/// Positions after the last home, for the entries that collide there.
-const SLACK: usize = 48;
+const BUCKET_BYTES: usize = 64;
+const PAGE_BUCKETS: usize = PAGE_BYTES / BUCKET_BYTES;
 
-/// Keys that are compared at once.
-const WINDOW: usize = 8;
+/// Buckets after the last home, for what does not fit there.
+const SLACK_BUCKETS: usize = 6;
 
-/// Beyond this the runs that an insertion moves grow long.
-const LOAD_MAX_PERCENT: usize = 85;
-
-#[repr(C, packed(4))]
-#[derive(Clone, Copy)]
-struct Entry<V: Copy> {
-    key: u64,
-    value: V,
-}
+/// Beyond this load buckets overflow often.
+const LOAD_MAX_PERCENT: usize = 88;
 
 pub(crate) struct Shard<V: Copy> {
     pages: [Option<Page>; SHARD_PAGES],
     n_pages: u32,
     depth: u32,
     len: u32,
-    values: std::marker::PhantomData<V>,
+    values: PhantomData<V>,
 }
 
 // SAFETY: a shard owns its pages, and entries are plain values.
@@ -40,10 +35,10 @@ unsafe impl<V: Copy + Send> Send for Shard<V> {}
 // SAFETY: as above; shared shards are only read.
 unsafe impl<V: Copy + Sync> Sync for Shard<V> {}
 
-/// A slot of a shard; slots are ordered by page and then by index.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// A slot of a shard.
+#[derive(Clone, Copy)]
 pub(crate) struct At {
-    page: usize,
+    bucket: usize,
     index: usize,
 }
 
@@ -54,112 +49,135 @@ pub(crate) enum Found {
 }
 
 impl<V: Copy> Shard<V> {
-    const PER_PAGE: usize = PAGE_BYTES / size_of::<Entry<V>>();
+    /// Entries of a bucket: all keys lie before all values.
+    const SLOTS: usize = BUCKET_BYTES / (size_of::<u64>() + size_of::<V>());
 
-    pub fn new(pages: &mut PagePool, depth: u32) -> Self {
-        let mut shard = Shard { depth, ..Self::vacant() };
-        shard.extend_to(pages, 1);
+    pub fn new(pages: &mut PagePool, depth: u32, n_pages: usize) -> Self {
+        let mut shard = Shard { depth, n_pages: n_pages as u32, ..Self::vacant() };
+        for slot in &mut shard.pages[..n_pages] {
+            let page = pages.take();
+            // SAFETY: the page is ours; all ones is the vacant key.
+            unsafe { page.as_ptr().write_bytes(0xff, PAGE_BYTES) };
+            *slot = Some(page);
+        }
         shard
     }
 
     /// A shard without pages, which holds nothing and may only be replaced.
     pub fn vacant() -> Self {
-        Shard { pages: [None; SHARD_PAGES], n_pages: 0, depth: 0, len: 0, values: std::marker::PhantomData }
+        Shard { pages: [None; SHARD_PAGES], n_pages: 0, depth: 0, len: 0, values: PhantomData }
     }
 
     pub fn depth(&self) -> u32 {
         self.depth
     }
 
-    fn extend_to(&mut self, pages: &mut PagePool, n_pages: usize) {
-        for slot in &mut self.pages[self.n_pages as usize..n_pages] {
-            let page = pages.take();
-            // SAFETY: the page is ours; all ones is the vacant key.
-            unsafe { page.as_ptr().write_bytes(0xff, PAGE_BYTES) };
-            *slot = Some(page);
-        }
-        self.n_pages = n_pages as u32;
+    #[inline]
+    fn n_buckets(&self) -> usize {
+        self.n_pages as usize * PAGE_BUCKETS
     }
 
     #[inline]
-    fn capacity(&self) -> usize {
-        self.n_pages as usize * Self::PER_PAGE
-    }
-
-    #[inline]
-    fn home(&self, key: u64) -> At {
+    fn home(&self, key: u64) -> usize {
         let spread = (key << self.depth) >> 32;
-        let position = ((spread * (self.capacity() - SLACK) as u64) >> 32) as usize;
-        At { page: position / Self::PER_PAGE, index: position % Self::PER_PAGE }
+        ((spread * (self.n_buckets() - SLACK_BUCKETS) as u64) >> 32) as usize
     }
 
-    /// The entries of a page from `at` on; callers stay inside the page.
     #[inline]
-    fn entry(&self, at: At) -> *mut Entry<V> {
-        // SAFETY: a slot names a page that the shard has, and an index inside it.
+    fn bucket(&self, bucket: usize) -> *mut u8 {
+        // SAFETY: callers name buckets below `n_buckets`, which lie in pages that exist.
         unsafe {
-            let page = self.pages.get_unchecked(at.page).unwrap_unchecked();
-            page.as_ptr().cast::<Entry<V>>().add(at.index)
+            let page = self.pages.get_unchecked(bucket / PAGE_BUCKETS).unwrap_unchecked();
+            page.as_ptr().add(bucket % PAGE_BUCKETS * BUCKET_BYTES)
         }
+    }
+
+    #[inline]
+    fn key_at(&self, at: At) -> *mut u64 {
+        // SAFETY: the index is below SLOTS, so the key lies in the bucket.
+        unsafe { self.bucket(at.bucket).cast::<u64>().add(at.index) }
+    }
+
+    #[inline]
+    fn value_at(&self, at: At) -> *mut V {
+        // SAFETY: the values follow the keys, as many.
+        unsafe { self.bucket(at.bucket).cast::<u64>().add(Self::SLOTS).cast::<V>().add(at.index) }
+    }
+
+    #[inline]
+    fn key(&self, at: At) -> u64 {
+        // SAFETY: every slot of a page is initialised.
+        unsafe { *self.key_at(at) }
     }
 
     #[inline]
     pub fn value(&self, at: At) -> V {
-        // SAFETY: every slot of a page is initialised.
-        unsafe { (*self.entry(at)).value }
+        // SAFETY: as above.
+        unsafe { *self.value_at(at) }
     }
 
     #[inline]
     pub fn set_value(&mut self, at: At, value: V) {
         // SAFETY: the slot is ours.
-        unsafe { (*self.entry(at)).value = value }
+        unsafe { *self.value_at(at) = value }
     }
 
-    /// Where a scan for `key` begins, on its way from memory.
     #[inline]
-    pub fn prefetch(&self, key: u64) -> At {
+    fn write(&mut self, at: At, key: u64, value: V) {
+        // SAFETY: the slot is ours.
+        unsafe {
+            *self.key_at(at) = key;
+            *self.value_at(at) = value;
+        }
+    }
+
+    #[inline]
+    fn is_full(&self, bucket: usize) -> bool {
+        self.key(At { bucket, index: Self::SLOTS - 1 }) != VACANT
+    }
+
+    #[inline]
+    fn n_in_bucket(&self, bucket: usize) -> usize {
+        (0..Self::SLOTS).filter(|&index| self.key(At { bucket, index }) != VACANT).count()
+    }
+
+    /// The bucket where a scan for `key` begins, on its way from memory.
+    #[inline]
+    pub fn prefetch(&self, key: u64) -> usize {
         let home = self.home(key);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch has no effect on memory; any address is allowed.
+        // SAFETY: a prefetch has no effect on memory.
         unsafe {
             use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-            let entry = self.entry(home).cast::<i8>();
-            _mm_prefetch(entry, _MM_HINT_T0);
-            _mm_prefetch(entry.wrapping_add(64), _MM_HINT_T0);
+            _mm_prefetch(self.bucket(home).cast::<i8>(), _MM_HINT_T0);
         }
         home
     }
 
     #[inline]
     pub fn find(&self, key: u64) -> Found {
-        self.find_from(self.home(key), key)
+        let mut bucket = self.home(key);
+        loop {
+            if let Some(at) = self.find_in(bucket, key) {
+                return Found::At(at);
+            }
+            if !self.is_full(bucket) {
+                return Found::Vacant(At { bucket, index: self.n_in_bucket(bucket) });
+            }
+            bucket += 1;
+        }
     }
 
-    /// Looks for `key` from its home on. Windows are counted without a branch: how far an entry lies from its
-    /// home cannot be predicted.
     #[inline]
-    pub fn find_from(&self, mut at: At, key: u64) -> Found {
-        loop {
-            let window = WINDOW.min(Self::PER_PAGE - at.index);
-            let entries = self.entry(at);
-            let smaller = if window == WINDOW {
-                // SAFETY: the window lies in one page.
-                (0..WINDOW).map(|i| usize::from(unsafe { (*entries.add(i)).key } < key)).sum()
-            } else {
-                // SAFETY: as above.
-                (0..window).map(|i| usize::from(unsafe { (*entries.add(i)).key } < key)).sum()
-            };
-            at.index += smaller;
-            if smaller < window {
-                // SAFETY: the slot lies in the window.
-                let here = unsafe { (*entries.add(smaller)).key };
-                return if here == key { Found::At(at) } else { Found::Vacant(at) };
-            }
-            if at.index == Self::PER_PAGE {
-                // The last slot of a shard is vacant, so there is another page.
-                at = At { page: at.page + 1, index: 0 };
+    fn find_in(&self, bucket: usize, key: u64) -> Option<At> {
+        // Without a branch for each slot: which one it is cannot be predicted.
+        let mut found = Self::SLOTS;
+        for index in 0..Self::SLOTS {
+            if self.key(At { bucket, index }) == key {
+                found = index;
             }
         }
+        (found < Self::SLOTS).then_some(At { bucket, index: found })
     }
 
     #[inline]
@@ -168,118 +186,85 @@ impl<V: Copy> Shard<V> {
     }
 
     #[inline]
-    pub fn get_from(&self, home: At, key: u64) -> Option<V> {
-        match self.find_from(home, key) {
-            Found::At(at) => Some(self.value(at)),
-            Found::Vacant(_) => None,
+    pub fn get_from(&self, mut bucket: usize, key: u64) -> Option<V> {
+        loop {
+            if let Some(at) = self.find_in(bucket, key) {
+                return Some(self.value(at));
+            }
+            if !self.is_full(bucket) {
+                return None;
+            }
+            bucket += 1;
         }
     }
 
     /// Puts an absent key where `find` said. False when the shard has to grow first.
     #[inline]
     pub fn insert_at(&mut self, at: At, key: u64, value: V) -> bool {
-        if self.len as usize >= self.len_max() {
+        let len_max = self.n_buckets() * Self::SLOTS * LOAD_MAX_PERCENT / 100;
+        if self.len as usize >= len_max || at.bucket + 1 >= self.n_buckets() {
             return false;
         }
-        let end = self.end_of_run(at, |_, _| false);
-        if end.page + 1 == self.n_pages as usize && end.index + 1 == Self::PER_PAGE {
-            return false;
-        }
-        self.shift_right(at, end);
-        // SAFETY: the slot is ours.
-        unsafe { *self.entry(at) = Entry { key, value } };
+        self.write(at, key, value);
         self.len += 1;
         true
     }
 
-    /// The first slot from `at` on that is vacant, or whose key and place `stop` accepts.
+    /// Takes a slot out of its bucket; true when that leaves a gap in a run of full buckets.
     #[inline]
-    fn end_of_run(&self, mut at: At, stop: impl Fn(u64, At) -> bool) -> At {
-        loop {
-            let page = self.entry(At { index: 0, ..at });
-            while at.index < Self::PER_PAGE {
-                // SAFETY: the index lies in the page.
-                let key = unsafe { (*page.add(at.index)).key };
-                if key == VACANT || stop(key, at) {
-                    return at;
-                }
-                at.index += 1;
-            }
-            at = At { page: at.page + 1, index: 0 };
-        }
-    }
-
-    /// The load at which a shard grows.
-    #[inline]
-    fn len_max(&self) -> usize {
-        self.capacity() * LOAD_MAX_PERCENT / 100
-    }
-
-    /// Moves the entries from `begin` up to `end` one slot up, over the vacant slot `end`.
-    #[inline]
-    fn shift_right(&mut self, begin: At, mut end: At) {
-        while end.page > begin.page {
-            let first = At { index: 0, ..end };
-            let before = At { page: end.page - 1, index: Self::PER_PAGE - 1 };
-            // SAFETY: the slots are ours, and those from `first` to `end` lie in one page.
-            unsafe {
-                std::ptr::copy(self.entry(first), self.entry(first).add(1), end.index);
-                *self.entry(first) = *self.entry(before);
-            }
-            end = before;
-        }
-        // SAFETY: the slots from `begin` to `end` lie in one page.
-        unsafe { std::ptr::copy(self.entry(begin), self.entry(begin).add(1), end.index - begin.index) };
-    }
-
-    pub fn remove_at(&mut self, mut at: At) {
-        // Those that follow move down until one is at home or a slot is vacant.
-        let after = if at.index + 1 < Self::PER_PAGE {
-            At { index: at.index + 1, ..at }
-        } else {
-            At { page: at.page + 1, index: 0 }
-        };
-        let end = self.end_of_run(after, |key, here| self.home(key) == here);
-        while at.page < end.page {
-            let last = At { index: Self::PER_PAGE - 1, ..at };
-            let next = At { page: at.page + 1, index: 0 };
-            // SAFETY: the slots are ours, and those from `at` to `last` lie in one page.
-            unsafe {
-                std::ptr::copy(self.entry(at).add(1), self.entry(at), last.index - at.index);
-                if end == next {
-                    at = last;
-                    break;
-                }
-                *self.entry(last) = *self.entry(next);
-            }
-            at = next;
-        }
-        if at.page == end.page {
-            // SAFETY: the slots from `at` to `end` lie in one page.
-            unsafe { std::ptr::copy(self.entry(at).add(1), self.entry(at), end.index - at.index - 1) };
-            at.index = end.index - 1;
-        }
+    fn take_out(&mut self, at: At) -> bool {
+        let was_full = self.is_full(at.bucket);
+        let last = At { index: self.n_in_bucket(at.bucket) - 1, ..at };
+        let (key, value) = (self.key(last), self.value(last));
+        self.write(at, key, value);
         // SAFETY: the slot is ours.
-        unsafe { (*self.entry(at)).key = VACANT };
+        unsafe { *self.key_at(last) = VACANT };
+        was_full
+    }
+
+    pub fn remove_at(&mut self, at: At) {
         self.len -= 1;
+        if !self.take_out(at) {
+            return;
+        }
+        // What lies beyond a full bucket may belong before the gap, and would not be found behind it.
+        let (mut gap, mut bucket) = (at.bucket, at.bucket + 1);
+        loop {
+            let displaced = (0..self.n_in_bucket(bucket))
+                .map(|index| At { bucket, index })
+                .find(|&at| self.home(self.key(at)) <= gap);
+            let goes_on = match displaced {
+                None => self.is_full(bucket),
+                Some(at) => {
+                    let (key, value) = (self.key(at), self.value(at));
+                    self.write(At { bucket: gap, index: Self::SLOTS - 1 }, key, value);
+                    gap = bucket;
+                    self.take_out(at)
+                }
+            };
+            if !goes_on {
+                return;
+            }
+            bucket += 1;
+        }
     }
 
     pub fn for_each(&self, mut f: impl FnMut(u64, V)) {
-        for page in self.pages.iter().flatten() {
-            for index in 0..Self::PER_PAGE {
-                // SAFETY: every slot of a page is initialised.
-                let Entry { key, value } = unsafe { *page.as_ptr().cast::<Entry<V>>().add(index) };
-                if key != VACANT {
-                    f(key, value);
+        for bucket in 0..self.n_buckets() {
+            for index in 0..Self::SLOTS {
+                let at = At { bucket, index };
+                if self.key(at) == VACANT {
+                    break;
                 }
+                f(self.key(at), self.value(at));
             }
         }
     }
 
-    /// Grows by one page. False when the shard has all the pages that it may have.
+    /// Grows by an eighth. False when the shard has all the pages that it may have.
     pub fn grow(&mut self, pages: &mut PagePool) -> bool {
         let n_pages = self.n_pages as usize;
-        (n_pages + 1..=SHARD_PAGES).any(|n| self.rebuild(pages, n))
+        (n_pages + (n_pages / 8).max(1)..=SHARD_PAGES).any(|n| self.rebuild(pages, n))
     }
 
     /// Whether to try to free pages now: it may be refused, so not at every removal.
@@ -296,10 +281,9 @@ impl<V: Copy> Shard<V> {
         }
     }
 
-    /// The pages that hold `len` entries at five sixths of their capacity: two halves of a full shard take
-    /// nine.
+    /// The pages that hold `len` entries at a comfortable load: two halves of a full shard take nine each.
     fn pages_for(len: usize) -> usize {
-        (len * 6 / 5).div_ceil(Self::PER_PAGE).max(1)
+        (len * 5 / 4).div_ceil(PAGE_BUCKETS * Self::SLOTS).max(1)
     }
 
     /// Whether this shard and its buddy together are small enough to be one that is half full at most.
@@ -307,68 +291,66 @@ impl<V: Copy> Shard<V> {
         Self::pages_for((self.len + buddy.len) as usize) <= SHARD_PAGES / 2
     }
 
-    /// Lays the entries out anew over `n_pages`. False, changing nothing, when they collide beyond the end.
+    /// Lays the entries out anew over `n_pages`. False, changing nothing, when they crowd at the end.
     fn rebuild(&mut self, pages: &mut PagePool, n_pages: usize) -> bool {
-        let mut target = Shard { depth: self.depth, ..Self::vacant() };
-        target.extend_to(pages, n_pages);
+        let mut target = Shard::new(pages, self.depth, n_pages);
         let mut fits = true;
-        let mut next = At { page: 0, index: 0 };
-        self.for_each(|key, value| fits = fits && target.append(&mut next, key, value));
+        self.for_each(|key, value| fits = fits && target.place(key, value));
         let spare = if fits { std::mem::replace(self, target) } else { target };
         spare.release(pages);
         fits
     }
 
-    /// Puts a key above all others into a shard that is being laid out; `next` is the first slot after them.
-    fn append(&mut self, next: &mut At, key: u64, value: V) -> bool {
-        let at = self.home(key).max(*next);
-        *next = At { index: at.index + 1, ..at };
-        if next.index == Self::PER_PAGE {
-            *next = At { page: at.page + 1, index: 0 };
+    /// Puts in a key that is known to be absent. False when it would lie in the last bucket.
+    #[inline]
+    fn place(&mut self, key: u64, value: V) -> bool {
+        let mut bucket = self.home(key);
+        while self.is_full(bucket) {
+            bucket += 1;
         }
-        if next.page == self.n_pages as usize {
-            return false;
+        let index = self.n_in_bucket(bucket);
+        let fits = bucket + 1 < self.n_buckets();
+        if fits {
+            self.write(At { bucket, index }, key, value);
+            self.len += 1;
         }
-        // SAFETY: the slot is ours.
-        unsafe { *self.entry(at) = Entry { key, value } };
-        self.len += 1;
-        true
+        fits
     }
 
     /// Keeps the keys whose next bit is 0 and returns the others.
     pub fn split(&mut self, pages: &mut PagePool) -> Self {
         let next_bit = 1u64 << (63 - self.depth);
-        let mut entries = Vec::with_capacity(self.len as usize);
-        self.for_each(|key, value| entries.push((key, value)));
-        let middle = entries.partition_point(|(key, _)| key & next_bit == 0);
-        let half = |pages: &mut PagePool, entries| {
-            // What lay within half the homes of 16 pages has room for twice as many homes.
+        let (mut below, mut above) = (Vec::new(), Vec::new());
+        self.for_each(|key, value| {
+            let half = if key & next_bit == 0 { &mut below } else { &mut above };
+            half.push((key, value));
+        });
+        // What lay within half the homes of 16 pages has room for twice as many homes.
+        let mut half = |entries: &[(u64, V)]| {
             Self::laid_out(pages, self.depth + 1, entries).expect("half a shard fits in a whole one")
         };
-        let (lower, upper) = (half(pages, &entries[..middle]), half(pages, &entries[middle..]));
-        std::mem::replace(self, lower).release(pages);
-        upper
+        let (below, above) = (half(&below), half(&above));
+        std::mem::replace(self, below).release(pages);
+        above
     }
 
-    /// Takes over the entries of its buddy, whose keys are all above, and leaves it vacant. False, changing
-    /// nothing, when the keys crowd at the end; then both may stay as they are.
-    pub fn absorb(&mut self, pages: &mut PagePool, upper: &mut Self) -> bool {
-        let mut entries = Vec::with_capacity((self.len + upper.len) as usize);
+    /// Takes over the entries of its buddy and leaves it vacant. False, changing nothing, when they crowd at the
+    /// end; then both may stay as they are.
+    pub fn absorb(&mut self, pages: &mut PagePool, buddy: &mut Self) -> bool {
+        let mut entries = Vec::with_capacity((self.len + buddy.len) as usize);
         self.for_each(|key, value| entries.push((key, value)));
-        upper.for_each(|key, value| entries.push((key, value)));
+        buddy.for_each(|key, value| entries.push((key, value)));
         let Some(merged) = Self::laid_out(pages, self.depth - 1, &entries) else { return false };
-        std::mem::replace(upper, Self::vacant()).release(pages);
+        std::mem::replace(buddy, Self::vacant()).release(pages);
         std::mem::replace(self, merged).release(pages);
         true
     }
 
-    /// A shard of sorted entries; None when they crowd at the end.
+    /// A shard of these entries; None when they crowd at the end.
     fn laid_out(pages: &mut PagePool, depth: u32, entries: &[(u64, V)]) -> Option<Self> {
         for n_pages in Self::pages_for(entries.len()).min(SHARD_PAGES)..=SHARD_PAGES {
-            let mut shard = Shard { depth, ..Self::vacant() };
-            shard.extend_to(pages, n_pages);
-            let mut next = At { page: 0, index: 0 };
-            if entries.iter().all(|&(key, value)| shard.append(&mut next, key, value)) {
+            let mut shard = Shard::new(pages, depth, n_pages);
+            if entries.iter().all(|&(key, value)| shard.place(key, value)) {
                 return Some(shard);
             }
             shard.release(pages);
