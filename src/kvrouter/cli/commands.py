@@ -2,35 +2,20 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Protocol
 
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.config.document import Document, read_document
-from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import FLEET_VARIABLE, load_settings
-from kvrouter.config.tree import Settings
+from kvrouter.telemetry.logs import configure_logging
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-class CheckReport(Protocol):
-    """What a check of a worker's topology found, for people, and whether the worker would start."""
-
-    @property
-    def text(self) -> str:
-        """What is printed."""
-
-    @property
-    def exit_code(self) -> int:
-        """0 when the worker would start, else 1."""
 
 
 def installed_version() -> str:
@@ -65,7 +50,10 @@ def up(fleet: Path | None, **flags: SettingValue | None) -> None:
     loaded_fleet = load_fleet(document)
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
     _warn((*loaded.warnings, *loaded_fleet.warnings))
-    serve: Callable[[Settings, FleetFile], int] = import_module("kvrouter.assembly").serve
+    from kvrouter.assembly import serve  # noqa: PLC0415
+
+    log = loaded.settings.log
+    configure_logging(log.log_level.value, log_format=log.log_format.value)
     sys.exit(serve(loaded.settings, loaded_fleet.fleet))
 
 
@@ -104,9 +92,8 @@ def topology() -> None:
 @topology.command("check")
 def topology_check() -> None:
     """Print what a worker would publish from its environment and label files, or why it would not start."""
-    check: Callable[[Mapping[str, str]], CheckReport] = import_module(
-        "kvrouter.worker.topology"
-    ).topology_check
+    from kvrouter.worker.topology import topology_check as check  # noqa: PLC0415
+
     report = check(os.environ)
     click.echo(report.text)
     sys.exit(report.exit_code)
