@@ -7,23 +7,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
-from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.routing.links import links_from
-from kvrouter.topology import Link, LinkTable, distance, topology_domains, topology_taint, worker_taints
+from kvrouter.topology import (
+    Link,
+    LinkTable,
+    distance,
+    policy_of,
+    topology_domains,
+    topology_taint,
+    worker_taints,
+)
 
 LEVELS = ("zone", "rack", "host")
 places = st.dictionaries(st.sampled_from(LEVELS), st.sampled_from("abc"))
 levels = st.permutations(LEVELS).flatmap(lambda order: st.integers(0, 3).map(lambda n: tuple(order[:n])))
-links = st.builds(Link, st.floats(0, 1), st.floats(1, 1e12))
-tables = st.builds(
-    LinkTable,
-    st.dictionaries(st.sampled_from(LEVELS), links),
-    links,
-    st.dictionaries(
-        st.tuples(st.sampled_from(LEVELS), st.sampled_from("abc"), st.sampled_from("abc")), links, max_size=3
-    ),
-)
 
 
 def card(worker_id: int, config: ModelRuntimeConfig, **fields: int) -> WorkerCard:
@@ -49,15 +48,29 @@ def test_distance_is_the_same_from_both_ends_and_nobody_is_nearer_than_oneself(
     assert distance(a, a, order).depth >= distance(a, b, order).depth
 
 
-@given(st.lists(places, min_size=1, max_size=6), levels, tables)
-def test_links_over_a_fleet_are_the_table_asked_worker_by_worker(
-    workers: list[dict[str, str]], order: tuple[str, ...], table: LinkTable
-) -> None:
-    fleet = Fleet(ModelName("m"), 4)
-    for worker_id, domains in enumerate(workers):
-        fleet.join(card(worker_id, ModelRuntimeConfig(topology_domains=domains, topology_levels=order)))
-    found, which = links_from(fleet, table, Slot(0))
-    assert [found[at] for at in which] == [table.link(workers[0], domains, order) for domains in workers]
+def draw_table(rng: Random) -> LinkTable:
+    def link() -> Link:
+        return Link(rng.random(), rng.uniform(1, 1e12))
+
+    ends = [(rng.choice(LEVELS), rng.choice("abc"), rng.choice("abc")) for _ in range(rng.randrange(4))]
+    return LinkTable(
+        {level: link() for level in LEVELS if rng.random() < 0.7}, link(), {end: link() for end in ends}
+    )
+
+
+def test_links_over_a_fleet_are_the_table_asked_worker_by_worker() -> None:
+    for seed in range(1_000):
+        rng = Random(seed)
+        order, table = tuple(rng.sample(LEVELS, rng.randrange(4))), draw_table(rng)
+        workers = [
+            {level: rng.choice("abc") for level in LEVELS if rng.random() < 0.8}
+            for _ in range(rng.randrange(1, 7))
+        ]
+        fleet = Fleet(ModelName("m"), 4)
+        for worker_id, domains in enumerate(workers):
+            fleet.join(card(worker_id, ModelRuntimeConfig(topology_domains=domains, topology_levels=order)))
+        found, which = links_from(fleet, table, Slot(0))
+        assert [found[at] for at in which] == [table.link(workers[0], domains, order) for domains in workers]
 
 
 def draw_card(rng: Random) -> WorkerCard:
@@ -65,6 +78,8 @@ def draw_card(rng: Random) -> WorkerCard:
         topology_domains={level: rng.choice(("a", "b", " b ", "")) for level in LEVELS if rng.random() < 0.7},
         taints=frozenset(Taint(taint) for taint in ("gpu", "fast") if rng.random() < 0.5),
         total_kv_blocks=rng.choice((None, 10)),
+        kv_transfer_domain=rng.choice((None, "zone", "rack")),
+        kv_transfer_enforcement=rng.choice((None, Enforcement.REQUIRED, Enforcement.FALLBACK)),
     )
     return card(
         rng.randrange(6),
@@ -100,6 +115,12 @@ def check_columns(fleet: Fleet, cards: dict[WorkerId, WorkerCard], alive: dict[W
             assert fleet.domain_ids(level)[slot] == same
         for taint in (Taint("gpu"), Taint("fast"), *(topology_taint(level, "b") for level in LEVELS)):
             assert fleet.carries(taint)[slot] == (taint in worker_taints(config))
+    published = {Slot(slot): policy for policy, at in fleet.policies for slot in at.tolist()}
+    assert published == {
+        slots[rank]: policy_of(there.runtime_config, None)
+        for rank, there in ranks.items()
+        if there.role is Role.PREFILL
+    }
     free = ~columns.present
     assert not (columns.alive | columns.prefill | columns.decode_or_both | fleet.carries(Taint("gpu")))[
         free

@@ -11,7 +11,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet
 from kvrouter.routing.cost import leg_costs
 from kvrouter.routing.decision import Candidate
-from kvrouter.routing.eligibility import Mask, Screen, Step, first_refusals
+from kvrouter.routing.eligibility import Screen, Step, first_refusals
 from kvrouter.routing.explain import rows_of
 from kvrouter.routing.pair import Groups, Screens, tiers_of
 from kvrouter.routing.reasons import (
@@ -56,14 +56,12 @@ def refuse_pair(request: RouteRequest, fleet: Fleet, screens: Screens) -> Routin
     domain = _bound_domain(groups, prefill.mask.allowed)
     values = _values(fleet, domain, prefill.mask.allowed)
     reach = reach_steps(fleet, groups, prefill.mask.allowed, domain)
-    legal = has_legal_decode(tiers_of(groups, fleet, decode.mask))
-    if screens.not_busy is None or not (legal & prefill.mask.allowed).any():
-        return _refusal(request, fleet, decode, reach, domain, values)
-    free_decode: Mask = decode.mask.within(screens.not_busy)
-    ready = has_legal_decode(tiers_of(groups, fleet, free_decode))
-    if (ready & prefill.mask.allowed).any():
-        steps = (*prefill_steps(fleet, groups, legal), Step(Reason.BUSY, screens.not_busy & ready))
-        return _refusal(request, fleet, prefill, steps, None, ())
+    if screens.not_busy is not None:
+        ready = has_legal_decode(tiers_of(groups, fleet, decode.mask.within(screens.not_busy)))
+        if (ready & prefill.mask.allowed).any():
+            legal = has_legal_decode(tiers_of(groups, fleet, decode.mask))
+            steps = (*prefill_steps(fleet, groups, legal), Step(Reason.BUSY, screens.not_busy & ready))
+            return _refusal(request, fleet, prefill, steps, None, ())
     return _refusal(request, fleet, decode, (*reach, *busy_steps(screens.not_busy)), domain, values)
 
 
