@@ -1,8 +1,11 @@
 """Routing of your own: send each request where the least prefill work stands before its first token."""
 
 import asyncio
+from pathlib import Path
 
 from kvrouter import Endpoint, KvRouter, mock_fleet
+
+FLEET = Path(__file__).with_name("fleet-aggregated.yaml")
 
 
 async def least_ttft(router: KvRouter, prompt: list[int]) -> tuple[int, int]:
@@ -24,9 +27,9 @@ async def send(endpoint: Endpoint, router: KvRouter, prompt: list[int]) -> None:
 
 async def main() -> None:
     """Send four different prompts at once."""
-    async with mock_fleet() as runtime:
+    async with mock_fleet(FLEET) as runtime:
         endpoint = runtime.namespace("default").component("backend").endpoint("generate")
-        async with KvRouter(endpoint, block_size=64) as router:
+        async with KvRouter(endpoint, block_size=32) as router:
             prompts = [list(range(256 + n, 256 + n + 320)) for n in range(4)]
             await asyncio.gather(*(send(endpoint, router, prompt) for prompt in prompts))
 

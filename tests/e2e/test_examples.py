@@ -1,0 +1,34 @@
+"""Every example runs, and says what it is meant to say."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SAYS = {
+    "book_by_hand": "booked",
+    "generate": "20 blocks there",
+    "least_ttft": "rank 0",
+    "plain_client": "round_robin [",
+    "query_then_route": "for 20 blocks",
+}
+
+
+def test_every_example_is_run_here() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+async def test_the_example_runs(name: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(EXAMPLES / f"{name}.py"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, err.decode()
+    assert SAYS[name] in out.decode()
