@@ -12,9 +12,11 @@ from tests.support.front import CONTEXT_TOKENS, House, open_house, says
 from tests.support.planes import ScriptedStream
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
+from kvrouter.service.decisions import ATTEMPTS_MAX
 
 GUARDED = [
     ("GET", "/busy_threshold"),
@@ -172,6 +174,15 @@ async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
     assert sum(states.values()) + after["kvrouter_feed_state", "0", "partial", "2"] == 1
     assert ("kvrouter_feed_staleness_seconds", "0", "2") in after
     assert not any("3" in key[1:] and key[0] == "kvrouter_worker_up" for key in without)
+
+
+async def test_a_handoff_is_counted_once_wherever_decode_is_picked_again() -> None:
+    config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
+    cards = (*pairs(), card(4, Role.DECODE, zone="a"), card(5, Role.DECODE, zone="a"))
+    async with open_house(*cards, script=handing_over, config=config) as house:
+        for _ in range(6):
+            await house.chat()
+        assert house.bench.telemetry.handoffs.value("a", "a") == 6
 
 
 async def test_gauges_show_what_is_booked_while_it_runs() -> None:
@@ -383,6 +394,14 @@ async def test_the_decisions_of_a_request_are_kept_attempt_by_attempt() -> None:
     assert kept["attempts"][0]["decided_at"] > 1e9
     assert unknown.status_code == 404
     assert error_of(unknown)["code"] == "decision_not_found"
+
+
+async def test_an_id_that_is_sent_again_and_again_keeps_its_last_decisions() -> None:
+    async with open_house(card(1), script=says("ok")) as house:
+        for _ in range(ATTEMPTS_MAX + 2):
+            await house.http.post("/v1/chat/completions", json=BODY, headers={"x-request-id": "same"})
+        kept = (await house.http.get("/v1/decisions/same")).json()
+    assert len(kept["attempts"]) == ATTEMPTS_MAX
 
 
 # The fleet

@@ -1,9 +1,12 @@
 """The last decisions, kept by request id, for "why did that request go there?"."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 from kvrouter.core.ids import RequestId
 from kvrouter.routing.decision import Decision
+
+ATTEMPTS_MAX = 16
+"""Decisions kept for one request id: of a client that sends one id again and again, the last ones."""
 
 
 class DecisionLog:
@@ -11,7 +14,7 @@ class DecisionLog:
 
     def __init__(self, *, requests_max: int) -> None:
         self._requests_max = requests_max
-        self._by_request: OrderedDict[RequestId, list[tuple[float, Decision]]] = OrderedDict()
+        self._by_request: OrderedDict[RequestId, deque[tuple[float, Decision]]] = OrderedDict()
 
     def record(self, decision: Decision, *, decided_at_s: float) -> None:
         """Add one attempt's decision; ``decided_at_s`` is a wall-clock time."""
@@ -19,11 +22,12 @@ class DecisionLog:
             return
         attempts = self._by_request.get(decision.request_id)
         if attempts is None:
-            attempts = self._by_request[decision.request_id] = []
+            attempts = self._by_request[decision.request_id] = deque(maxlen=ATTEMPTS_MAX)
             if len(self._by_request) > self._requests_max:
                 self._by_request.popitem(last=False)
         attempts.append((decided_at_s, decision))
 
     def get(self, request_id: RequestId) -> list[tuple[float, Decision]] | None:
         """Every attempt's decision in order, or None when the request is unknown or forgotten."""
-        return self._by_request.get(request_id)
+        attempts = self._by_request.get(request_id)
+        return None if attempts is None else list(attempts)
