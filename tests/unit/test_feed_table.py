@@ -88,6 +88,13 @@ def test_a_feed_begins_by_asking_and_scores_nothing_until_then() -> None:
     assert (feed.epoch, feed.next_event_id) == (OLD, 3)
 
 
+def test_a_feed_that_discovery_starts_asks_and_has_nothing_to_drop() -> None:
+    feed = RankFeed(RANK)
+    assert feed.on_new_epoch(OLD, now_s=0.0) == [Count(FeedCount.SNAPSHOTS_ASKED), AskSnapshot(1)]
+    feed.on_snapshot(1, snapshot(3), now_s=0.0)
+    assert feed.state is FeedState.LIVE
+
+
 def test_first_contact_mid_stream_asks_for_a_snapshot() -> None:
     feed = RankFeed(RANK)
     assert deeds(feed.on_batch(stores(5, 1), now_s=0.0)) == [AskSnapshot(1)]

@@ -215,15 +215,15 @@ def _new_epoch(track: Track, event: NewEpoch) -> None:
     track.confirmed = track.verified = event.epoch
     if event.epoch == track.epoch:
         return
-    track.count(FeedCount.NEW_EPOCHS)
     for epoch in track.inbox.epochs:
         if epoch != event.epoch:
             track.retire(epoch)
     if track.epoch is not None:
+        track.count(FeedCount.NEW_EPOCHS)
+        track.out.append(Empty())
         track.retire(track.epoch)
     if event.epoch in track.retired:
         track.retired.remove(event.epoch)
-    track.out.append(Empty())
     track.epoch, track.next_event_id = event.epoch, EventId(0)
     track.is_complete, track.is_orphaned = True, False
     track.state = FeedState.RECOVERING
