@@ -30,7 +30,7 @@ from benchmarks.replay.fleet import (
 )
 from benchmarks.replay.machine import ROOT, this_commit, this_machine
 from benchmarks.replay.observe import fleet_workers, handoffs
-from benchmarks.replay.result import ModeResult, Observed, Report, problems, sum_up
+from benchmarks.replay.result import ModeResult, Observed, Report, problems, remarks, sum_up
 from benchmarks.replay.schedule import PlannedRequest, first_rows, plan
 from benchmarks.replay.table import markdown, rich_table
 from benchmarks.replay.trace import read_sample
@@ -221,6 +221,8 @@ def main(
     else:
         console.print(rich_table(report))
     notes.print(f"figures: {output}")
+    for remark in remarks(report):
+        notes.print(remark, style="yellow")
     found = problems(report)
     for problem in found:
         notes.print(f"not as it must be: {problem}", style="red")

@@ -21,7 +21,7 @@ from benchmarks.replay.trace import (
 
 SAMPLE = Path(__file__).parent.parent / "data" / "mooncake-conversation-sample.jsonl"
 VOCABULARY = 1024
-BLOCK_SIZES = (16, 64)
+BLOCK_SIZES = (16, 32)
 
 
 def figures(rows: list[SampleRow]) -> dict[str, str]:

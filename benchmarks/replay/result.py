@@ -16,8 +16,8 @@ ERRORS_SHOWN = 5
 """Different errors that a result keeps."""
 
 CEILING_TOLERANCE = 1e-9
-LATE_LIMIT_MS = 50.0
-"""A client whose p99 delay is above this measures itself."""
+LATE_SHARE_MAX = 0.1
+"""A client whose delay is a larger part of what it measures (p99 of both) measures itself."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -170,8 +170,14 @@ def _problems_of(result: ModeResult, report: Report) -> list[str]:
         found.append(
             f"{result.mode}: cached share {result.cached_share:.1%} is above the ceiling {report.ceiling:.1%}"
         )
-    if result.late.p99_ms > LATE_LIMIT_MS:
-        found.append(
-            f"{result.mode}: the client sent {result.late.p99_ms:.0f} ms late (p99): it measures itself"
-        )
     return found
+
+
+def remarks(report: Report) -> list[str]:
+    """What makes the figures less worth, though nothing is wrong: a client that could not keep up."""
+    return [
+        f"{result.mode}: the client sent {result.late.p99_ms:.0f} ms late (p99), beside a TTFT of "
+        f"{result.ttft.p99_ms:.0f} ms (p99): the machine was too busy to measure well"
+        for result in report.modes
+        if result.late.p99_ms > LATE_SHARE_MAX * result.ttft.p99_ms
+    ]

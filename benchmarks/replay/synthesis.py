@@ -11,7 +11,7 @@ from itertools import chain
 
 from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, BlockId, TraceRow
 
-BLOCK_WORDS = 64
+BLOCK_WORDS = 32
 """Words that stand for one block of the trace."""
 
 SHARED_BLOCKS_KEPT = 4096

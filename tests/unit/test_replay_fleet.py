@@ -134,7 +134,7 @@ def test_the_fleet_has_four_workers_of_each_role_in_two_zones_and_requires_the_z
     assert (policy.domain, policy.enforcement) == ("zone", Enforcement.REQUIRED)
 
 
-def test_a_scaled_token_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFile) -> None:
+def test_a_scaled_prompt_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFile) -> None:
     scale = TRACE_BLOCK_TOKENS // BLOCK_WORDS
     usual = MockEngineSpec()
     for engine in (group.engine for group in fleet.workers):
@@ -144,6 +144,8 @@ def test_a_scaled_token_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFile
         assert engine.timing.prefill_quadratic == pytest.approx(
             usual.timing.prefill_quadratic * scale**2, rel=1e-5
         )
+        for name in ("prefill_base", "decode_quadratic", "decode_linear", "decode_base", "decode_min"):
+            assert getattr(engine.timing, name) == getattr(usual.timing, name)
 
 
 def test_every_row_fits_into_a_worker_and_the_sample_into_no_role(fleet: FleetFile) -> None:
