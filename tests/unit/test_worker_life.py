@@ -103,8 +103,8 @@ class House:
             card,
             discovery=self.discovery,
             events=self.events,
-            serve_requests=self.requests.serve,
-            serve_recovery=self.events.serve_recovery,
+            requests=self.requests,
+            recovery=self.events,
             topology=None if environ is None else parse_topology_env(environ),
             heartbeat_s=heartbeat_s,
         )

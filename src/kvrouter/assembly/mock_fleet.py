@@ -1,10 +1,12 @@
 """A fleet file's workers, each a mock engine in this process, on memory planes."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
 from kvrouter.config import FleetFile, Handoff, LinkSpec, ModelSpec, WorkerGroup
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, Taint, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.engines.mock import MockCluster, MockEngineHandle
@@ -17,6 +19,8 @@ from kvrouter.text.model import TextModel
 from kvrouter.text.words import FIRST_WORD_ID, MOCK_FOLDER, mock_words
 from kvrouter.topology import Link, LinkTable
 from kvrouter.worker import Worker, new_incarnation
+from kvrouter.worker.topology import wait_for_topology
+from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 MOCK_TOKENIZER = "mock"
 BOOTSTRAP_PORT = 8998
@@ -37,16 +41,30 @@ class MockFleet:
         self._engines: dict[WorkerId, MockEngineHandle] = {}
 
     async def __aenter__(self) -> Self:
-        for worker_id, group in numbered_workers(self.fleet):
-            worker = self._make_worker(worker_id, group)
-            self.workers[worker_id] = worker
-            await worker.start()
+        try:
+            async with asyncio.TaskGroup() as starting:
+                for worker_id, group in numbered_workers(self.fleet):
+                    starting.create_task(self._start(worker_id, group))
+        except* KvrouterError as group_error:
+            await self._stop()
+            raise group_error.exceptions[0] from None
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
+        await self._stop()
+
+    async def _stop(self) -> None:
         for worker in self.workers.values():
             await worker.stop()
         await self.requests.close()
+
+    async def _start(self, worker_id: WorkerId, group: WorkerGroup) -> None:
+        contract = {str(name): value for name, value in group.topology_env.items()}
+        topology = parse_topology_env(contract) if contract else None
+        domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
+        worker = self._make_worker(worker_id, group, domains, topology)
+        await worker.start()
+        self.workers[worker_id] = worker
 
     async def kill(self, worker_id: WorkerId, why: str = "killed") -> None:
         """Let a worker die at once; its card goes as soon as discovery would notice, which here is now."""
@@ -59,9 +77,15 @@ class MockFleet:
         """What is wrong with the engines' books; nothing may be left over once they are idle."""
         return self.cluster.check_integrity()
 
-    def _make_worker(self, worker_id: WorkerId, group: WorkerGroup) -> Worker:
+    def _make_worker(
+        self,
+        worker_id: WorkerId,
+        group: WorkerGroup,
+        domains: Mapping[str, str],
+        topology: TopologyEnv | None,
+    ) -> Worker:
         model = self.fleet.model_of(group)
-        domain = group.domains.get(link_level(self.fleet) or "", "")
+        domain = domains.get(link_level(self.fleet) or "", "")
         config = mock_config(self.fleet, group, worker_id, self.texts[ModelName(model.name)])
         engine = self._engines[worker_id] = self.cluster.add(config, worker_id=worker_id, domain=domain)
         return Worker(
@@ -69,8 +93,9 @@ class MockFleet:
             worker_card(self.fleet, group, model, worker_id),
             discovery=self.discovery,
             events=self.events,
-            serve_requests=self.requests.serve,
-            serve_recovery=self.events.serve_recovery,
+            requests=self.requests,
+            recovery=self.events,
+            topology=topology,
         )
 
 

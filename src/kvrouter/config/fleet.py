@@ -39,6 +39,19 @@ DomainName = Annotated[str, MaxLen(63), AfterValidator(_check_domain_name)]
 DomainValue = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=189)]
 TaintText = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=253)]
 
+TopologyVariable = Literal[
+    "DYN_TOPOLOGY_ENABLED",
+    "DYN_TOPOLOGY_MOUNT_PATH",
+    "DYN_TOPOLOGY_LEVELS",
+    "DYN_TOPOLOGY_POLL_S",
+    "DYN_TOPOLOGY_TIMEOUT_S",
+    "DYN_KV_TRANSFER_DOMAIN",
+    "DYN_KV_TRANSFER_ENFORCEMENT",
+    "DYN_KV_TRANSFER_PREFERRED_WEIGHT",
+    "DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL",
+]
+"""The variables of a worker's topology contract."""
+
 REPLICAS_MAX = 1024
 """How many workers one group may have."""
 
@@ -260,6 +273,11 @@ class WorkerGroup(_Part):
 
     domains: Mapping[DomainName, DomainValue] = {}
     """Where they are: a value for each level that is known."""
+
+    topology_env: Mapping[TopologyVariable, str] = {}
+    """The environment contract of workers that read their place from files, instead of ``domains``:
+    ``DYN_TOPOLOGY_ENABLED: "true"`` and what goes with it. Such a worker starts once its file is there, and a
+    label that changes later is published again. It wins over ``kv_transfer``."""
 
     taints: Annotated[tuple[TaintText, ...], MaxLen(64)] = ()
     """Their own taints; the prefix ``dynamo.topology/`` is reserved."""

@@ -76,9 +76,7 @@ class EventPump:
         self._grow(slot + 1)
         entrance = self._entrances[rank] = _Entrance(RankFeed(rank), slot)
         self._silent += 1
-        now_s = asyncio.get_running_loop().time()
-        self._after(entrance, entrance.feed.on_start(now_s=now_s))
-        self._after(entrance, entrance.feed.on_new_epoch(epoch, now_s=now_s))
+        self._after(entrance, entrance.feed.on_new_epoch(epoch, now_s=self._now_s()))
 
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: its blocks go, and so does what runs for it."""

@@ -3,19 +3,18 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, ShuttingDown
 from kvrouter.core.events import KvEvent
-from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, WorkerCard
 from kvrouter.engines.port import Engine
 from kvrouter.planes.discovery.port import Discovery
-from kvrouter.planes.events.port import EventPublisher
-from kvrouter.planes.requests.port import EngineStream, RequestServer
+from kvrouter.planes.events.port import EventPublisher, RecoveryServer
+from kvrouter.planes.requests.port import EngineStream, Registration, RequestAcceptor
 from kvrouter.telemetry import Event, log_event
 from kvrouter.topology import validate_runtime_config
 from kvrouter.worker.legs import RunningLegs
@@ -27,17 +26,6 @@ HEARTBEAT_S = 5.0
 """How often routers hear how far the event ids have come: a lost last batch is noticed after this long."""
 
 _log = logging.getLogger(__name__)
-
-
-class Registration(Protocol):
-    """A worker's place in the request plane."""
-
-    def leave(self, why: str) -> None:
-        """Open streams break, new ones are refused."""
-
-
-ServeRequests = Callable[[str, RequestServer], Registration]
-ServeRecovery = Callable[[WorkerId, KvPublisher], Callable[[], None]]
 
 
 class Worker:
@@ -54,8 +42,8 @@ class Worker:
         *,
         discovery: Discovery,
         events: EventPublisher,
-        serve_requests: ServeRequests,
-        serve_recovery: ServeRecovery,
+        requests: RequestAcceptor,
+        recovery: RecoveryServer,
         topology: TopologyEnv | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -63,8 +51,8 @@ class Worker:
         self.card = card
         self._discovery = discovery
         self._events = events
-        self._serve_requests = serve_requests
-        self._serve_recovery = serve_recovery
+        self._requests = requests
+        self._recovery = recovery
         self._topology = topology
         self._heartbeat_s = heartbeat_s
         self._legs = RunningLegs()
@@ -98,8 +86,8 @@ class Worker:
         self._warn(tuple(validate_runtime_config(self.card.runtime_config)))
         await self.engine.start(self._on_events, self._on_load)
         try:
-            self._end_recovery = self._serve_recovery(self.card.worker_id, self.publisher)
-            self._registration = self._serve_requests(self.card.address, self)
+            self._end_recovery = self._recovery.serve_recovery(self.card.worker_id, self.publisher)
+            self._registration = self._requests.serve(self.card.address, self)
             await self._discovery.publish(self.card)
         except BaseException:
             await self.stop()

@@ -1,22 +1,11 @@
 """The event plane inside one process: a batch reaches every subscriber before ``publish`` returns."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.port import BatchSink, LoadSink
-
-
-class RecoverySource(Protocol):
-    """A worker that answers for its own past."""
-
-    def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """The batch of ids ``first`` to ``last`` (inclusive), or None when it is gone."""
-
-    def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
-        """The rank's whole state, or None when the rank is not here."""
+from kvrouter.planes.events.port import BatchSink, LoadSink, RecoverySource
 
 
 class MemoryEventPlane:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import EventId, WorkerRank
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 
 BatchSink = Callable[[KvBatch], None]
@@ -15,7 +15,7 @@ class EventPublisher(Protocol):
     """A worker's end. Publishing never waits: an engine never waits for a router."""
 
     def publish(self, batch: KvBatch) -> None:
-        """Send a batch of KV events; batches of one rank arrive in this order or not at all."""
+        """Send a batch of KV events; one without events only tells how far the ids have come."""
 
     def publish_load(self, report: LoadReport) -> None:
         """Send the latest load of one rank; only the newest matters."""
@@ -32,3 +32,20 @@ class EventSubscriber(Protocol):
 
     async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         """The rank's whole state as its worker knows it, or None when there is no one to ask."""
+
+
+class RecoverySource(Protocol):
+    """A worker that answers for its own past."""
+
+    def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last`` (inclusive), or None when it is gone."""
+
+    def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        """The rank's whole state, or None when the rank is not here."""
+
+
+class RecoveryServer(Protocol):
+    """A worker's end for those who missed something."""
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
+        """Let ``source`` answer for the worker; return the function that ends it."""

@@ -56,3 +56,17 @@ class RequestServer(Protocol):
 
     async def submit(self, request: EngineRequest) -> EngineStream:
         """Accept ``request`` and return its stream; raise an error of the core tree to refuse it."""
+
+
+class Registration(Protocol):
+    """A worker's place in the request plane."""
+
+    def leave(self, why: str) -> None:
+        """Open streams break, new ones are refused. Idempotent."""
+
+
+class RequestAcceptor(Protocol):
+    """A worker's end of the request plane."""
+
+    def serve(self, address: str, server: RequestServer) -> Registration:
+        """Make ``server`` reachable under ``address`` until the registration leaves."""
