@@ -7,6 +7,7 @@ from tests.support.fleets import Bench, card, generate_request
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 
 from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import (
     AllWorkersBusy,
     DeadlineExceeded,
@@ -14,14 +15,20 @@ from kvrouter.core.errors import (
     ShuttingDown,
     WorkerFailed,
 )
+from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
 
 
 async def read_all(
-    bench: Bench, *, max_tokens: int = 8, request_id: str = "r1", sampling: Sampling | None = None
+    bench: Bench,
+    *,
+    max_tokens: int = 8,
+    request_id: str = "r1",
+    sampling: Sampling | None = None,
+    pinned: int | None = None,
 ) -> list[int]:
-    request = generate_request(max_tokens=max_tokens, request_id=request_id, sampling=sampling)
+    request = generate_request(max_tokens=max_tokens, request_id=request_id, sampling=sampling, pinned=pinned)
     async with bench.service.generate(request) as generation:
         return [token async for chunk in generation for token in chunk.token_ids]
 
@@ -296,3 +303,88 @@ async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> Non
     stream.tokens(1, finish=FinishReason.STOP)
     assert await reading == [1]
     assert await draining == 0
+
+
+async def test_decode_is_picked_again_after_prefill_where_the_load_is_lower_now() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
+        card(3, Role.DECODE, zone="a"),
+    )
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    prefill = await plane.wait_for(Leg.PREFILL)
+    first = bench.service.decisions(generate_request().request_id)
+    assert first is not None
+    booked = first[0][1].decode.rank
+    other = asyncio.create_task(read_all(bench, max_tokens=1, request_id="other", pinned=booked.worker_id))
+    await plane.wait_for(Leg.PREFILL, nth=1)
+    prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+    decode = await plane.wait_for(Leg.DECODE)
+    assert decode.address != address_of(booked.worker_id), (
+        "the other request's blocks are on the first pick now"
+    )
+    decode.tokens(1, finish=FinishReason.LENGTH)
+    assert await reading == [1]
+    other.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await other
+    assert bench.booked() == 0
+
+
+async def test_decode_stays_where_it_was_booked_when_nothing_changed() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
+        *(card(number, Role.DECODE, zone="a") for number in range(2, 6)),
+    )
+    for number in range(8):
+        reading = asyncio.create_task(read_all(bench, max_tokens=1, request_id=f"r{number}"))
+        prefill = await plane.wait_for(Leg.PREFILL, nth=number)
+        prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+        decode = await plane.wait_for(Leg.DECODE, nth=number)
+        kept = bench.service.decisions(RequestId(f"r{number}"))
+        assert kept is not None
+        assert len(kept) == 1, "one decision: decode was not moved"
+        decode.tokens(1, finish=FinishReason.LENGTH)
+        await reading
+
+
+async def test_a_decode_worker_that_leaves_during_prefill_is_replaced_and_booked() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
+        card(3, Role.DECODE, zone="a"),
+    )
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    prefill = await plane.wait_for(Leg.PREFILL)
+    kept = bench.service.decisions(generate_request().request_id)
+    assert kept is not None
+    left = kept[0][1].decode.rank.worker_id
+    bench.discovery.drop(left)
+    prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+    decode = await plane.wait_for(Leg.DECODE)
+    assert decode.address == address_of(5 - left)
+    assert bench.booked() == 3, "its blocks are booked at the other worker"
+    decode.tokens(1, finish=FinishReason.LENGTH)
+    assert await reading == [1]
+    assert bench.booked() == 0
+
+
+async def test_explaining_changes_nothing_and_tells_the_next_decision() -> None:
+    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    for mode in RouterMode:
+        bench = Bench(plane, KvRouterConfig(router_mode=mode, router_temperature=0.7))
+        await bench.start(*(card(number) for number in range(1, 6)))
+        for number in range(6):
+            request = generate_request(request_id=f"{mode}-{number}")
+            told = [bench.service.explain(request).decode.rank for _ in range(3)]
+            async with bench.service.generate(request) as generation:
+                await anext(generation)
+            placement = generation.placement
+            assert placement is not None
+            assert told == [placement.decision.decode.rank] * 3

@@ -8,6 +8,7 @@ from tests.support.planes import address_of
 
 from kvrouter.assembly.router import build_service
 from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
@@ -156,11 +157,17 @@ class Bench:
 
 
 def generate_request(
-    *, tokens: int = 40, max_tokens: int = 8, request_id: str = "r1", sampling: Sampling | None = None
+    *,
+    tokens: int = 40,
+    max_tokens: int = 8,
+    request_id: str = "r1",
+    sampling: Sampling | None = None,
+    pinned: int | None = None,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId(request_id),
         model=MODEL,
         token_ids=array("I", range(100, 100 + tokens)),
         sampling=sampling or Sampling(max_tokens=max_tokens, temperature=0.0),
+        pin=None if pinned is None else Pin(WorkerId(pinned)),
     )

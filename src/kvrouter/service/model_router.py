@@ -62,6 +62,7 @@ class ModelRouter:
         self.observed = observed
         self._random = random.Random(seed)
         self._turn = 0
+        self._seed = self._random.getrandbits(64)
         self._not_active: U32 = np.zeros(16, np.uint32)
 
     # Deciding
@@ -132,30 +133,37 @@ class ModelRouter:
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
         old = placement.decision
-        view = self.view(placement.prompt, exclude=placement.decode_lease)
+        view = self.view(placement.prompt, own=old.decode)
         sender = None if old.prefill is None else old.prefill.rank
         again = route_decode(placement.wish, view, old.constraint, prefill=sender)
         decision = structs.replace(again, prefill=old.prefill)
-        if decision.decode.slot == old.decode.slot:
-            return
-        self.ledger.move(placement.decode_lease, decision.decode.slot, 0)
+        if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
+            # The worker left during prefill, and the lease with it.
+            placement.decode_lease = self._book_decode(decision, placement.prompt)
+        card = self._card(decision.decode)
         placement.decision = decision
-        placement.decode_address = self._card(decision.decode).address
-        placement.decode_domains = self._card(decision.decode).runtime_config.topology_domains
-        self.observed.picked_again(placement)
-        self._decisions.record(decision, decided_at_s=time.time())
+        placement.decode_address = card.address
+        placement.decode_domains = card.runtime_config.topology_domains
+        if decision.decode.rank != old.decode.rank:
+            self.observed.picked_again(placement)
+            self._decisions.record(decision, decided_at_s=time.time())
 
-    def view(self, prompt: Prompt, *, exclude: LeaseId | None = None) -> View:
-        """Take one reading of all that a decision depends on; its columns are reused by the next one."""
+    def view(self, prompt: Prompt, *, own: Pick | None = None) -> View:
+        """Take one reading of all that a decision depends on; its columns are reused by the next one.
+
+        ``own`` is where the request is booked already: its blocks are active there, so none would be new.
+        Turn and seed are those of the next booking: looking twice shows the same.
+        """
         n_slots = self.fleet.n_slots
         self.ledger.ensure_slots(n_slots)
         if len(self._not_active) < n_slots:
             self._not_active = np.zeros(max(n_slots, 2 * len(self._not_active)), np.uint32)
         not_active = self._not_active[:n_slots]
         if self.settings.track_active_blocks:
-            self.ledger.not_active(prompt, not_active, exclude=exclude)
+            self.ledger.not_active(prompt, not_active)
+            if own is not None and self.fleet.rank_at(own.slot) == own.rank:
+                not_active[own.slot] = 0
         columns = self.ledger.columns()
-        self._turn += 1
         return View(
             fleet=self.fleet,
             overlap_blocks=self.cache.overlap(prompt, n_slots),
@@ -163,7 +171,7 @@ class ModelRouter:
             active_blocks=columns.active_blocks[:n_slots],
             not_active=not_active,
             settings=self.settings,
-            seed=self._random.getrandbits(64),
+            seed=self._seed,
             turn=self._turn,
         )
 
@@ -212,25 +220,19 @@ class ModelRouter:
         self, wish: RouteRequest, decision: Decision, prompt: Prompt, token_ids: TokenBuffer
     ) -> Placement:
         """Claim the picked ranks. The two legs of an attempt hold leases 2·attempt and 2·attempt + 1."""
-        settings, ledger = self.settings, self.ledger
         decode, prefill = decision.decode, decision.prefill
-        attempt = decision.attempt
         prefill_lease: LeaseId | None = None
         if prefill is not None:
-            prefill_lease = ledger.book(
-                key=self._key(decision.request_id, 2 * attempt),
+            prefill_lease = self.ledger.book(
+                key=self._key(decision.request_id, 2 * decision.attempt),
                 slot=prefill.slot,
                 prompt=prompt,
                 prefill_tokens=self._uncached_tokens(prefill, prompt),
                 track_blocks=False,
             )
-        decode_lease = ledger.book(
-            key=self._key(decision.request_id, 2 * attempt + 1),
-            slot=decode.slot,
-            prompt=prompt,
-            prefill_tokens=self._uncached_tokens(decode, prompt) if prefill is None else 0,
-            track_blocks=settings.track_active_blocks,
-        )
+        decode_lease = self._book_decode(decision, prompt)
+        self._turn += 1
+        self._seed = self._random.getrandbits(64)
         self.cache.decided(decision, prompt)
         decode_card = self._card(decode)
         placement = Placement(
@@ -252,6 +254,16 @@ class ModelRouter:
             placement.bootstrap = self._bootstrap(prefill_card, prefill)
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
         return placement
+
+    def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
+        decode = decision.decode
+        return self.ledger.book(
+            key=self._key(decision.request_id, 2 * decision.attempt + 1),
+            slot=decode.slot,
+            prompt=prompt,
+            prefill_tokens=self._uncached_tokens(decode, prompt) if decision.prefill is None else 0,
+            track_blocks=self.settings.track_active_blocks,
+        )
 
     def _uncached_tokens(self, pick: Pick, prompt: Prompt) -> int:
         if not self.settings.track_prefill_tokens:
