@@ -281,6 +281,19 @@ async def test_a_silent_worker_counts_as_lost() -> None:
     assert bench.booked() == 0
 
 
+async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane, KvRouterConfig(stall_timeout_s=0.05))
+    await bench.start(card(1), card(2))
+    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    first = await plane.wait_for(Leg.AGGREGATED)
+    first.tokens(1)
+    second = await plane.wait_for(Leg.AGGREGATED, nth=1)
+    assert first.cancelled_for is not None
+    second.tokens(2, finish=FinishReason.LENGTH)
+    assert await reading == [1, 2]
+
+
 async def test_the_whole_request_has_a_deadline() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1))
     bench = Bench(plane, KvRouterConfig(request_timeout_s=0.05))

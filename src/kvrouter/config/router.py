@@ -218,6 +218,18 @@ class KvRouterConfig(Section):
     """How long a request may take to its first token before it fails. Unset: as long as the whole request
     may."""
 
+    stall_timeout_s: Annotated[
+        Positive,
+        Setting(
+            flag="--stall-timeout-s",
+            variable="KVROUTER_STALL_TIMEOUT_S",
+            group=Group.RECOVERY,
+            unit="seconds",
+        ),
+    ] = 60.0
+    """How long an answer that has begun may stay without a next token. Then its worker counts as lost, and the
+    answer goes on elsewhere where it can."""
+
     request_timeout_s: Annotated[
         Positive,
         Setting(

@@ -10,14 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Self, assert_never
 
-from msgspec.structs import replace
-
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, RoutingRefused
-from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import (
-    Bootstrap,
     EngineChunk,
-    EngineRequest,
     FinishReason,
     GenerateRequest,
     KvTransferParams,
@@ -47,6 +42,7 @@ from kvrouter.journey.words import (
 )
 from kvrouter.planes.requests.port import RequestPlane, StreamBroken
 from kvrouter.service.attempt import Attempt, Patience, Times
+from kvrouter.service.legs import last_leg, prefill_leg
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.placement import Placement, Placer
 
@@ -298,7 +294,7 @@ class Generation:
     async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
         """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
         placement = attempt.placement
-        request = self._engine_request(placement, Leg.PREFILL, bootstrap=placement.bootstrap)
+        request = prefill_leg(self.request, placement, resumed_tokens=len(self._journey.generated))
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
         params: KvTransferParams | None = None
@@ -331,9 +327,11 @@ class Generation:
         try:
             if params is not None:
                 self._placer.pick_decode_again(attempt.placement)
-            decode = attempt.placement.decision.decode
-            request = self._engine_request(
-                attempt.placement, decode.leg, bootstrap=attempt.placement.bootstrap, params=params
+            request = last_leg(
+                self.request,
+                attempt.placement,
+                resumed_tokens=len(self._journey.generated),
+                kv_transfer_params=params,
             )
             attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
         except RoutingRefused as error:
@@ -346,44 +344,6 @@ class Generation:
         if attempt.lost:
             return self._lost(attempt, attempt.lost[0])
         return []
-
-    def _engine_request(
-        self,
-        placement: Placement,
-        leg: Leg,
-        *,
-        bootstrap: Bootstrap | None,
-        params: KvTransferParams | None = None,
-    ) -> EngineRequest:
-        resumed = len(self._journey.generated)
-        sampling = self.request.sampling
-        if leg is Leg.PREFILL:
-            sampling = replace(sampling, max_tokens=1, min_tokens=0)
-        elif resumed:
-            sampling = replace(
-                sampling,
-                max_tokens=self._journey.remaining_tokens,
-                min_tokens=max(0, sampling.min_tokens - resumed),
-            )
-        pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
-        prefill_worker_id: WorkerId | None = None
-        if leg is Leg.DECODE:
-            prefill_worker_id = placement.prefill_pick.rank.worker_id
-        return EngineRequest(
-            request_id=self.request.request_id,
-            attempt=placement.decision.attempt,
-            leg=leg,
-            model=self.request.model,
-            token_ids=placement.token_ids,
-            sampling=sampling,
-            dp_rank=pick.rank.dp_rank,
-            resumed_tokens=resumed,
-            bootstrap=bootstrap,
-            kv_transfer_params=params,
-            prefill_worker_id=prefill_worker_id,
-            lora_name=self.request.lora_name,
-            cache_namespace=self.request.cache_namespace,
-        )
 
     def _held(self) -> Attempt:
         if self._attempt is None:

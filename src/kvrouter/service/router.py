@@ -54,7 +54,7 @@ class RouterService:
         config = parts.config
         self._patience = Patience(
             first_token_s=config.ttft_timeout_s or config.request_timeout_s,
-            between_tokens_s=config.request_timeout_s,
+            between_tokens_s=config.stall_timeout_s,
             request_s=config.request_timeout_s,
         )
 
