@@ -227,8 +227,8 @@ class KvRouterConfig(Section):
             unit="seconds",
         ),
     ] = 60.0
-    """How long an answer that has begun may stay without a next token. Then its worker counts as lost, and the
-    answer goes on elsewhere where it can."""
+    """How long an answer that has begun may stay without a next token. Then its worker counts as lost, and
+    the answer goes on elsewhere where it can."""
 
     request_timeout_s: Annotated[
         Positive,

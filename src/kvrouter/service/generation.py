@@ -358,6 +358,7 @@ class Generation:
         if attempt.prefill_task is None or attempt.prefill_task.done():
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
         self._placer.first_token(attempt.placement)
+        self._watch()  # from here on another limit of silence holds
 
     def _abandon(self, reason: str) -> None:
         """Cancel both legs and close the leases of the current attempt."""
