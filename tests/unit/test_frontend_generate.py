@@ -120,6 +120,7 @@ async def test_a_stop_string_that_is_cut_over_chunks_ends_answer_and_engine(stre
         assert (text, finish) == ("one two ", "stop")
         assert house.plane.opened[0].cancelled_for is not None
         assert house.bench.booked() == 0
+        assert house.bench.telemetry.cancellations.value(MODEL, "decode") == 0, "nobody left"
 
 
 async def test_what_may_become_a_stop_string_is_given_out_when_it_does_not() -> None:
@@ -179,8 +180,9 @@ async def test_the_clients_own_request_id_is_kept_and_never_runs_twice() -> None
             asyncio.create_task(house.http.post(COMPLETIONS, json=body, headers={"x-request-id": "mine"}))
             for _ in range(2)
         ]
-        for nth in range(2):
-            says("ok")(await house.plane.wait_for(Leg.AGGREGATED, nth=nth))
+        async with asyncio.timeout(5):
+            for nth in range(2):
+                says("ok")(await house.plane.wait_for(Leg.AGGREGATED, nth=nth))
         ids = {response.headers["x-request-id"] for response in await asyncio.gather(*calls)}
         house.plane.script = says("ok")
         bad = await house.http.post(COMPLETIONS, json=body, headers={"x-request-id": "no spaces"})
@@ -287,7 +289,9 @@ async def test_a_prompt_of_a_whole_context_has_no_room_for_an_answer() -> None:
     async with open_house(card(1), script=says("ok")) as house:
         full = await house.complete([1] * CONTEXT_TOKENS, max_tokens=1)
         fits = await house.complete([1] * (CONTEXT_TOKENS - 1), max_tokens=1)
-    assert error_of(full)["code"] == "context_length_exceeded"
+        over = await house.complete([1] * (CONTEXT_TOKENS - 1), max_tokens=2)
+    assert (error_of(full)["code"], error_of(full)["param"]) == ("context_length_exceeded", "prompt")
+    assert (error_of(over)["code"], error_of(over)["param"]) == ("context_length_exceeded", "max_tokens")
     assert fits.status_code == 200
 
 

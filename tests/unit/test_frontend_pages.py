@@ -57,7 +57,7 @@ def pairs() -> list[WorkerCard]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/models/", "/v1/chat/completions/", "/V1/models", "/v1/fleet/x"]
+    "path", ["/", "/v1", "/health/", "/v1/models/", "/v1/chat/completions/", "/V1/models", "/v1/fleet/x"]
 )
 async def test_an_unknown_path_is_a_404(path: str) -> None:
     async with open_house(card(1)) as house:
