@@ -2,6 +2,7 @@
 
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyBufferError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
 
@@ -35,7 +36,7 @@ pub fn with_tokens<R>(tokens: &Bound<'_, PyAny>, f: impl FnOnce(&[u32]) -> R) ->
 
 fn is_other_buffer(object: &Bound<'_, PyAny>) -> bool {
     // SAFETY: only asks whether the type fills the buffer slot.
-    unsafe { pyo3::ffi::PyObject_CheckBuffer(object.as_ptr()) == 1 }
+    unsafe { ffi::PyObject_CheckBuffer(object.as_ptr()) == 1 }
 }
 
 fn described(object: &Bound<'_, PyAny>) -> String {
@@ -48,14 +49,27 @@ fn described(object: &Bound<'_, PyAny>) -> String {
 
 fn sequence_tokens(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     let mut ids = Vec::with_capacity(tokens.len()?);
-    for item in tokens.try_iter()? {
-        let item = item?;
-        match item.extract::<u32>() {
-            Ok(id) => ids.push(id),
-            Err(error) => return Err(token_error(ids.len(), &item, &error)),
+    if let Ok(list) = tokens.cast::<PyList>() {
+        for item in list.iter() {
+            ids.push(token(&item, ids.len())?);
+        }
+    } else {
+        for item in tokens.try_iter()? {
+            ids.push(token(&item?, ids.len())?);
         }
     }
     Ok(ids)
+}
+
+#[inline]
+fn token(item: &Bound<'_, PyAny>, position: usize) -> PyResult<u32> {
+    // SAFETY: any object may be asked; what is no int sets an error, which `extract` below finds again.
+    let value = unsafe { ffi::PyLong_AsLongLong(item.as_ptr()) };
+    if let Ok(id) = u32::try_from(value) {
+        return Ok(id);
+    }
+    drop(PyErr::take(item.py()));
+    item.extract::<u32>().map_err(|error| token_error(position, item, &error))
 }
 
 fn token_error(position: usize, item: &Bound<'_, PyAny>, error: &PyErr) -> PyErr {
