@@ -53,8 +53,12 @@ def print_result(result: Result, console: Console) -> None:
     table = Table(title=f"{result.name}, {result.commit.id}{' (changed)' if result.commit.changed else ''}")
     for heading in ("row", "variant", "unit"):
         table.add_column(heading)
-    for heading in ("ours p50", "p99", *(("theirs p50", "p99", "ratio", "wanted") if beside else ())):
+    for heading in ("ours p50", "p99"):
         table.add_column(heading, justify="right")
+    if beside:
+        table.add_column("beside")
+        for heading in ("theirs p50", "p99", "ratio", "wanted"):
+            table.add_column(heading, justify="right")
     row = ""
     for line in result.lines:
         if row not in ("", line.row):
@@ -71,13 +75,14 @@ def print_result(result: Result, console: Console) -> None:
     console.print(", ".join(f"{name} {version}" for name, version in result.versions.items()))
 
 
-def _beside(line: Line) -> tuple[str, str, str, str]:
-    if line.theirs is None or line.ratio is None:
-        return ("", "", "", "")
-    if line.wanted_ratio is None:
-        return (*_figures(line.theirs), f"{line.ratio:.3f}", "")
-    colour = "green" if line.ratio <= line.wanted_ratio else "red"
-    return (*_figures(line.theirs), f"[{colour}]{line.ratio:.3f}[/]", f"≤ {line.wanted_ratio:g}")
+def _beside(line: Line) -> tuple[str, ...]:
+    if line.peer is None or line.theirs is None or line.ratio is None:
+        return ("",) * 5
+    ratio, wanted = f"{line.ratio:.3f}", ""
+    if line.wanted_ratio is not None:
+        ratio = f"[{'green' if line.ratio <= line.wanted_ratio else 'red'}]{ratio}[/]"
+        wanted = f"≤ {line.wanted_ratio:g}"
+    return (line.peer, *_figures(line.theirs), ratio, wanted)
 
 
 def _figures(figures: Measured) -> tuple[str, str]:

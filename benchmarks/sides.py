@@ -31,7 +31,7 @@ class Side:
     """A side's process, from ``with`` to its end."""
 
     def __init__(self, command: SideCommand) -> None:
-        self._command = command
+        self.command = command
         self._wire, theirs = socket.socketpair()
         self._wire.settimeout(ANSWER_TIMEOUT_S)
         with theirs:
@@ -71,7 +71,7 @@ class Side:
         """Return ``n_calls`` samples of the prepared bench."""
         samples = self._ask({"do": "round", "variant": variant, "calls": n_calls})
         if not isinstance(samples, list):
-            raise SideFailed(f"{self._command.name}: samples that are no list: {samples!r}")
+            raise SideFailed(f"{self.command.name}: samples that are no list: {samples!r}")
         return [float(sample) for sample in samples]
 
     def _ask(self, message: dict[str, object]) -> object:
@@ -80,12 +80,12 @@ class Side:
             self._lines.flush()
             line = self._lines.readline()
         except OSError as error:
-            raise SideFailed(f"{self._command.name}: {message['do']}: {error}") from error
+            raise SideFailed(f"{self.command.name}: {message['do']}: {error}") from error
         if not line:
-            raise SideFailed(f"{self._command.name}: its process ended with {self._process.wait()}")
+            raise SideFailed(f"{self.command.name}: its process ended with {self._process.wait()}")
         reply = json.loads(line)
         if "error" in reply:
-            raise SideFailed(f"{self._command.name}: {message['do']}: {reply['error']}")
+            raise SideFailed(f"{self.command.name}: {message['do']}: {reply['error']}")
         answer: object = reply["answer"]
         return answer
 

@@ -149,9 +149,9 @@ class FleetCaches:
     """
 
     n_blocks: int
+    n_shared: int
     n_workers: int = 16
     prompt_blocks: int = 128
-    n_shared: int = 512
 
     def depth(self, worker: int) -> int:
         """How much of a shared prompt ``worker`` holds: from a sixteenth of it (of 16 workers) to all."""

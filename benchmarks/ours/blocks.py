@@ -72,7 +72,7 @@ class Overlap:
     """``shared``, ``one``, ``nobody``: a prompt that every worker, one worker or nobody holds."""
 
     def __init__(self, params: Params) -> None:
-        self._caches = FleetCaches(n_blocks=params["n_blocks"])
+        self._caches = FleetCaches(n_blocks=params["n_blocks"], n_shared=params["n_shared"])
         self._index: BlockIndex = NativeIndex()
         self._out = np.zeros(self._caches.n_workers, np.uint32)
         self._next = 0

@@ -1,20 +1,19 @@
 """The whole decision, through the router that the composition root builds, its fleet and feeds in memory."""
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 
 from benchmarks.measure import settle, time_awaits, time_fresh
+from benchmarks.ours.workers import EPOCH, QuietWorkers
 from benchmarks.side import Facts, Params
 from benchmarks.workload import BLOCK_SIZE, HASH_BYTES, DecisionLoad, Tokens
 from kvrouter.assembly.router import build_service
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot, Stored
+from kvrouter.core.events import KvBatch, KvEvent, Stored
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import (
     DpRank,
-    Epoch,
     EventId,
     LeaseKey,
     ModelName,
@@ -27,38 +26,15 @@ from kvrouter.core.ids import (
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.events.port import BatchSink, LoadSink
 from kvrouter.planes.requests.memory import MemoryRequestPlane
 from kvrouter.routing.request import RouteRequest
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 
 MODEL = ModelName("bench")
-EPOCH = Epoch(1)
 REQUEST = RequestId("bench")
 SAMPLED_PROMPTS = 8
 SAMPLING = Sampling(max_tokens=128)
-
-
-class _Workers:
-    """The workers' end of the event plane: each held nothing when it was asked, and then publishes."""
-
-    def __init__(self) -> None:
-        self.publish: BatchSink = _unheard
-
-    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:  # noqa: ARG002
-        self.publish = on_batch
-        return lambda: None
-
-    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:  # noqa: ARG002
-        return None
-
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
-        return KvSnapshot(rank, EPOCH, EventId(0), ())
-
-
-def _unheard(batch: KvBatch) -> None:
-    raise RuntimeError(f"nobody subscribed before the batch of {batch.rank}")
 
 
 class Deciding:
@@ -70,7 +46,7 @@ class Deciding:
 
     def __init__(self, params: Params) -> None:
         self._load = DecisionLoad(n_workers=params["n_workers"])
-        self._workers = _Workers()
+        self._workers = QuietWorkers()
         self._discovery = MemoryDiscovery()
         self._service: RouterService = build_service(
             KvRouterConfig(), plane=MemoryRequestPlane(), discovery=self._discovery, subscriber=self._workers

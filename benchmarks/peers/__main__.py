@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from benchmarks.comparison import measure_beside
-from benchmarks.peers.environment import ensure_environment
+from benchmarks.frontend.rounds import measure_front_door
+from benchmarks.peers.environment import ensure_environment, gateway_commands, gateway_versions
 from benchmarks.report import measure_rows, open_console, report
-from benchmarks.rows import chosen_rows
+from benchmarks.rows import FRONT_DOOR, choose
 from benchmarks.sides import Side, SideCommand
 
 OURS = SideCommand("ours", Path(sys.executable), "benchmarks.ours")
@@ -19,14 +20,18 @@ OURS = SideCommand("ours", Path(sys.executable), "benchmarks.ours")
 @click.option("--only", metavar="TEXT", help="Measure only the rows with this in their name; write no file.")
 def main(only: str | None) -> None:
     """Make the peers' environment, measure every row, print the table, and write the result file."""
-    rows = chosen_rows(only)
+    chosen = choose(only)
     console = open_console()
     with console.status("the peers' environment"):
-        theirs = SideCommand("dynamo", ensure_environment(), "benchmarks.peers.dynamo")
+        python = ensure_environment()
+    theirs = SideCommand("dynamo", python, "benchmarks.peers.dynamo")
     load_average = os.getloadavg()
     with Side(OURS) as our_side, Side(theirs) as their_side:
-        versions = {**our_side.versions(), **their_side.versions()}
-    lines = measure_rows(rows, lambda row: measure_beside(row, OURS, theirs), console)
+        versions = {**our_side.versions(), **their_side.versions(), **gateway_versions(python)}
+    lines = measure_rows(chosen.rows, lambda row: measure_beside(row, OURS, theirs), console)
+    if chosen.front_door:
+        with console.status(FRONT_DOOR):
+            lines += measure_front_door(OURS.python, gateway_commands(python))
     report("peers", lines, versions, load_average, console, keep=only is None)
 
 

@@ -1,9 +1,11 @@
 """The peers' environment: made once, and made anew when its requirements change."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks.frontend.rounds import GatewayCommand
 from benchmarks.sides import ROOT
 
 FOLDER = ROOT / ".bench-venv"
@@ -25,3 +27,22 @@ def ensure_environment() -> Path:
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)], check=True)
     _INSTALLED.write_text(wanted, encoding="utf-8")
     return python
+
+
+def gateway_commands(python: Path) -> tuple[GatewayCommand, ...]:
+    """Return the gateways of the environment, which pass bytes on without reading tokens."""
+    return (
+        GatewayCommand("sglang-router", (str(python), "-m", "sglang_router.launch_router")),
+        GatewayCommand("vllm-router", (str(python.with_name("vllm-router")),)),
+    )
+
+
+def gateway_versions(python: Path) -> dict[str, str]:
+    """Return the versions that the environment has of them."""
+    listed = subprocess.run(
+        [str(python), "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"],
+        check=True,
+        capture_output=True,
+    )
+    packages = {package["name"]: package["version"] for package in json.loads(listed.stdout)}
+    return {command.name: packages[command.name] for command in gateway_commands(python)}

@@ -71,7 +71,7 @@ class Overlap:
     """``shared``, ``one``, ``nobody``: a prompt that every worker, one worker or nobody holds."""
 
     def __init__(self, params: Params) -> None:
-        self._caches = FleetCaches(n_blocks=params["n_blocks"])
+        self._caches = FleetCaches(n_blocks=params["n_blocks"], n_shared=params["n_shared"])
         self._core = load_core()
         self._tree = self._core.RadixTree()
         self._next = 0

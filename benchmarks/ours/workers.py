@@ -1,0 +1,30 @@
+"""The workers' end of the planes, as far as the figures of the router alone need it."""
+
+from collections.abc import Callable
+
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import Epoch, EventId, WorkerRank
+from kvrouter.planes.events.port import BatchSink, LoadSink
+
+EPOCH = Epoch(1)
+
+
+class QuietWorkers:
+    """The workers' end of the event plane: each held nothing when it was asked, and then publishes."""
+
+    def __init__(self) -> None:
+        self.publish: BatchSink = _unheard
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:  # noqa: ARG002
+        self.publish = on_batch
+        return lambda: None
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:  # noqa: ARG002
+        return None
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        return KvSnapshot(rank, EPOCH, EventId(0), ())
+
+
+def _unheard(batch: KvBatch) -> None:
+    raise RuntimeError(f"nobody subscribed before the batch of {batch.rank}")
