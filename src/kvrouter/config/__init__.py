@@ -2,10 +2,8 @@
 
 from kvrouter.config.document import Document, parse_document, read_document
 from kvrouter.config.fleet import (
-    EngineHashing,
     FleetFile,
     Handoff,
-    KvLoadFailurePolicy,
     KvTransferSpec,
     LinkSpec,
     LinksSpec,
@@ -24,11 +22,9 @@ from kvrouter.topology import MismatchPolicy
 
 __all__ = [
     "Document",
-    "EngineHashing",
     "FleetFile",
     "FrontendSettings",
     "Handoff",
-    "KvLoadFailurePolicy",
     "KvRouterConfig",
     "KvTransferSpec",
     "LinkSpec",

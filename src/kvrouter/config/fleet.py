@@ -13,6 +13,7 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import Finite, Fraction, NonNegative, Positive, PositiveCount, Switch, Whole
 from kvrouter.config.tree import FrontendSettings, LogSettings
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -157,20 +158,6 @@ class Handoff(StrEnum):
 
     BOOTSTRAP = "bootstrap"
     SYNCHRONOUS = "synchronous"
-
-
-class EngineHashing(StrEnum):
-    """What mock engines call their blocks: the same name on every worker, or names of their own."""
-
-    DETERMINISTIC = "deterministic"
-    OPAQUE = "opaque"
-
-
-class KvLoadFailurePolicy(StrEnum):
-    """What a decode worker does when the KV that it waits for is lost."""
-
-    FAIL = "fail"
-    RECOMPUTE = "recompute"
 
 
 class MockTiming(_Part):

@@ -1,0 +1,74 @@
+"""From a fleet file's words to mock engines, cards and links."""
+
+import pytest
+
+from kvrouter.assembly.mock_fleet import link_table, mock_config, mock_links, numbered_workers, worker_card
+from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
+from kvrouter.core.workers import Enforcement, Role
+from kvrouter.mock import MockConfig, Timing
+from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.model import TextModel
+from kvrouter.topology import Link
+
+
+@pytest.fixture(scope="module")
+def text() -> TextModel:
+    return TextModel.load_mock(pool=EncodePool())
+
+
+def fleet_of(text: str) -> FleetFile:
+    return load_fleet(parse_document(text, "fleet.yaml")).fleet
+
+
+def test_a_file_that_says_nothing_gets_the_engine_that_the_mock_room_describes(text: TextModel) -> None:
+    fleet = load_fleet(default_fleet_document()).fleet
+    worker_id, group = next(numbered_workers(fleet))
+    config, default = mock_config(fleet, group, worker_id, text), MockConfig()
+    assert config.timing == Timing()
+    for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token"):
+        assert getattr(config, name) == getattr(default, name)
+
+
+def test_only_prefill_workers_that_bootstrap_offer_a_rendezvous() -> None:
+    fleet = fleet_of(
+        "version: 1\nmodels: [{name: mock}]\nworkers:\n"
+        "  - {name: b, role: prefill}\n"
+        "  - {name: s, role: prefill, engine: {handoff: synchronous}}\n"
+        "  - {name: d, role: decode}\n"
+    )
+    hosts = {
+        group.name: worker_card(fleet, group, fleet.models[0], worker_id).runtime_config.bootstrap_host
+        for worker_id, group in numbered_workers(fleet)
+    }
+    assert hosts == {"b": "mock-1", "s": None, "d": None}
+
+
+def test_cards_say_where_workers_are_and_what_their_policy_is() -> None:
+    fleet = load_fleet(default_fleet_document()).fleet
+    worker_id, group = next(numbered_workers(fleet))
+    card = worker_card(fleet, group, fleet.models[0], worker_id)
+    assert card.role is Role.PREFILL
+    assert card.runtime_config.topology_domains == {"zone": "a"}
+    assert card.runtime_config.kv_transfer_domain == "zone"
+    assert card.runtime_config.kv_transfer_enforcement is Enforcement.REQUIRED
+
+
+def test_links_of_the_file_are_those_of_the_mock_and_of_the_decision() -> None:
+    fleet = fleet_of(
+        "version: 1\nmodels: [{name: mock}]\n"
+        "topology:\n"
+        "  levels: [zone]\n"
+        "  links:\n"
+        "    within: {zone: {latency_s: 0.1, bandwidth_bytes_per_s: 100.0}}\n"
+        "    across: {latency_s: 0.2, bandwidth_bytes_per_s: 50.0}\n"
+        "    pairs: [{level: zone, between: [a, c], latency_s: 0.3, bandwidth_bytes_per_s: 25.0}]\n"
+        "workers: [{name: w, domains: {zone: a}}]\n"
+    )
+    links, table = mock_links(fleet), link_table(fleet)
+    for one, other, link in (
+        ("a", "a", Link(0.1, 100.0)),
+        ("a", "b", Link(0.2, 50.0)),
+        ("c", "a", Link(0.3, 25.0)),
+    ):
+        assert links.between(one, other) == link
+        assert table.link({"zone": one}, {"zone": other}, ["zone"]) == link
