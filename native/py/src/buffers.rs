@@ -48,27 +48,51 @@ fn described(object: &Bound<'_, PyAny>) -> String {
 }
 
 fn sequence_tokens(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
-    let mut ids = Vec::with_capacity(tokens.len()?);
-    if let Ok(list) = tokens.cast::<PyList>() {
-        for item in list.iter() {
-            ids.push(token(&item, ids.len())?);
-        }
+    type GetItem = unsafe extern "C" fn(*mut ffi::PyObject, ffi::Py_ssize_t) -> *mut ffi::PyObject;
+    let n_tokens = tokens.len()?;
+    let mut ids = Vec::with_capacity(n_tokens);
+    let get_item: GetItem = if tokens.is_instance_of::<PyList>() {
+        ffi::PyList_GetItem
+    } else if tokens.is_instance_of::<PyTuple>() {
+        ffi::PyTuple_GetItem
     } else {
         for item in tokens.try_iter()? {
             ids.push(token(&item?, ids.len())?);
         }
+        return Ok(ids);
+    };
+    for position in 0..n_tokens {
+        // SAFETY: the type fits the function. The borrowed item stays in its sequence: reading a plain int runs no code,
+        // and for anything else a reference is taken first.
+        let id = unsafe {
+            let item = get_item(tokens.as_ptr(), position as ffi::Py_ssize_t);
+            match plain_token(item) {
+                Some(id) => id,
+                None => token(&Bound::from_borrowed_ptr_or_err(tokens.py(), item)?, position)?,
+            }
+        };
+        ids.push(id);
     }
     Ok(ids)
 }
 
+/// The id, when the item is exactly an int, and one that fits.
+///
+/// # Safety
+/// The item has to be alive, or null.
 #[inline]
-fn token(item: &Bound<'_, PyAny>, position: usize) -> PyResult<u32> {
-    // SAFETY: any object may be asked; what is no int sets an error, which `extract` below finds again.
-    let value = unsafe { ffi::PyLong_AsLongLong(item.as_ptr()) };
-    if let Ok(id) = u32::try_from(value) {
-        return Ok(id);
+unsafe fn plain_token(item: *mut ffi::PyObject) -> Option<u32> {
+    if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {
+        return None;
     }
-    drop(PyErr::take(item.py()));
+    let id = ffi::PyLong_AsLongLong(item);
+    if id == -1 {
+        ffi::PyErr_Clear();
+    }
+    u32::try_from(id).ok()
+}
+
+fn token(item: &Bound<'_, PyAny>, position: usize) -> PyResult<u32> {
     item.extract::<u32>().map_err(|error| token_error(position, item, &error))
 }
 
