@@ -206,6 +206,8 @@ class Generation:
     async def _lose(self, attempt: Attempt, why: str) -> None:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
         pick = attempt.placement.decision.decode
+        if self._journey.state is State.DECODING and self._placer.prefill_worker_left(attempt.placement):
+            pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
         await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why)))
 
     def _lost(self, attempt: Attempt, lost: LegLost) -> Sequence[Command]:

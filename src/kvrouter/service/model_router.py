@@ -290,6 +290,14 @@ class ModelRouter:
 
     # Leases
 
+    def prefill_worker_left(self, placement: Placement) -> bool:
+        """Whether the pair's prefill worker is gone from the fleet, and the KV that waited there with it."""
+        pick = placement.decision.prefill
+        if pick is None:
+            return False
+        card = self.fleet.card_at(pick.slot)
+        return card is None or card.address != placement.prefill_address
+
     def prefill_done(self, placement: Placement) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""
         if placement.prefill_lease is not None:
