@@ -1,232 +1,19 @@
 """Laws of the decision, held against a brute force over all pairs that shares no code with it."""
 
 from collections import Counter
-from collections.abc import Iterator
 from random import Random
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.scenes import Brute, Scene, fleet_of, scenes, view_of
 
-from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
-from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.fleet import Fleet
-from kvrouter.routing import Candidate, Decision, RouteRequest, RoutingSettings, View, route, route_decode
-from kvrouter.topology import MismatchPolicy, Required, RouterTopologyDefault
-
-ZONES = ("a", "b", "c")
-OWN_TAINTS = ("gpu", "fast")
-
-
-class Load(NamedTuple):
-    overlap_blocks: int
-    prefill_tokens: int
-    active_blocks: int
-    not_active: int
-
-
-class Scene(NamedTuple):
-    """Everything that a decision depends on, apart from the order in which workers joined."""
-
-    cards: tuple[WorkerCard, ...]
-    dead: frozenset[WorkerId]
-    reports: tuple[LoadReport, ...]
-    loads: dict[WorkerRank, Load]
-    settings: RoutingSettings
-    request: RouteRequest
-    seed: int
-    turn: int
-
-
-def maybe(rng: Random, chance: float) -> bool:
-    return rng.random() < chance
-
-
-def draw_card(rng: Random, worker_id: int) -> WorkerCard:
-    domains = {name: rng.choice(ZONES) for name in ("zone", "rack") if maybe(rng, 0.8)}
-    policy = rng.choice([None, *Enforcement]) if maybe(rng, 0.8) else None
-    config = ModelRuntimeConfig(
-        topology_domains=domains,
-        kv_transfer_domain=rng.choice(("zone", "zone", "rack", None)),
-        kv_transfer_enforcement=policy,
-        kv_transfer_preferred_weight=0.5 if policy is Enforcement.PREFERRED else None,
-        taints=frozenset(Taint(taint) for taint in OWN_TAINTS if maybe(rng, 0.6)),
-        total_kv_blocks=rng.choice((None, 10, 20)),
-    )
-    return WorkerCard(
-        WorkerId(worker_id),
-        Epoch(1),
-        ModelName("m"),
-        rng.choice((Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH)),
-        4,
-        4096,
-        "here",
-        dp_size=rng.choice((1, 1, 2)),
-        draining=maybe(rng, 0.1),
-        runtime_config=config,
-    )
-
-
-def draw_request(rng: Random, n_workers: int, number: int) -> RouteRequest:
-    def pin(chance: float) -> Pin | None:
-        if not maybe(rng, chance):
-            return None
-        return Pin(WorkerId(rng.randrange(n_workers + 1)), DpRank(0) if maybe(rng, 0.3) else None)
-
-    places = [f"dynamo.topology/{domain}={zone}" for domain in ("zone", "rack") for zone in ZONES]
-    required = [taint for taint in (*OWN_TAINTS, rng.choice(places)) if maybe(rng, 0.1)]
-    preferred = {Taint(taint): rng.uniform(-1, 1) for taint in (*OWN_TAINTS, *places) if maybe(rng, 0.1)}
-    isl_tokens = rng.randrange(1, 40)
-    return RouteRequest(
-        RequestId(f"r{number}"),
-        isl_tokens,
-        -(-isl_tokens // 4),
-        RoutingConstraints(frozenset(map(Taint, required)), preferred),
-        RouterConfigOverride(),
-        pin(0.1),
-        pin(0.1),
-        frozenset(WorkerId(worker_id) for worker_id in range(n_workers) if maybe(rng, 0.05)),
-    )
-
-
-def draw_settings(rng: Random) -> RoutingSettings:
-    default = RouterTopologyDefault(rng.choice(("zone", "rack")), rng.choice(list(MismatchPolicy)))
-    return RoutingSettings(
-        mode=rng.choice((RouterMode.KV, RouterMode.KV, RouterMode.ROUND_ROBIN, RouterMode.RANDOM)),
-        overlap_score_weight=rng.choice((0.0, 1.0, 1.0, 2.5)),
-        temperature=rng.choice((0.0, 0.0, 0.7)),
-        active_decode_blocks_threshold=rng.choice((None, 0.3, 0.7)),
-        active_prefill_tokens_threshold=rng.choice((None, None, 8)),
-        topology_default=default if maybe(rng, 0.3) else None,
-    )
-
-
-def scenes(rng: Random, n_requests: int) -> Iterator[Scene]:
-    """Some requests, each with its own loads, on one fleet."""
-    n_workers = rng.randrange(1, 9)
-    cards = tuple(draw_card(rng, worker_id) for worker_id in range(n_workers))
-    dead = frozenset(card.worker_id for card in cards if maybe(rng, 0.1))
-    ranks = [rank for card in cards for rank in card.ranks()]
-    reports = tuple(LoadReport(rank, rng.randrange(20), 20, 3) for rank in ranks if maybe(rng, 0.3))
-    chosen = draw_settings(rng)
-    for number in range(n_requests):
-        loads = {
-            rank: Load(rng.randrange(4), rng.randrange(12), rng.randrange(12), rng.randrange(3))
-            for rank in ranks
-        }
-        request = draw_request(rng, n_workers, number)
-        yield Scene(cards, dead, reports, loads, chosen, request, rng.getrandbits(64), rng.randrange(100))
-
-
-def fleet_of(scene: Scene, cards: tuple[WorkerCard, ...]) -> Fleet:
-    fleet = Fleet(ModelName("m"), 4)
-    for card in cards:
-        fleet.join(card)
-    for worker_id in scene.dead:
-        fleet.set_alive(worker_id, alive=False)
-    for report in scene.reports:
-        fleet.report(report)
-    return fleet
-
-
-def view_of(scene: Scene, fleet: Fleet) -> View:
-    columns = np.zeros((4, fleet.n_slots), np.int64)
-    for rank, load in scene.loads.items():
-        slot = fleet.slot_of(rank)
-        assert slot is not None
-        columns[:, slot] = load
-    overlap, prefill_tokens, active_blocks, not_active = columns
-    return View(
-        fleet, scene.settings, overlap, prefill_tokens, active_blocks, not_active, scene.seed, scene.turn
-    )
-
-
-# --- the brute force: what the rules say, card by card, in plain Python
-
-
-class Brute:
-    """Who may take which leg of the scene's request, worked out one worker rank at a time."""
-
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
-        self.card = {rank: card for card in scene.cards for rank in card.ranks()}
-        self.report = {report.rank: report for report in scene.reports}
-        ready = [c for c in scene.cards if c.worker_id not in scene.dead and not c.draining]
-        split = any(card.role is Role.PREFILL for card in ready)
-        self.is_pair = split or scene.request.prefill_pin is not None
-
-    def role(self, leg: Leg) -> list[WorkerRank]:
-        prefill = leg is Leg.PREFILL
-        return [rank for rank, card in self.card.items() if (card.role is Role.PREFILL) == prefill]
-
-    def refused(self, rank: WorkerRank, leg: Leg) -> Reason | None:
-        card, request = self.card[rank], self.scene.request
-        pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
-        if rank.worker_id in self.scene.dead:
-            return Reason.NOT_ALIVE
-        if card.draining:
-            return Reason.DRAINING
-        if rank.worker_id in request.excluded:
-            return Reason.EXCLUDED
-        if pin is not None and (pin.worker_id != rank.worker_id or pin.dp_rank not in (None, rank.dp_rank)):
-            return Reason.PINNED_ELSEWHERE
-        config = card.runtime_config
-        carried = set(config.taints) | {
-            f"dynamo.topology/{domain}={value}" for domain, value in config.topology_domains.items()
-        }
-        return None if request.constraints.required_taints <= carried else Reason.TAINT_MISSING
-
-    def busy(self, rank: WorkerRank) -> bool:
-        fraction = self.scene.settings.active_decode_blocks_threshold
-        tokens = self.scene.settings.active_prefill_tokens_threshold
-        load, report = self.scene.loads[rank], self.report.get(rank)
-        total = self.card[rank].runtime_config.total_kv_blocks if report is None else report.total_blocks
-        blocks = load.active_blocks if report is None else report.active_blocks
-        prefill_tokens = load.prefill_tokens if report is None else report.active_prefill_tokens
-        if fraction is not None and total is not None and blocks / total > fraction:
-            return True
-        return tokens is not None and prefill_tokens > tokens
-
-    def able(self, leg: Leg, *, even_busy: bool = False) -> list[WorkerRank]:
-        return [
-            rank
-            for rank in self.role(leg)
-            if self.refused(rank, leg) is None and (even_busy or not self.busy(rank))
-        ]
-
-    def policy(self, prefill: WorkerRank) -> tuple[str, str] | None:
-        config, default = self.card[prefill].runtime_config, self.scene.settings.topology_default
-        if config.kv_transfer_domain is not None:
-            return config.kv_transfer_domain, config.kv_transfer_enforcement or "required"
-        if default is None:
-            return None
-        kind = "required" if default.kv_transfer_mismatch_policy is MismatchPolicy.FAIL else "fallback"
-        return default.kv_transfer_topology_level, kind
-
-    def together(self, prefill: WorkerRank, decode: WorkerRank, domain: str) -> bool:
-        value = self.card[prefill].runtime_config.topology_domains.get(domain)
-        return value is not None and value == self.card[decode].runtime_config.topology_domains.get(domain)
-
-    def pairs(self, *, even_busy: bool = False) -> set[tuple[WorkerRank, WorkerRank]]:
-        """Every pair that breaks no rule; of fallback's, those that cross only where none need to."""
-        decodes = self.able(Leg.DECODE, even_busy=even_busy)
-        home, away = set(), set()
-        for prefill in self.able(Leg.PREFILL, even_busy=even_busy):
-            policy = self.policy(prefill)
-            if policy is None or policy[1] == "preferred":
-                home |= {(prefill, decode) for decode in decodes}
-                continue
-            near = {(prefill, decode) for decode in decodes if self.together(prefill, decode, policy[0])}
-            home |= near
-            if not near and policy[1] == "fallback":
-                away |= {(prefill, decode) for decode in decodes}
-        return home or away
+from kvrouter.routing import Candidate, Decision, RouteRequest, View, route, route_decode
+from kvrouter.topology import Required
 
 
 def check_accepted(brute: Brute, decision: Decision) -> None:
@@ -276,6 +63,9 @@ def check_explained(brute: Brute, request: RouteRequest, view: View, decision: D
     for pick in filter(None, (decision.prefill, decision.decode)):
         rows = [row for row in explained.rows if row.leg is pick.leg]
         assert [row.rank for row in rows] == sorted(brute.role(pick.leg))
+        for row in rows:
+            own = brute.refused(row.rank, row.leg)
+            assert own is None or row.refused is own
         open_rows = [row for row in rows if row.refused is None]
         assert len(open_rows) == pick.candidates
         (picked,) = (row for row in rows if row.picked)
@@ -287,6 +77,64 @@ def check_explained(brute: Brute, request: RouteRequest, view: View, decision: D
             assert picked.cost == min(row.cost for row in open_rows)
 
 
+def check_counted(refused: RoutingRefused) -> list[Candidate]:
+    """The rows of the leg that the refusal names are what it counts; returns all of them."""
+    rows = [row for row in refused.rows if isinstance(row, Candidate)]
+    assert len(rows) == len(refused.rows)
+    named = [row for row in rows if (row.leg is Leg.PREFILL) == (refused.role == "prefill")]
+    assert Counter(row.refused for row in named) == Counter(refused.refusals)
+    return rows
+
+
+def check_refusal_explained(brute: Brute, view: View, refused: RoutingRefused) -> None:
+    """Asked for an explanation, the same refusal has the rows of each leg, with true reasons and costs."""
+    scene = brute.scene
+    with pytest.raises(type(refused)) as raised:
+        route(scene.request, view, explain=True)
+    explained = raised.value
+    told = (refused.message, refused.refusals, refused.role, refused.domain)
+    assert (explained.message, explained.refusals, explained.role, explained.domain) == told
+    assert refused.rows == ()
+    rows = check_counted(explained)
+    for leg in (Leg.PREFILL, Leg.DECODE) if brute.is_pair else (Leg.AGGREGATED,):
+        of_leg = [row for row in rows if row.leg is leg]
+        assert [row.rank for row in of_leg] == sorted(brute.role(leg) or brute.card)
+        for row in of_leg:
+            check_stopped(brute, row)
+            check_cost(scene, row)
+
+
+def check_stopped(brute: Brute, row: Candidate) -> None:
+    """The row's reason is the first one by the rules; an open row's other leg is what nobody may take."""
+    assert not row.picked
+    own = brute.refused(row.rank, row.leg) if brute.role(row.leg) else Reason.WRONG_ROLE
+    if own is not None or not brute.is_pair:
+        assert row.refused is (own or Reason.BUSY)
+        return
+    mates = brute.able(Leg.DECODE if row.leg is Leg.PREFILL else Leg.PREFILL, even_busy=True)
+    suits = [mate for mate in mates if brute.may_pair(row, mate)]
+    if mates and not suits:
+        assert row.refused in (Reason.DOMAIN_UNKNOWN, Reason.DOMAIN_MISMATCH)
+    elif brute.busy(row.rank):
+        assert row.refused is Reason.BUSY
+    elif row.refused is Reason.BUSY:
+        assert row.leg is Leg.PREFILL
+        assert all(map(brute.busy, suits))
+    else:
+        assert row.refused is None
+
+
+def check_cost(scene: Scene, row: Candidate) -> None:
+    load, request = scene.loads[row.rank], scene.request
+    missing = max(0, request.isl_tokens - load.overlap_blocks * 4)
+    prefill_blocks = 0.0 if row.leg is Leg.DECODE else (load.prefill_tokens + missing) / 4
+    decode_blocks = 0.0 if row.leg is Leg.PREFILL else float(load.active_blocks + load.not_active)
+    assert (row.overlap_blocks, row.prefill_blocks) == (load.overlap_blocks, prefill_blocks)
+    assert (row.decode_blocks, row.transfer_blocks) == (decode_blocks, 0.0)
+    weight = scene.settings.overlap_score_weight
+    assert row.cost == (weight * prefill_blocks + decode_blocks) * row.multiplier
+
+
 def check_again(request: RouteRequest, view: View, decision: Decision) -> None:
     """A decode worker picked again is one that the first decision could have picked."""
     again = route_decode(request, view, decision.constraint)
@@ -294,6 +142,22 @@ def check_again(request: RouteRequest, view: View, decision: Decision) -> None:
     assert (again.fallback_used, again.constraint) == (decision.fallback_used, decision.constraint)
     if decision.constraint is not None and isinstance(decision.constraint.policy, Required):
         assert not again.cross_domain
+
+
+def check_nobody_again(request: RouteRequest, view: View, decision: Decision) -> None:
+    """Picked again until every decode worker has failed the request, the refusal has their rows."""
+    excluded = request.excluded
+    while True:
+        failed = msgspec.structs.replace(request, excluded=excluded)
+        try:
+            again = route_decode(failed, view, decision.constraint, explain=True)
+        except RoutingRefused as refused:
+            rows = check_counted(refused)
+            assert {row.rank.worker_id for row in rows if row.refused is Reason.EXCLUDED} <= excluded
+            assert not any(row.picked for row in rows)
+            return
+        assert again.decode.rank.worker_id not in excluded
+        excluded |= {again.decode.rank.worker_id}
 
 
 def check_join_order(scene: Scene, decision: Decision, rng: Random) -> None:
@@ -316,6 +180,7 @@ def check_all(rng: Random, n_requests: int) -> Counter[str]:
         except RoutingRefused as refused:
             seen[type(refused).__name__] += 1
             check_refused(brute, refused)
+            check_refusal_explained(brute, view, refused)
             continue
         seen["pair" if decision.prefill else "aggregated"] += 1
         seen["fallback"] += decision.fallback_used
@@ -325,6 +190,7 @@ def check_all(rng: Random, n_requests: int) -> Counter[str]:
             check_again(scene.request, view, decision)
         if scene.request.request_id == "r0":
             check_join_order(scene, decision, rng)
+            check_nobody_again(scene.request, view, decision)
     return seen
 
 

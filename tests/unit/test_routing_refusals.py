@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints
-from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason
+from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, Taint, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
-from kvrouter.routing import RouteRequest, RoutingSettings, View, route
+from kvrouter.routing import Candidate, RouteRequest, RoutingSettings, View, route
 
 EVERY_MODE = pytest.mark.parametrize("mode", list(RouterMode))
 
@@ -207,3 +208,56 @@ def test_explain_names_each_refused_rank() -> None:
     rows = {row.rank.worker_id: (row.refused, row.picked) for row in decision.rows}
     assert rows == {1: (None, True), 2: (Reason.DRAINING, False), 3: (Reason.TAINT_MISSING, False)}
     assert [row.rank.worker_id for row in decision.rows] == [1, 2, 3]
+
+
+def rows_of(refused: RoutingRefused) -> list[Candidate]:
+    rows = [row for row in refused.rows if isinstance(row, Candidate)]
+    assert len(rows) == len(refused.rows)
+    assert not any(row.picked for row in rows)
+    return rows
+
+
+def test_a_refusal_names_each_rank_with_its_first_reason_and_its_cost() -> None:
+    fleet = fleet_of(worker(3), worker(1, "gpu", dp_size=2), worker(2, draining=True))
+    reading = view(fleet, fraction=0.5, active=90, prefill_tokens=4)
+    with pytest.raises(AllWorkersBusy) as refused:
+        route(request("gpu"), reading, explain=True)
+    rows = rows_of(refused.value)
+    assert [(row.rank.worker_id, row.rank.dp_rank, row.refused) for row in rows] == [
+        (1, 0, Reason.BUSY),
+        (1, 1, Reason.BUSY),
+        (2, 0, Reason.DRAINING),
+        (3, 0, Reason.TAINT_MISSING),
+    ]
+    assert {row.leg for row in rows} == {Leg.AGGREGATED}
+    assert {(row.prefill_blocks, row.decode_blocks, row.cost) for row in rows} == {(3.0, 92.0, 95.0)}
+
+
+def test_nobody_of_the_role_has_a_row_for_everybody() -> None:
+    fleet = fleet_of(worker(2), worker(1))
+    with pytest.raises(NoEligibleWorker) as refused:
+        route(request(prefill_pin=Pin(WorkerId(1))), view(fleet), explain=True)
+    assert [(row.leg, row.rank.worker_id, row.refused) for row in rows_of(refused.value)] == [
+        (Leg.PREFILL, 1, Reason.WRONG_ROLE),
+        (Leg.PREFILL, 2, Reason.WRONG_ROLE),
+        (Leg.DECODE, 1, None),
+        (Leg.DECODE, 2, None),
+    ]
+
+
+def test_an_empty_fleet_has_no_rows() -> None:
+    with pytest.raises(NoEligibleWorker) as refused:
+        route(request(), view(fleet_of()), explain=True)
+    assert refused.value.rows == ()
+
+
+def test_rows_cost_nothing_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object, **_named: object) -> None:
+        raise AssertionError("a cost that nobody asked for")
+
+    monkeypatch.setattr("kvrouter.routing.refusal.leg_costs", fail)
+    monkeypatch.setattr("kvrouter.routing.refusal.rows_of", fail)
+    for fleet in (fleet_of(worker(1)), fleet_of(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE))):
+        with pytest.raises(NoEligibleWorker) as refused:
+            route(request("gpu"), view(fleet))
+        assert refused.value.rows == ()

@@ -29,9 +29,10 @@ class Pick(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One row of an explanation: one worker rank of the leg's role, and why it was refused if it was.
+    """One row of an explanation: one worker rank that was asked for the leg, and its first refusal if any.
 
-    The parts of the cost are those of :class:`Pick`; a refused rank has them too.
+    Those are the ranks of the leg's role, or all ranks where none has it. The parts of the cost are those of
+    :class:`Pick`; a refused rank has them too.
     """
 
     slot: Slot

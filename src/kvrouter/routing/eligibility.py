@@ -37,6 +37,13 @@ class Step(NamedTuple):
     passed: BoolColumn
 
 
+class Stopped(NamedTuple):
+    """The slots that were refused first for ``reason``."""
+
+    reason: Reason
+    slots: BoolColumn
+
+
 class Screen(NamedTuple):
     """Who may take one leg by all that does not depend on the other leg, nor on load.
 
@@ -103,21 +110,22 @@ def not_busy(view: View) -> BoolColumn | None:
     return free
 
 
-def first_refusals(
-    who: Screen, fleet: Fleet, later: Iterable[Step] = ()
-) -> tuple[BoolColumn, list[tuple[Reason, BoolColumn]]]:
-    """Return the slots of the role that pass every step, and for each reason those that it stopped first.
+def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> list[Stopped]:
+    """Return for each reason the slots of the role that it stopped first.
 
-    ``later`` are the steps that follow the screen's own: domain, then busy.
+    ``later`` are the steps that follow the screen's own: domain, then busy. Where nobody has the role, it is
+    the role that stops everybody who is here.
     """
     columns = fleet.columns
     left = who.role
+    if not left.any():
+        return [Stopped(Reason.WRONG_ROLE, columns.present)]
     stopped = []
     alive, not_draining = Step(Reason.NOT_ALIVE, columns.alive), Step(Reason.DRAINING, ~columns.draining)
     for step in (alive, not_draining, *who.steps, *later):
-        stopped.append((step.reason, left & ~step.passed))
+        stopped.append(Stopped(step.reason, left & ~step.passed))
         left = left & step.passed
-    return left, stopped
+    return stopped
 
 
 def _role_columns(fleet: Fleet, prefill: bool) -> _RoleColumns:

@@ -10,7 +10,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet
 from kvrouter.routing.cost import Costs
 from kvrouter.routing.decision import Candidate, Pick
-from kvrouter.routing.eligibility import Screen, Step, first_refusals
+from kvrouter.routing.eligibility import Screen, Stopped
 
 
 def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int) -> Pick:
@@ -34,14 +34,19 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int) -
 
 
 def rows_of(
-    who: Screen, fleet: Fleet, later: Iterable[Step], costs: Costs, picked: Slot | None
+    who: Screen, fleet: Fleet, stopped: Iterable[Stopped], costs: Costs, picked: Slot | None
 ) -> tuple[Candidate, ...]:
-    """Return a row for each rank of the leg's role, in their order; a refusal has nobody ``picked``."""
+    """Return a row for each rank of the leg's role and for whoever else was ``stopped``, in their order.
+
+    A refusal has nobody ``picked``.
+    """
+    asked = who.role.copy()
     refused_for: dict[int, Reason] = {}
-    for reason, slots in first_refusals(who, fleet, later)[1]:
+    for reason, slots in stopped:
+        asked |= slots
         refused_for.update(dict.fromkeys(np.flatnonzero(slots).tolist(), reason))
     rows = []
-    for slot in map(Slot, fleet.rank_order[who.role[fleet.rank_order]].tolist()):
+    for slot in map(Slot, fleet.rank_order[asked[fleet.rank_order]].tolist()):
         pick = pick_at(slot, who.leg, fleet, costs, 0)
         rows.append(
             Candidate(

@@ -11,7 +11,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet
 from kvrouter.routing.cost import leg_costs
 from kvrouter.routing.decision import Candidate
-from kvrouter.routing.eligibility import Screen, Step, first_refusals
+from kvrouter.routing.eligibility import Screen, Step, Stopped, first_refusals
 from kvrouter.routing.explain import rows_of
 from kvrouter.routing.pair import Groups, Screens, tiers_of
 from kvrouter.routing.reasons import (
@@ -30,90 +30,102 @@ _VALUES_SHOWN = 3
 
 def refuse_leg(
     request: RouteRequest,
-    fleet: Fleet,
+    view: View,
     who: Screen,
     not_busy: BoolColumn | None,
+    *,
+    explain: bool,
     constraint: TransferConstraint | None = None,
+    prefill_slot: Slot | None = None,
 ) -> RoutingRefused:
-    """Return the refusal of a request whose one leg nobody may take."""
-    domain = None
+    """Return the refusal of a request whose one leg nobody may take; explained, with a row for each rank."""
+    fleet, domain = view.fleet, None
     domain_steps: tuple[Step, ...] = ()
     if constraint is not None and isinstance(constraint.policy, Required):
         domain, domain_steps = constraint.domain, decode_steps(fleet, constraint)
     values = () if constraint is None or constraint.value is None else (constraint.value,)
-    return _refusal(request, fleet, who, (*domain_steps, *busy_steps(not_busy)), domain, values)
+    stopped = first_refusals(who, fleet, (*domain_steps, *busy_steps(not_busy)))
+    refused = _refusal(request, fleet, who, stopped, domain, values)
+    if explain:
+        rules = rules_of(view.settings, request.override)
+        costs = leg_costs(request, view, who.leg, rules, constraint=constraint, prefill_slot=prefill_slot)
+        refused.rows = rows_of(who, fleet, stopped, costs, None)
+    return refused
 
 
-def refuse_pair(request: RouteRequest, fleet: Fleet, screens: Screens) -> RoutingRefused:
+def refuse_pair(request: RouteRequest, view: View, screens: Screens, *, explain: bool) -> RoutingRefused:
     """Return the refusal of a request for which no prefill rank has a legal decode rank.
 
     The leg it names is the one to look at: prefill when nobody may take that leg at all, or when every rank
-    with a free decode rank is itself busy; else decode, with the domain that KV would have to leave.
+    with a free decode rank is itself busy; else decode, with the domain that KV would have to leave. To
+    explain it there is a row for each rank of both legs; ranks of the leg that is not named may be open to
+    the request, and have nobody to share it with.
     """
-    groups, prefill, decode = screens.groups, screens.prefill, screens.decode
-    if not prefill.mask.n_allowed:
-        return _refusal(request, fleet, prefill, (), None, ())
-    domain = _bound_domain(groups, prefill.mask.allowed)
-    values = _values(fleet, domain, prefill.mask.allowed)
-    reach = reach_steps(fleet, groups, prefill.mask.allowed, domain)
-    if screens.not_busy is not None:
-        ready = has_legal_decode(tiers_of(groups, fleet, decode.mask.within(screens.not_busy)))
-        if (ready & prefill.mask.allowed).any():
-            legal = has_legal_decode(tiers_of(groups, fleet, decode.mask))
-            steps = (*prefill_steps(fleet, groups, legal), Step(Reason.BUSY, screens.not_busy & ready))
-            return _refusal(request, fleet, prefill, steps, None, ())
-    return _refusal(request, fleet, decode, (*reach, *busy_steps(screens.not_busy)), domain, values)
+    fleet, prefill, decode = view.fleet, screens.prefill, screens.decode
+    served = _served_now(screens, fleet)
+    domain = _bound_domain(screens.groups, prefill.mask.allowed)
+    if served is None and prefill.mask.n_allowed:
+        named, to_keep = decode, domain
+        values = _values(fleet, domain, prefill.mask.allowed)
+    else:
+        named, to_keep, values = prefill, None, ()
+    stopped = _pair_stopped(named, screens, fleet, served, domain)
+    refused = _refusal(request, fleet, named, stopped, to_keep, values)
+    if explain:
+        rules = rules_of(view.settings, request.override)
+        rows: tuple[Candidate, ...] = ()
+        for who in (prefill, decode):
+            its = stopped if who is named else _pair_stopped(who, screens, fleet, served, domain)
+            rows += rows_of(who, fleet, its, leg_costs(request, view, who.leg, rules), None)
+        refused.rows = rows
+    return refused
 
 
-def leg_rows(
-    request: RouteRequest,
-    view: View,
-    who: Screen,
-    not_busy: BoolColumn | None,
-    constraint: TransferConstraint | None = None,
-) -> tuple[Candidate, ...]:
-    """Return the rows of a request whose one leg nobody may take."""
-    rules = rules_of(view.settings, request.override)
-    costs = leg_costs(request, view, who.leg, rules, constraint=constraint)
-    steps = (*decode_steps(view.fleet, constraint), *busy_steps(not_busy))
-    return rows_of(who, view.fleet, steps, costs, None)
+def _served_now(screens: Screens, fleet: Fleet) -> BoolColumn | None:
+    """Return the prefill ranks with a legal decode rank that is free; None when none of them may begin."""
+    if screens.not_busy is None:
+        return None
+    free = screens.decode.mask.within(screens.not_busy)
+    served = has_legal_decode(tiers_of(screens.groups, fleet, free))
+    return served if (served & screens.prefill.mask.allowed).any() else None
 
 
-def pair_rows(request: RouteRequest, view: View, screens: Screens) -> tuple[Candidate, ...]:
-    """Return the rows of both legs of a request for which no prefill rank has a legal decode rank.
+def _pair_stopped(
+    who: Screen, screens: Screens, fleet: Fleet, served: BoolColumn | None, domain: str | None
+) -> list[Stopped]:
+    """Return who was stopped by what on one leg of a pair that nobody can form.
 
-    A prefill rank is refused for its domain where no decode rank could ever follow, busy or not; a decode
-    rank where no prefill rank could reach it. A leg may show eligible ranks: then the other leg has none.
+    A prefill rank is stopped by its domain when decode ranks may take the request, busy or not, and none of
+    them is there; a decode rank when no prefill rank reaches it. Where prefill ranks are ``served``, all
+    others whose decode ranks are busy count as busy too.
     """
-    fleet, groups = view.fleet, screens.groups
-    prefill, decode, busy = screens.prefill, screens.decode, busy_steps(screens.not_busy)
-    rules = rules_of(view.settings, request.override)
-    legal = has_legal_decode(tiers_of(groups, fleet, decode.mask)) | groups.unbound
-    domain = _bound_domain(groups, prefill.mask.allowed)
-    reach = reach_steps(fleet, groups, prefill.mask.allowed, domain)
-    costs = {who.leg: leg_costs(request, view, who.leg, rules) for who in (prefill, decode)}
-    return rows_of(
-        prefill, fleet, (*prefill_steps(fleet, groups, legal), *busy), costs[prefill.leg], None
-    ) + rows_of(decode, fleet, (*reach, *busy), costs[decode.leg], None)
+    senders, receivers, free = screens.prefill.mask, screens.decode.mask, screens.not_busy
+    steps: tuple[Step, ...] = ()
+    if who.leg is Leg.DECODE:
+        steps = reach_steps(fleet, screens.groups, senders.allowed, domain)
+    elif receivers.n_allowed:
+        legal = has_legal_decode(tiers_of(screens.groups, fleet, receivers))
+        steps = prefill_steps(fleet, screens.groups, legal)
+    if who.leg is Leg.PREFILL and free is not None and served is not None:
+        free = free & served
+    return first_refusals(who, fleet, (*steps, *busy_steps(free)))
 
 
 def _refusal(
     request: RouteRequest,
     fleet: Fleet,
     who: Screen,
-    later: Iterable[Step],
+    stopped: Iterable[Stopped],
     domain: str | None,
     values: tuple[str, ...],
 ) -> RoutingRefused:
-    _, stopped = first_refusals(who, fleet, later)
     refusals: dict[Reason, int] = {}
     for reason, slots in stopped:
         count = int(np.count_nonzero(slots))
-        if count:
+        if count or reason is Reason.WRONG_ROLE:
             refusals[reason] = refusals.get(reason, 0) + count
     role = _role(who.leg)
-    if not refusals:
-        refusals[Reason.WRONG_ROLE] = int(np.count_nonzero(fleet.columns.present))
+    if Reason.WRONG_ROLE in refusals:
         why = f"{refusals[Reason.WRONG_ROLE]} worker ranks are here, none of them for {role}"
     else:
         counts = ", ".join(f"{count} {reason}" for reason, count in refusals.items())

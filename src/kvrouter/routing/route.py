@@ -11,7 +11,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, mix64
 from kvrouter.routing.cost import Costs, leg_costs
 from kvrouter.routing.decision import Candidate, Decision, Pick
-from kvrouter.routing.eligibility import Mask, not_busy, screen
+from kvrouter.routing.eligibility import Mask, first_refusals, not_busy, screen
 from kvrouter.routing.explain import pick_at, rows_of
 from kvrouter.routing.pair import (
     constraint_of,
@@ -23,7 +23,7 @@ from kvrouter.routing.pair import (
 )
 from kvrouter.routing.pick import pick_slot
 from kvrouter.routing.reasons import busy_steps, decode_steps, has_legal_decode, prefill_steps
-from kvrouter.routing.refusal import leg_rows, pair_rows, refuse_leg, refuse_pair
+from kvrouter.routing.refusal import refuse_leg, refuse_pair
 from kvrouter.routing.request import RouteRequest, View
 from kvrouter.routing.settings import Rules, rules_of
 from kvrouter.topology import TransferConstraint
@@ -40,8 +40,8 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there.
 
     Raises NoEligibleWorker when nobody may take it, AllWorkersBusy when somebody could and everybody who
-    could is busy; both count the ranks of the leg that they name by reason, and carry the rows of an
-    explanation.
+    could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
+    rows of every leg, as a decision does; those of the named leg are the ones that were counted.
     """
     if view.fleet.has_prefill or request.prefill_pin is not None:
         return _route_pair(request, view, explain=explain)
@@ -64,12 +64,12 @@ def route_decode(
     who, free = screen(request, fleet, Leg.DECODE), not_busy(view)
     able = who.mask if free is None else who.mask.within(free)
     chosen = decode_mask(able, fleet, constraint)
-    if not chosen.mask.n_allowed:
-        refused = refuse_leg(request, fleet, who, free, constraint)
-        refused.rows = leg_rows(request, view, who, free, constraint) if explain else ()
-        raise refused
-    rules = rules_of(view.settings, request.override)
     sender = None if prefill is None else fleet.slot_of(prefill)
+    if not chosen.mask.n_allowed:
+        raise refuse_leg(
+            request, view, who, free, constraint=constraint, prefill_slot=sender, explain=explain
+        )
+    rules = rules_of(view.settings, request.override)
     decode = _pick(
         request, view, Leg.DECODE, rules, chosen.mask,
         turn=view.turn, constraint=constraint, prefill_slot=sender,
@@ -77,7 +77,8 @@ def route_decode(
     rows: tuple[Candidate, ...] = ()
     if explain:
         steps = () if chosen.fallback_used else decode_steps(fleet, constraint)
-        rows = rows_of(who, fleet, (*steps, *busy_steps(free)), decode.costs, decode.pick.slot)
+        stopped = first_refusals(who, fleet, (*steps, *busy_steps(free)))
+        rows = rows_of(who, fleet, stopped, decode.costs, decode.pick.slot)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -95,12 +96,13 @@ def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decisio
     who, free = screen(request, fleet, Leg.AGGREGATED), not_busy(view)
     mask = who.mask if free is None else who.mask.within(free)
     if not mask.n_allowed:
-        refused = refuse_leg(request, fleet, who, free)
-        refused.rows = leg_rows(request, view, who, free) if explain else ()
-        raise refused
+        raise refuse_leg(request, view, who, free, explain=explain)
     rules = rules_of(view.settings, request.override)
     whole = _pick(request, view, Leg.AGGREGATED, rules, mask, turn=view.turn)
-    rows = rows_of(who, fleet, busy_steps(free), whole.costs, whole.pick.slot) if explain else ()
+    rows: tuple[Candidate, ...] = ()
+    if explain:
+        stopped = first_refusals(who, fleet, busy_steps(free))
+        rows = rows_of(who, fleet, stopped, whole.costs, whole.pick.slot)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -117,9 +119,7 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     able = screens.decode.mask if free is None else screens.decode.mask.within(free)
     senders = prefill_mask(screens, fleet, able, router_default)
     if not senders.n_allowed:
-        refused = refuse_pair(request, fleet, screens)
-        refused.rows = pair_rows(request, view, screens) if explain else ()
-        raise refused
+        raise refuse_pair(request, view, screens, explain=explain)
     rules = rules_of(view.settings, request.override)
     prefill = _pick(request, view, Leg.PREFILL, rules, senders, turn=view.turn)
     constraint = constraint_of(fleet, prefill.pick.slot, router_default)
@@ -133,13 +133,14 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     if explain:
         tiers = tiers_of(screens.groups, fleet, able)
         passed = tiers.home if (senders.allowed & tiers.home).any() else has_legal_decode(tiers)
-        decode_later = () if chosen.fallback_used else decode_steps(fleet, constraint)
-        rows = rows_of(
-            screens.prefill, fleet, (*prefill_steps(fleet, screens.groups, passed), *busy_steps(free)),
-            prefill.costs, prefill.pick.slot,
-        ) + rows_of(
-            screens.decode, fleet, (*decode_later, *busy_steps(free)), decode.costs, decode.pick.slot
-        )  # fmt: skip
+        near = () if chosen.fallback_used else decode_steps(fleet, constraint)
+        prefill_later = (*prefill_steps(fleet, screens.groups, passed), *busy_steps(free))
+        for who, later, picked in (
+            (screens.prefill, prefill_later, prefill),
+            (screens.decode, (*near, *busy_steps(free)), decode),
+        ):
+            stopped = first_refusals(who, fleet, later)
+            rows += rows_of(who, fleet, stopped, picked.costs, picked.pick.slot)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
