@@ -153,6 +153,34 @@ def test_other_answers_and_unclear_models(url: str, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "kvrouter: PROMPT: must be UTF-8 text\n"
 
 
+def test_a_refusal_has_its_error_first_then_the_table_of_each_leg(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = {
+        "prefill": {"chosen": None, "candidates": [row(2, 9.0, reason="busy"), row(1, 8.0)]},
+        "decode": {"chosen": None, "candidates": [row(3, 77.5, reason="domain_mismatch")]},
+        "constraint": None,
+        "error": {
+            "code": "no_eligible_worker",
+            "message": "no decode worker may take this request (of 1 decode ranks: 1 domain_mismatch)",
+            "refusals": {"domain_mismatch": 1},
+        },
+    }
+    Router.answer = json.dumps(ANSWER | refusal).encode()
+    assert main(["explain", "hi", "--url", url]) == 0
+    first, second, *rest = capsys.readouterr().out.splitlines()
+    assert first == (
+        "no_eligible_worker: no decode worker may take this request (of 1 decode ranks: 1 domain_mismatch)"
+    )
+    assert second == "mock, 640 tokens, 10 blocks, mode kv"
+    assert rest[0].strip() == "Prefill: nobody, 1 of 2 eligible"
+    assert "Decode: nobody, 0 of 1 eligible" in map(str.strip, rest)
+    lines = [line.replace("│", "").split() for line in rest if "/0" in line and "│" in line]
+    assert [line[0] for line in lines] == ["1/0", "2/0", "3/0"]
+    assert [line[-1] for line in lines] == ["8", "busy", "domain_mismatch"]
+    assert "77.5" in lines[2]
+
+
 def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
     rows = [
         Candidate(
@@ -181,7 +209,7 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
         decode=LegPick(chosen=Chosen(5, 0), candidates=rows),
         constraint=None,
         fallback_used=True,
-        error=Refusal(code="no_eligible_worker", message="nobody in zone=c", refusals={"domain_mismatch": 4}),
+        error=Refusal(code="no_eligible_worker", message="nobody in zone=c"),
     )
     stream = io.StringIO()
     draw(explanation, Console(file=stream, width=140, force_terminal=True, color_system="standard"))
@@ -189,5 +217,5 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
     assert "Worker: 5/0" in out
     assert "… and 50 more: busy 40, eligible 10" in out
     assert "crosses its domain" in out
-    assert "no_eligible_worker: nobody in zone=c (domain_mismatch 4)" in out
+    assert out.startswith("\x1b[1;31mno_eligible_worker: nobody in zone=c\x1b[0m\n")
     assert "\x1b[1;32m" in out

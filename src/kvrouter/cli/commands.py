@@ -68,6 +68,9 @@ up.params.extend(setting_options())
 def explain(prompt: str, url: str, model: str | None, as_json: bool) -> None:
     """Show where PROMPT would go, and why: every worker, its cost, and why others may not take it.
 
+    A refusal is an answer too, with its error first, and exit code 0; 1 says that the router could not be
+    asked.
+
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
     from rich.console import Console  # noqa: PLC0415

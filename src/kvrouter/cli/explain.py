@@ -67,11 +67,10 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why no worker may take the request; counts of worker ranks by reason."""
+    """Why no worker may take the request; the message counts worker ranks by reason."""
 
     code: str
     message: str
-    refusals: Mapping[str, int] = {}
 
 
 class Explanation(msgspec.Struct, frozen=True):
@@ -189,7 +188,9 @@ def read_explanation(answer: bytes) -> Explanation:
 
 
 def draw(explanation: Explanation, console: Console) -> None:
-    """Print the decision: what was asked, a table for each leg, and how it ended."""
+    """Print the decision: a refusal's error, what was asked, a table for each leg, and how KV is moved."""
+    if explanation.error is not None:
+        console.print(Text(f"{explanation.error.code}: {explanation.error.message}", "bold red"))
     console.print(
         Text.assemble(
             (explanation.model, "bold"),
@@ -209,10 +210,6 @@ def draw(explanation: Explanation, console: Console) -> None:
         )
     if explanation.fallback_used:
         console.print(Text("The handoff crosses its domain: no decode worker was left in it.", "yellow"))
-    if explanation.error is not None:
-        counts = ", ".join(f"{reason} {count}" for reason, count in explanation.error.refusals.items())
-        text = f"{explanation.error.code}: {explanation.error.message}" + (f" ({counts})" if counts else "")
-        console.print(Text(text, "bold red"))
 
 
 def _last_leg(explanation: Explanation) -> str:
@@ -235,9 +232,8 @@ def _ordered(leg: LegPick) -> list[Candidate]:
 
 
 def _table(title: str, leg: LegPick) -> Table:
-    chosen = f"{leg.chosen.worker_id}/{leg.chosen.dp_rank}" if leg.chosen else "nobody"
     table = Table(
-        title=Text(f"{title}: {chosen}"), title_justify="left", title_style="bold", header_style="bold"
+        title=Text(f"{title}: {_chosen(leg)}"), title_justify="left", title_style="bold", header_style="bold"
     )
     for name in ("", "worker", "where"):
         table.add_column(name)
@@ -252,11 +248,18 @@ def _table(title: str, leg: LegPick) -> Table:
             f"{row.worker_id}/{row.dp_rank}",
             " ".join(f"{domain}={value}" for domain, value in row.domains.items()),
             str(row.overlap_blocks),
-            *(_number(number) if row.eligible else "" for number in numbers),
+            *map(_number, numbers),
             "chosen" if row.chosen else (row.reason or ""),
         ]
         table.add_row(*(Text(cell) for cell in cells), style=style)
     return table
+
+
+def _chosen(leg: LegPick) -> str:
+    if leg.chosen is None:
+        eligible = sum(row.eligible for row in leg.candidates)
+        return f"nobody, {eligible} of {len(leg.candidates)} eligible"
+    return f"{leg.chosen.worker_id}/{leg.chosen.dp_rank}"
 
 
 def _number(number: float | None) -> str:
