@@ -9,6 +9,7 @@ https://github.com/kvcache-ai/Mooncake; data/README.md says what was changed.
 from pathlib import Path
 
 import click
+
 from benchmarks.replay.ceiling import prompt_ceiling, trace_ceiling
 from benchmarks.replay.synthesis import BLOCK_WORDS, prompt_word_numbers, scaled_tokens
 from benchmarks.replay.trace import (

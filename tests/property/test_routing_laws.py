@@ -7,13 +7,13 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.scenes import Brute, Scene, fleet_of, scenes, view_of
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.requests import Leg
 from kvrouter.routing import Candidate, Decision, RouteRequest, View, route, route_decode
 from kvrouter.topology import Required
+from tests.support.scenes import Brute, Scene, fleet_of, scenes, view_of
 
 
 def check_accepted(brute: Brute, decision: Decision) -> None:

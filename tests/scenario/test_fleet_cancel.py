@@ -3,6 +3,11 @@
 import asyncio
 
 import pytest
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.errors import ShuttingDown
+from kvrouter.core.requests import GenerateRequest, Leg
+from kvrouter.core.workers import Role
 from tests.support.mock_fleets import (
     LONG_TOKENS,
     MOCK,
@@ -18,11 +23,6 @@ from tests.support.mock_fleets import (
     streaming,
     until,
 )
-
-from kvrouter.config import KvRouterConfig
-from kvrouter.core.errors import ShuttingDown
-from kvrouter.core.requests import GenerateRequest, Leg
-from kvrouter.core.workers import Role
 
 SLOW_LINK_S = 1_000.0
 """Simulated: no KV arrives while a test of a waiting decode leg runs."""

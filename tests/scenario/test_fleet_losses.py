@@ -5,6 +5,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+
+from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.core.errors import KvrouterError, NoEligibleWorker, WorkerFailed
+from kvrouter.core.requests import Leg, Sampling
+from kvrouter.core.workers import Role
 from tests.support.mock_fleets import (
     BLOCK,
     LONG_TOKENS,
@@ -21,11 +26,6 @@ from tests.support.mock_fleets import (
     prompt,
     streaming,
 )
-
-from kvrouter.config import FleetFile, KvRouterConfig
-from kvrouter.core.errors import KvrouterError, NoEligibleWorker, WorkerFailed
-from kvrouter.core.requests import Leg, Sampling
-from kvrouter.core.workers import Role
 
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 SLOW_LINK_S = 50.0

@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.support.fleets import generate_request
 
 from kvrouter.assembly import MockFleet, build_service
 from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
@@ -12,6 +11,7 @@ from kvrouter.core.errors import NoEligibleWorker, TopologyUnavailable
 from kvrouter.core.ids import ModelName
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.service.router import RouterService
+from tests.support.fleets import generate_request
 
 FLEET = """
 version: 1

@@ -3,8 +3,6 @@
 import asyncio
 
 import pytest
-from tests.support.fleets import Bench, card, generate_request
-from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
@@ -18,6 +16,8 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
+from tests.support.fleets import Bench, card, generate_request
+from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 
 
 async def read_all(

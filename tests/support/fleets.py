@@ -4,8 +4,6 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 
-from tests.support.planes import address_of
-
 from kvrouter.assembly.router import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import Pin
@@ -19,6 +17,7 @@ from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
+from tests.support.planes import address_of
 
 MODEL = ModelName("mock")
 BLOCK_SIZE = 16

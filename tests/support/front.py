@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import httpx
-from tests.support.fleets import MODEL, Bench
-from tests.support.planes import ScriptedPlane, ScriptedStream
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.requests import EngineChunk, FinishReason
@@ -15,6 +13,8 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontDoor
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.text.model import TextModel
+from tests.support.fleets import MODEL, Bench
+from tests.support.planes import ScriptedPlane, ScriptedStream
 
 CONTEXT_TOKENS = 512
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+
 from benchmarks.frontend.backend import Backend
 from benchmarks.frontend.client import AnswerFailed, ask_in_turn, prompt_of, stream_side_by_side
 from benchmarks.frontend.processes import free_port, gateway, our_server

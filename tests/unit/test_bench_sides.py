@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+
 from benchmarks import comparison
 from benchmarks.comparison import SidesDisagree, measure_alone, measure_beside
 from benchmarks.measure import quantile, time_awaits, time_calls, time_fresh

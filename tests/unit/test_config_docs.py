@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from scripts.write_docs import PAGES, main
 
 from kvrouter.config.tree import SETTINGS
 from kvrouter.telemetry import EVENTS, Telemetry
+from scripts.write_docs import PAGES, main
 
 
 def test_the_pages_in_the_repository_are_fresh() -> None:

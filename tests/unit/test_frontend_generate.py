@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from tests.support.fleets import MODEL, card
-from tests.support.front import CONTEXT_TOKENS, House, mock_text, open_house, says, token_ids
-from tests.support.planes import ScriptedStream
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role
+from tests.support.fleets import MODEL, card
+from tests.support.front import CONTEXT_TOKENS, House, mock_text, open_house, says, token_ids
+from tests.support.planes import ScriptedStream
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

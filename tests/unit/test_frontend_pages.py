@@ -7,9 +7,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
-from tests.support.fleets import MODEL, card
-from tests.support.front import CONTEXT_TOKENS, House, open_house, says
-from tests.support.planes import ScriptedStream
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.constraints import RouterMode
@@ -17,6 +14,9 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.service.decisions import ATTEMPTS_MAX
+from tests.support.fleets import MODEL, card
+from tests.support.front import CONTEXT_TOKENS, House, open_house, says
+from tests.support.planes import ScriptedStream
 
 GUARDED = [
     ("GET", "/busy_threshold"),

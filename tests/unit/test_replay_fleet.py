@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+
 from benchmarks.replay.fleet import (
     FleetFailed,
     FleetProcess,
@@ -18,7 +19,6 @@ from benchmarks.replay.fleet import (
 from benchmarks.replay.synthesis import BLOCK_WORDS, scaled_tokens
 from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, read_sample
 from benchmarks.replay_sample import FLEET, MODES, SAMPLE, parse_modes
-
 from kvrouter.config import FleetFile, MockEngineSpec, load_fleet, read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError

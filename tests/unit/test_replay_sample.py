@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benchmarks import replay_sample
-from benchmarks.replay.result import Report
 from click.testing import CliRunner, Result
 
+from benchmarks import replay_sample
+from benchmarks.replay.result import Report
 from kvrouter.core.constraints import RouterMode
 
 PRETENDER = """

@@ -3,6 +3,9 @@
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from benchmarks.replay.ceiling import InfiniteCache, prompt_ceiling, trace_ceiling
 from benchmarks.replay.schedule import first_rows, plan
 from benchmarks.replay.synthesis import (
@@ -13,11 +16,8 @@ from benchmarks.replay.synthesis import (
     scaled_tokens,
 )
 from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, BlockId, SampleRow, TraceRow, read_sample
-from hypothesis import given
-from hypothesis import strategies as st
-from scripts.select_trace_sample import SAMPLE
-
 from kvrouter.text.words import FIRST_WORD_ID, mock_words
+from scripts.select_trace_sample import SAMPLE
 
 VOCABULARY = 1000
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from benchmarks.replay.trace import (
     BlockId,
     SampleRow,
