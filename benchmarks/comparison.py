@@ -1,6 +1,5 @@
 """Measuring rows: each side in a process of its own, round by round in turn, so that drift hits both."""
 
-from collections.abc import Callable
 from contextlib import ExitStack
 
 from benchmarks.results import Line, measured
@@ -14,45 +13,53 @@ class SidesDisagree(Exception):
 
 def measure_alone(row: Row, ours: SideCommand) -> list[Line]:
     """Measure every variant of ours."""
-    lines = []
+    rounds: list[list[list[float]]] = [[] for _ in row.variants]
     with Side(ours) as side:
         side.prepare(row.bench, row.params)
-        for variant in row.variants:
-            rounds = [side.round(variant.ours, row.calls) for _ in range(row.rounds)]
-            lines.append(_line(row, variant, rounds))
-    return lines
+        for number in range(row.warm_rounds + row.rounds):
+            for variant, kept in zip(row.variants, rounds, strict=True):
+                samples = side.round(variant.ours, row.calls)
+                if number >= row.warm_rounds:
+                    kept.append(samples)
+    return [_line(row, variant, kept) for variant, kept in zip(row.variants, rounds, strict=True)]
 
 
 def measure_beside(row: Row, ours: SideCommand, theirs: SideCommand) -> list[Line]:
     """Measure every variant of ours beside the peer's; raises :class:`SidesDisagree`."""
+    our_rounds: list[list[list[float]]] = [[] for _ in row.variants]
+    their_rounds: list[list[list[float]]] = [[] for _ in row.variants]
     with ExitStack() as stack:
         our_side, their_side = stack.enter_context(Side(ours)), stack.enter_context(Side(theirs))
-        our_facts, their_facts = (
-            our_side.prepare(row.bench, row.params),
-            their_side.prepare(row.bench, row.params),
+        _check_agreement(
+            row, our_side.prepare(row.bench, row.params), their_side.prepare(row.bench, row.params)
         )
-        for fact, said in our_facts.items():
-            if their_facts.get(fact) != said:
-                raise SidesDisagree(f"{row.name}: {fact}: {_differing(said, their_facts.get(fact))}")
-        return [_measure_variant(row, variant, our_side, their_side, theirs.name) for variant in row.variants]
+        for number in range(row.warm_rounds + row.rounds):
+            for at, variant in enumerate(row.variants):
+                our_samples, their_samples = _round(
+                    row, variant, our_side, their_side, ours_first=number % 2 == 0
+                )
+                if number >= row.warm_rounds:
+                    our_rounds[at].append(our_samples)
+                    their_rounds[at].append(their_samples)
+    return [
+        _line(row, variant, our_rounds[at], peer=theirs.name, their_rounds=their_rounds[at])
+        for at, variant in enumerate(row.variants)
+    ]
 
 
-def _measure_variant(row: Row, variant: Variant, our_side: Side, their_side: Side, peer: str) -> Line:
-    our_rounds: list[list[float]] = []
-    their_rounds: list[list[float]] = []
+def _round(
+    row: Row, variant: Variant, ours: Side, theirs: Side, *, ours_first: bool
+) -> tuple[list[float], list[float]]:
+    """One round of both sides; the peer has no samples where it has no such variant."""
+    our_samples = ours.round(variant.ours, row.calls) if ours_first else []
+    their_samples = [] if variant.theirs is None else theirs.round(variant.theirs, row.calls)
+    return our_samples or ours.round(variant.ours, row.calls), their_samples
 
-    def measure_ours() -> None:
-        our_rounds.append(our_side.round(variant.ours, row.calls))
 
-    def measure_theirs() -> None:
-        if variant.theirs is not None:
-            their_rounds.append(their_side.round(variant.theirs, row.calls))
-
-    turns: tuple[Callable[[], None], Callable[[], None]] = (measure_ours, measure_theirs)
-    for number in range(row.rounds):
-        for measure in turns if number % 2 else reversed(turns):
-            measure()
-    return _line(row, variant, our_rounds, peer=peer, their_rounds=their_rounds)
+def _check_agreement(row: Row, ours: dict[str, object], theirs: dict[str, object]) -> None:
+    for fact, said in ours.items():
+        if theirs.get(fact) != said:
+            raise SidesDisagree(f"{row.name}: {fact}: {_differing(said, theirs.get(fact))}")
 
 
 def _line(
@@ -64,7 +71,7 @@ def _line(
     their_rounds: list[list[float]] | None = None,
 ) -> Line:
     ours = measured(our_rounds)
-    if not their_rounds:
+    if not their_rounds or variant.theirs is None:
         return Line(row.name, variant.ours, row.unit, ours)
     theirs = measured(their_rounds)
     return Line(

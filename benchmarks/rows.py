@@ -30,6 +30,8 @@ class Row:
     """Calls a round."""
 
     rounds: int = 7
+    warm_rounds: int = 1
+    """Rounds before those, which do not count."""
 
 
 # A list is the form that Dynamo takes fastest, so ours is set beside it whatever form ours has.
@@ -61,6 +63,7 @@ def memory_row(*, shared: bool) -> Row:
         variants=(Variant("held", "held", 0.5), Variant("dropped", "dropped")),
         calls=1,
         rounds=1,
+        warm_rounds=0,
     )
 
 
