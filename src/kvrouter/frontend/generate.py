@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from kvrouter.core.errors import KvrouterError, ShuttingDown
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_event, error_headers
@@ -62,6 +62,7 @@ class GenerateRoutes:
             self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
 
     async def _serve(self, exchange: "_Exchange", body: bytes) -> None:
+        received_s = time.monotonic()
         parsed: ChatCall | CompletionCall
         parsed = parse_chat(body) if exchange.kind is Kind.CHAT else parse_completion(body)
         call = parsed.call
@@ -69,7 +70,7 @@ class GenerateRoutes:
         exchange.model = call.model
         matcher = StopMatcher(call.stops)
         generate = await self._hall.prepare(parsed, text, exchange.request_id)
-        async with self._service.generate(generate) as generation:
+        async with self._service.generate(generate, received_s=received_s) as generation:
             reading = _Reading(generation, text.detokenizer(), matcher)
             if call.stream:
                 await exchange.stream(call, reading)
@@ -102,10 +103,7 @@ class _Reading:
 
     async def next_text(self) -> str:
         """Read one chunk and return the text that is certain now; the last one sets ``finish``."""
-        try:
-            chunk = await anext(self.generation)
-        except StopAsyncIteration:
-            raise ShuttingDown("this router shut down before the answer was complete") from None
+        chunk = await anext(self.generation)
         text = self._text_of(chunk)
         if self.finish is not None:
             self.generation.close(ANSWERED)

@@ -19,7 +19,7 @@ class Patience:
 
 @dataclass(slots=True)
 class Times:
-    """When things happened, on the loop's clock, in seconds."""
+    """When things happened, on the monotonic clock, in seconds."""
 
     begun_s: float
     placed_s: float | None = None

@@ -31,6 +31,7 @@ class _Entrance:
 
     feed: RankFeed
     slot: Slot
+    told: FeedState | None = None
     stale_since_s: float | None = None
     timer: asyncio.TimerHandle | None = None
     ask: asyncio.Task[None] | None = None
@@ -86,13 +87,15 @@ class EventPump:
                 del self._entrances[rank]
                 if not self._scores[slot]:
                     self._silent -= 1
-        self._scores[slot] = False
+        if slot < len(self._scores):
+            self._scores[slot] = False
         self._index.drop(slot)
 
     def on_batch(self, batch: KvBatch) -> None:
         """A batch arrived; of a rank that is not known yet it is let go: a snapshot will have it."""
         entrance = self._entrances.get(batch.rank)
         if entrance is not None:
+            self._observed.batch_arrived(batch)
             self._after(entrance, entrance.feed.on_batch(batch, now_s=self._now_s()))
 
     def close(self) -> None:
@@ -136,11 +139,15 @@ class EventPump:
             entrance.stale_since_s = None
         elif entrance.stale_since_s is None:
             entrance.stale_since_s = self._now_s()
-        scores = entrance.feed.state is not FeedState.RECOVERING
+        state = entrance.feed.state
+        if state is entrance.told:
+            return
+        entrance.told = state
+        self._observed.feed_changed(entrance.feed.rank, state)
+        scores = state is not FeedState.RECOVERING
         if scores != self._scores[entrance.slot]:
             self._scores[entrance.slot] = scores
             self._silent += -1 if scores else 1
-            self._observed.feed_changed(entrance.feed.rank, entrance.feed.state)
 
     def _set_timer(self, entrance: _Entrance) -> None:
         due_s = entrance.feed.next_timeout_s

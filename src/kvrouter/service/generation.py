@@ -5,6 +5,7 @@ holds back its own engine stream and nobody else's. Only a bootstrap handoff's p
 """
 
 import asyncio
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,13 +69,14 @@ class Generation:
         redispatches_max: int,
         observed: ServiceObserved,
         on_end: Callable[["Generation"], None],
+        received_s: float | None = None,
     ) -> None:
         self.request = request
         self.error: KvrouterError | None = None
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
         self._loop = asyncio.get_running_loop()
-        self.times = Times(begun_s=self._loop.time())
+        self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
         self._journey = Journey(request.sampling, redispatches_max=redispatches_max)
         self._placer = placer
         self._plane = plane
@@ -85,11 +87,12 @@ class Generation:
         self._token_s = 0.0
         self._attempt: Attempt | None = None
         self._last_placement: Placement | None = None
-        self._heard_s = self.times.begun_s
+        self._began_s = self._heard_s = self._loop.time()
         self._is_reading = False
         self._watchdog: asyncio.TimerHandle | None = None
         self._tail_tokens = 0
         self._closed = False
+        self._told = False
 
     @property
     def placement(self) -> Placement | None:
@@ -126,21 +129,31 @@ class Generation:
 
     async def __anext__(self) -> EngineChunk:
         if self._closed or self._journey.state is State.DONE:
+            if self.error is not None and not self._told:
+                self._told = True
+                raise self.error
             raise StopAsyncIteration
         if self._attempt is None:
             await self._perform(self._journey.begin())
         while True:
             if self.error is not None:
+                self._told = True
                 self.close(self.error.code)
                 raise self.error
             if self.finish is not None:
                 self.close(FINISHED)
                 return EngineChunk(finish=self.finish)
             if self._closed:
-                raise StopAsyncIteration
+                raise StopAsyncIteration  # closed while this read waited
             chunk = await self._read()
             if chunk is not None:
                 return chunk
+
+    def abort(self, error: KvrouterError) -> None:
+        """End now, with ``error`` for whoever reads."""
+        if not self._closed:
+            self.error = error
+            self.close(error.code)
 
     def close(self, reason: str) -> None:
         """End now, whatever runs: streams are cancelled, leases closed. Idempotent."""
@@ -152,7 +165,7 @@ class Generation:
         if self._watchdog is not None:
             self._watchdog.cancel()
             self._watchdog = None
-        self.times.ended_s = self._loop.time()
+        self.times.ended_s = time.monotonic()
         self._observed.request_ended(
             self.request,
             error=self.error,
@@ -189,7 +202,7 @@ class Generation:
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._note_cached(chunk.cached_tokens)
         if chunk.token_ids:
-            now_s = self._loop.time()
+            now_s = time.monotonic()
             if self._journey.state is State.DECODING:
                 await self._perform(self._journey.handle(FirstTokens()))
             else:
@@ -272,10 +285,9 @@ class Generation:
         self._attempt = Attempt(placement)
         self._last_placement = placement
         self._tail_tokens = placement.prompt.isl_tokens % placement.block_size
-        now = self._loop.time()
         if self.times.placed_s is None:
-            self.times.placed_s = now
-        self._heard_s = now
+            self.times.placed_s = time.monotonic()
+        self._heard_s = self._loop.time()
         self._watch()
         return self._journey.handle(Placed(placement.shape))
 
@@ -353,9 +365,8 @@ class Generation:
         return self._attempt
 
     def _first_token(self) -> None:
-        now = self._loop.time()
         if self.times.first_token_s is None:
-            self.times.first_token_s = now
+            self.times.first_token_s = time.monotonic()
         attempt = self._held()
         if attempt.prefill_task is None or attempt.prefill_task.done():
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
@@ -387,12 +398,12 @@ class Generation:
         patience = self._patience
         streaming = self._journey.state is State.STREAMING
         silence_s = patience.between_tokens_s if streaming else patience.first_token_s
-        return min(self._heard_s + silence_s, self.times.begun_s + patience.request_s)
+        return min(self._heard_s + silence_s, self._began_s + patience.request_s)
 
     def _look(self) -> None:
         self._watchdog = None
         now = self._loop.time()
-        late = now >= self.times.begun_s + self._patience.request_s
+        late = now >= self._began_s + self._patience.request_s
         if not late and not self._is_reading:
             self._heard_s = now
         if now < self._silent_until_s():

@@ -1,9 +1,11 @@
 """What the service tells telemetry: one method for everything worth counting or a line in the log."""
 
 import logging
+import time
 from collections.abc import Sequence
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
+from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.workers import WorkerCard
@@ -25,6 +27,12 @@ class ModelObserved:
         self._model = model
 
     # The feed
+
+    def batch_arrived(self, batch: KvBatch) -> None:
+        """A batch came; its age is by its sender's clock, so it feeds this gauge and nothing else."""
+        if batch.published_s:
+            age_s = max(0.0, time.time() - batch.published_s)
+            self._telemetry.event_lag.set(age_s, str(batch.rank.worker_id), str(batch.rank.dp_rank))
 
     def feed_counted(self, name: FeedCount, n: int) -> None:
         """A feed counted something."""

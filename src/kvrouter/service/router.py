@@ -75,7 +75,7 @@ class RouterService:
             pass
         cut = list(self._running)
         for generation in cut:
-            generation.close("the router shuts down")
+            generation.abort(ShuttingDown("this router shut down before the answer was complete"))
         return len(cut)
 
     def stop(self) -> None:
@@ -116,8 +116,11 @@ class RouterService:
             raise UnknownModel(f"model: {name!r} is not served here; known: {known}", param="model")
         return model
 
-    def generate(self, request: GenerateRequest) -> Generation:
-        """Return the request's answer, to be read; nothing is decided before the first read."""
+    def generate(self, request: GenerateRequest, *, received_s: float | None = None) -> Generation:
+        """Return the request's answer, to be read; nothing is decided before the first read.
+
+        ``received_s``: when its last byte came, on the monotonic clock; times are told from then on.
+        """
         if self._is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
         model = self.model(request.model)
@@ -129,6 +132,7 @@ class RouterService:
             redispatches_max=self._parts.config.retries_max,
             observed=self._parts.observed,
             on_end=self._ended,
+            received_s=received_s,
         )
         self._running.add(generation)
         self._idle.clear()
