@@ -19,9 +19,9 @@ class TickingPlane:
         self._timer: asyncio.TimerHandle | None = None
 
     async def open(self, address: str, request: EngineRequest) -> "TickingStream":  # noqa: ARG002
-        stream = TickingStream(self._streams, request.sampling.max_tokens)
+        loop = asyncio.get_running_loop()
+        stream = TickingStream(self._streams, request.sampling.max_tokens, loop)
         if self._timer is None:
-            loop = asyncio.get_running_loop()
             self._timer = loop.call_at(loop.time() + self._tick_s, self._tick)
         return stream
 
@@ -41,8 +41,11 @@ class TickingPlane:
 class TickingStream:
     """One answer of ``max_tokens`` words; the first is there at once."""
 
-    def __init__(self, open_streams: "set[TickingStream]", max_tokens: int) -> None:
+    def __init__(
+        self, open_streams: "set[TickingStream]", max_tokens: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._open_streams = open_streams
+        self._loop = loop
         self._left = max_tokens
         self._chunks: deque[EngineChunk] = deque()
         self._reader: asyncio.Future[None] | None = None
@@ -54,7 +57,7 @@ class TickingStream:
 
     async def __anext__(self) -> EngineChunk:
         while not self._chunks:
-            self._reader = asyncio.get_running_loop().create_future()
+            self._reader = self._loop.create_future()
             await self._reader
         return self._chunks.popleft()
 
