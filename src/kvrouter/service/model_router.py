@@ -3,12 +3,14 @@
 import asyncio
 import random
 import time
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
 from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, WorkerId
@@ -133,10 +135,7 @@ class ModelRouter:
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
         old = placement.decision
-        view = self.view(placement.prompt, own=old.decode)
-        sender = None if old.prefill is None else old.prefill.rank
-        again = route_decode(placement.wish, view, old.constraint, prefill=sender)
-        decision = structs.replace(again, prefill=old.prefill)
+        decision = structs.replace(self._decide_decode_again(placement), prefill=old.prefill)
         if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
             # The worker left during prefill, and the lease with it.
             placement.decode_lease = self._book_decode(decision, placement.prompt)
@@ -147,6 +146,21 @@ class ModelRouter:
         if decision.decode.rank != old.decode.rank:
             self.observed.picked_again(placement)
             self._decisions.record(decision, decided_at_s=time.time())
+
+    def _decide_decode_again(self, placement: Placement) -> Decision:
+        """Decide with the draw of the booking. In turn and by chance there is nothing new to weigh, so the
+        worker is kept while it may be: else all that ends its prefill at one time would meet at one worker.
+        """
+        old, wish = placement.decision, placement.wish
+        view = structs.replace(self.view(placement.prompt, own=old.decode), seed=placement.seed)
+        sender = None if old.prefill is None else old.prefill.rank
+        if old.mode is not RouterMode.KV:
+            keep = structs.replace(wish, pin=Pin(*old.decode.rank))
+            with suppress(RoutingRefused):
+                kept = route_decode(keep, view, old.constraint, prefill=sender)
+                if not kept.fallback_used:
+                    return kept
+        return route_decode(wish, view, old.constraint, prefill=sender)
 
     def view(self, prompt: Prompt, *, own: Pick | None = None) -> View:
         """Take one reading of all that a decision depends on; its columns are reused by the next one.
@@ -231,8 +245,8 @@ class ModelRouter:
                 track_blocks=False,
             )
         decode_lease = self._book_decode(decision, prompt)
+        seed, self._seed = self._seed, self._random.getrandbits(64)
         self._turn += 1
-        self._seed = self._random.getrandbits(64)
         self.cache.decided(decision, prompt)
         decode_card = self._card(decode)
         placement = Placement(
@@ -242,6 +256,7 @@ class ModelRouter:
             token_ids=token_ids,
             block_size=self.fleet.block_size,
             shape=Shape.AGGREGATED,
+            seed=seed,
             decode_address=decode_card.address,
             decode_lease=decode_lease,
             decode_domains=decode_card.runtime_config.topology_domains,

@@ -22,6 +22,9 @@ class Placement:
     token_ids: TokenBuffer
     block_size: int
     shape: Shape
+    seed: int
+    """What the decision's draws came from."""
+
     decode_address: str
     decode_lease: LeaseId
     prefill_address: str = ""
