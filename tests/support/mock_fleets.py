@@ -35,6 +35,9 @@ LIMIT_S = 20.0
 LONG_TOKENS = 1200
 """An answer that comes in several chunks on any machine: a stream holds 512 tokens at most."""
 
+PATIENT_S = 1.0e6
+"""Simulated: KV waits for the router however slow the machine is that runs both."""
+
 PAIRS = """
 version: 1
 models: [{{name: mock, block_size: 16, context_length: 4096}}]
@@ -46,9 +49,9 @@ topology:
 {policy}
 workers:
   - {{name: prefill-a, role: prefill, replicas: {prefill}, domains: {{zone: a}}, engine: {engine}}}
-  - {{name: decode-a, role: decode, replicas: {decode}, domains: {{zone: a}}}}
+  - {{name: decode-a, role: decode, replicas: {decode}, domains: {{zone: a}}, engine: {engine}}}
   - {{name: prefill-b, role: prefill, replicas: {prefill}, domains: {{zone: b}}, engine: {engine}}}
-  - {{name: decode-b, role: decode, replicas: {decode}, domains: {{zone: b}}}}
+  - {{name: decode-b, role: decode, replicas: {decode}, domains: {{zone: b}}, engine: {engine}}}
 speedup: {speedup}
 """
 """Two zones with prefill and decode workers. Ids count in the order of the file."""
@@ -57,7 +60,7 @@ ALIKE = """
 version: 1
 models: [{{name: mock, block_size: 16, context_length: 4096}}]
 workers:
-  - {{name: worker, role: both, replicas: {replicas}, dp_size: {dp_size}}}
+  - {{name: worker, role: both, replicas: {replicas}, dp_size: {dp_size}, engine: {engine}}}
 speedup: {speedup}
 """
 """Workers that both prefill and decode."""
@@ -83,7 +86,7 @@ def pairs(
         policy = f"kv_transfer: {{domain: zone, enforcement: {enforcement}{weight}}}"
     return fleet_file(
         PAIRS.format(
-            engine=f"{{handoff: {handoff}}}",
+            engine=f"{{handoff: {handoff}, kv_wait_expiry_s: {PATIENT_S}}}",
             policy=policy,
             prefill=prefill,
             decode=decode,
@@ -93,8 +96,9 @@ def pairs(
     )
 
 
-def alike(*, replicas: int = 2, dp_size: int = 1, speedup: float = 1000.0) -> FleetFile:
-    return fleet_file(ALIKE.format(replicas=replicas, dp_size=dp_size, speedup=speedup))
+def alike(*, replicas: int = 2, dp_size: int = 1, engine: str = "{}", speedup: float = 1000.0) -> FleetFile:
+    """Workers 1 to ``replicas``; ``engine`` is a mapping in YAML."""
+    return fleet_file(ALIKE.format(replicas=replicas, dp_size=dp_size, engine=engine, speedup=speedup))
 
 
 def prompt(*, tokens: int = 100, first: int = 0) -> TokenBuffer:
@@ -244,6 +248,7 @@ class MockBench:
         worker_id: int | None = None,
         dp_rank: int | None = None,
         prefill_worker_id: int | None = None,
+        cache_namespace: str | None = None,
     ) -> GenerateRequest:
         self._n += 1
         pin = None
@@ -257,6 +262,7 @@ class MockBench:
             constraints=constraints or RoutingConstraints(),
             pin=pin,
             prefill_pin=None if prefill_worker_id is None else Pin(WorkerId(prefill_worker_id)),
+            cache_namespace=cache_namespace,
         )
 
     async def read(self, request: GenerateRequest) -> tuple[list[int], Generation]:
