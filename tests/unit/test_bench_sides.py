@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import comparison
 from benchmarks.comparison import SidesDisagree, measure_alone, measure_beside
+from benchmarks.markdown import markdown_of
 from benchmarks.measure import quantile, time_awaits, time_calls, time_fresh
 from benchmarks.ours.__main__ import BENCHES
 from benchmarks.report import open_console, print_result
@@ -181,3 +182,13 @@ async def test_the_decision_is_measured_on_what_is_held_and_booked() -> None:
     for variant in ("decide, buffer", "decide, list", "decide, book and free, buffer"):
         assert len(await side.round(variant, 3)) == 3
     await side.close()
+
+
+def test_a_result_is_a_markdown_table() -> None:
+    alone = Line("row", "alone", "µs", measured([[1.0]]))
+    beside = Line("row", "beside", "µs", measured([[1.0, 3.0]]), "peer", measured([[4.0]]), 0.25, 0.6)
+    result = new_result("peers", versions={"a": "1"}, lines=[alone, beside], load_average=(0.1, 0.2, 0.3))
+    text = markdown_of(result)
+    assert "| row | alone | µs | 1.00 |  |  |  |  |  |  |" in text
+    assert "| row | beside | µs | 1.00 | 3.00 | peer | 4.00 |  | 0.250 | ≤ 0.6 |" in text
+    assert result.commit.id in text
