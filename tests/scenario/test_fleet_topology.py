@@ -65,7 +65,7 @@ async def test_required_waits_for_a_decode_worker_to_join(handoff: str) -> None:
         old = bench.fleet.workers[DECODE_A[0]]
         await empty_zone_a_of_decode(bench)
         reading = asyncio.create_task(bench.read(bench.request(prefill_worker_id=PREFILL_A)))
-        await until(lambda: len(bench.model.waiting_room) == 1)
+        await until(lambda: bench.model.waiting == 1)
         assert bench.plane.opened == []
         await bench.revive(old)
         tokens, _ = await reading

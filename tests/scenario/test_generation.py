@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
@@ -16,7 +17,8 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
-from tests.support.fleets import Bench, card, generate_request
+from tests.support.fleets import BLOCK_SIZE, Bench, card, generate_request
+from tests.support.mock_fleets import until
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 
 
@@ -197,7 +199,7 @@ async def test_when_nobody_is_left_the_refusal_counts_who_failed() -> None:
     plane = ScriptedPlane(ScriptedStream.die)
     bench = Bench(plane)
     await bench.start(card(1))
-    with pytest.raises(NoEligibleWorker) as refused:
+    with pytest.raises(NoEligibleWorker, match=r"worker 1 failed .* died\); after that") as refused:
         await read_all(bench)
     assert {str(reason): n for reason, n in refused.value.refusals.items()} == {"excluded": 1}
     assert bench.booked() == 0
@@ -260,23 +262,25 @@ async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
     await bench.start(card(1))
     rank = card(1).ranks()[0]
     busy = LoadReport(rank, active_blocks=900, total_blocks=1024)
-    bench.events._sinks[0][1](busy)
+    bench.load(busy)
     parked = asyncio.create_task(read_all(bench))
     await bench.until_parked()
     with pytest.raises(AllWorkersBusy):
         await read_all(bench, request_id="r2")
     assert bench.telemetry.queue_refusals.value("mock", "full") == 1
-    bench.events._sinks[0][1](LoadReport(rank, active_blocks=1, total_blocks=1024))
+    assert bench.telemetry.queue_refusals.value("mock", "timeout") == 0
+    bench.load(LoadReport(rank, active_blocks=1, total_blocks=1024))
     (await plane.wait_for(Leg.AGGREGATED)).tokens(1, finish=FinishReason.STOP)
     assert await parked == [1]
 
 
-async def test_a_silent_worker_counts_as_lost() -> None:
+async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefills_it_again() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=0.05, retries_max=0))
-    await bench.start(card(1))
-    with pytest.raises(WorkerFailed):
+    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=0.05))
+    await bench.start(card(1), card(2))
+    with pytest.raises(DeadlineExceeded, match=r"no first token within 0\.05 s"):
         await read_all(bench)
+    assert len(plane.opened) == 1
     assert plane.opened[0].cancelled_for is not None
     assert bench.booked() == 0
 
@@ -401,3 +405,108 @@ async def test_explaining_changes_nothing_and_tells_the_next_decision() -> None:
             placement = generation.placement
             assert placement is not None
             assert told == [placement.decision.decode.rank] * 3
+
+
+async def test_an_admitted_request_is_decoded_however_busy_the_fleet_became() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane, KvRouterConfig(active_decode_blocks_threshold=0.5))
+    decode = card(2, Role.DECODE, zone="a")
+    await bench.start(card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED), decode)
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    prefill = await plane.wait_for(Leg.PREFILL)
+    bench.load(LoadReport(decode.ranks()[0], active_blocks=1000, total_blocks=1024))
+    prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+    (await plane.wait_for(Leg.DECODE)).tokens(1, finish=FinishReason.LENGTH)
+    assert await reading == [1]
+
+
+async def test_a_prefilled_request_whose_domain_lost_its_decode_workers_becomes_a_new_pair() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
+        card(3, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED),
+        card(4, Role.DECODE, zone="b"),
+    )
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    first = await plane.wait_for(Leg.PREFILL)
+    left, stays = (2, 4) if first.address == address_of(1) else (4, 2)
+    bench.discovery.drop(left)
+    first.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+    second = await plane.wait_for(Leg.PREFILL, nth=1)
+    assert first.cancelled_for is not None, "its KV would wait for nobody"
+    second.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 8}))
+    decode = await plane.wait_for(Leg.DECODE)
+    assert decode.address == address_of(stays)
+    decode.tokens(1, finish=FinishReason.LENGTH)
+    assert await reading == [1]
+    assert bench.booked() == 0
+
+
+async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(card(1), card(2))
+    plane.full = {address_of(1), address_of(2)}
+    with pytest.raises(AllWorkersBusy, match="queue is full"):
+        await read_all(bench)
+
+
+async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() -> None:
+    plane = ScriptedPlane(ScriptedStream.die)
+    bench = Bench(plane)
+    await bench.start(card(1), card(2))
+    with pytest.raises(NoEligibleWorker):
+        await read_all(bench)
+    assert bench.telemetry.retries.value("mock", "aggregated") == 1
+
+
+async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
+    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=3, admission_wait_s=30.0)
+    bench = Bench(plane, config)
+    await bench.start(card(1))
+    rank = card(1).ranks()[0]
+    bench.load(LoadReport(rank, active_blocks=900, total_blocks=1024))
+    parked = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
+    await until(lambda: bench.model.waiting == 3)
+    for _ in range(5):  # a change that helps nobody costs nobody its place
+        bench.load(LoadReport(rank, active_blocks=900, total_blocks=1024))
+        with pytest.raises(AllWorkersBusy):
+            await read_all(bench, request_id="late")
+    assert bench.model.waiting == 3
+    bench.load(LoadReport(rank, active_blocks=1, total_blocks=1024))
+    assert await asyncio.gather(*parked) == [[1]] * 3
+    assert [stream.request.request_id for stream in plane.opened] == ["r0", "r1", "r2"]
+    assert bench.model.waiting == 0
+
+
+async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
+    plane = ScriptedPlane()
+    config = KvRouterConfig(
+        active_decode_blocks_threshold=0.5,
+        admission_queue_max=1,
+        admission_wait_s=30.0,
+        router_domain_wait_s=30.0,
+    )
+    bench = Bench(plane, config)
+    await bench.start(
+        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
+    )
+    waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
+    await until(lambda: bench.model.waiting == 3)
+    assert len(bench.model.admission_room) == 0
+    for each in waits:
+        each.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
+    assert bench.model.waiting == 0
+
+
+async def test_a_new_incarnation_that_cannot_be_used_ends_the_old_one_too() -> None:
+    bench = Bench(ScriptedPlane())
+    await bench.start(card(1))
+    bench.discovery.put(structs.replace(card(1, incarnation=2), block_size=BLOCK_SIZE * 2))
+    assert len(bench.model.fleet) == 0
+    bench.discovery.put(card(1, incarnation=3))
+    assert len(bench.model.fleet) == 1

@@ -10,7 +10,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
-from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.planes.discovery.port import CardSink, GoneSink
 from kvrouter.planes.events.port import BatchSink, LoadSink
 from kvrouter.planes.requests.port import RequestPlane
@@ -113,6 +113,10 @@ class HandEvents:
     async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         return self.snapshots.get(rank, KvSnapshot(rank, Epoch(1), EventId(0), ()))
 
+    def load(self, report: LoadReport) -> None:
+        for _, on_load in self._sinks:
+            on_load(report)
+
     def batch(self, batch: KvBatch) -> None:
         for on_batch, _ in self._sinks:
             on_batch(batch)
@@ -141,10 +145,14 @@ class Bench:
     def model(self) -> ModelRouter:
         return self.service.model(MODEL)
 
+    def load(self, report: LoadReport) -> None:
+        """Let a load report arrive."""
+        self.events.load(report)
+
     async def until_parked(self) -> None:
         """Return once a request waits."""
         for _ in range(100):
-            if len(self.model.waiting_room):
+            if self.model.waiting:
                 return
             await asyncio.sleep(0)
         raise AssertionError("no request waits")

@@ -58,7 +58,7 @@ speedup: {speedup}
 
 ALIKE = """
 version: 1
-models: [{{name: mock, block_size: 16, context_length: 4096}}]
+models: [{{name: mock, block_size: 16, context_length: 200000}}]
 workers:
   - {{name: worker, role: both, replicas: {replicas}, dp_size: {dp_size}, engine: {engine}}}
 speedup: {speedup}
@@ -364,7 +364,7 @@ class MockBench:
         assert self.booked() == 0
         for model in self.service.models():
             assert len(model.ledger) == 0
-            assert len(model.waiting_room) == 0
+            assert model.waiting == 0
 
 
 def _blocks(held: Sequence[Held]) -> Counter[tuple[int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 Step = EngineChunk | Exception
 
@@ -61,11 +61,14 @@ class ScriptedPlane:
     def __init__(self, script: Callable[[ScriptedStream], None] | None = None) -> None:
         self.opened: list[ScriptedStream] = []
         self.unreachable: set[str] = set()
+        self.full: set[str] = set()
         self.script = script
         self._waiters: list[asyncio.Event] = []
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         await asyncio.sleep(0)
+        if address in self.full:
+            raise WorkerFull(f"{address}: its queue is full")
         if address in self.unreachable:
             raise WorkerUnreachable(f"{address} refuses")
         stream = ScriptedStream(request, address)

@@ -21,6 +21,9 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.up")
 
+GOODBYE_S = 1.0
+"""How long the last answers may take to reach their clients once all requests have ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
@@ -37,9 +40,14 @@ class Embedded:
         return self.server.addresses[0]
 
     async def drain(self, limit_s: float) -> int:
-        """Take no new requests, let running ones finish; return how many were cut at the limit."""
-        requests, connections = await asyncio.gather(self.service.drain(limit_s), self.server.drain(limit_s))
-        return max(requests, connections)
+        """Take no new requests, let running ones finish; return how many were cut at the limit.
+
+        Until they have finished the door stays open: who knocks is told that the router shuts down, and what
+        is cut gets an error, not silence.
+        """
+        cut = await self.service.drain(limit_s)
+        await self.server.drain(GOODBYE_S)
+        return cut
 
 
 @asynccontextmanager

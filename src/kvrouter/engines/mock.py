@@ -21,7 +21,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.engines.port import EventsSink, LoadSink
 from kvrouter.mock import Carried, DomainPair, EngineFull, Fabric, Links, MockConfig, Party
 from kvrouter.mock.engine import MockEngine
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 TURN_MAX_S = 0.005
 MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK = 16
@@ -134,7 +134,7 @@ class MockEngineHandle:
         try:
             return self._cluster.submit(self.worker_id, request)
         except EngineFull as full:
-            raise WorkerUnreachable(full.message) from full
+            raise WorkerFull(full.message) from full
 
     def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
         """Return the blocks that the rank holds now, as stores with parents first; the events that led here

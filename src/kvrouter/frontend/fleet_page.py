@@ -34,7 +34,7 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "router_mode": settings.mode.value,
         "workers": workers,
         "worker_ranks": sum(card.dp_size for card in model.fleet),
-        "waiting_requests": len(model.waiting_room),
+        "waiting_requests": model.waiting,
         "index": None if index is None else {"blocks": index.blocks, "bytes": index.bytes},
         "kv_transfer_default": None if default is None else policy_json(default.policy),
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,

@@ -14,7 +14,7 @@ Tokens are the one input that comes thousands of times: :meth:`Journey.tokens` n
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvrouter.core.errors import KvrouterError, WorkerFailed
+from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RoutingRefused, WorkerFailed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, Leg, Sampling
 from kvrouter.journey.words import (
@@ -54,6 +54,7 @@ class Journey:
 
     __slots__ = (
         "_excluded",
+        "_losses",
         "_redispatches_max",
         "_sampling",
         "attempt",
@@ -70,6 +71,7 @@ class Journey:
         self._sampling = sampling
         self._redispatches_max = redispatches_max
         self._excluded: frozenset[WorkerId] = frozenset()
+        self._losses: list[LegLost] = []
 
     @property
     def remaining_tokens(self) -> int:
@@ -106,7 +108,21 @@ class Journey:
                 return [SendPrefill()]
 
     def _not_placed(self, event: NotPlaced) -> list[Command]:
-        return self._fail(event.error)
+        return self._fail(self._with_cause(event.error))
+
+    def _with_cause(self, refused: KvrouterError) -> KvrouterError:
+        """A refusal after a loss tells of the loss: that nobody else is left is only its consequence."""
+        if not self._losses or not isinstance(refused, RoutingRefused):
+            return refused
+        lost = self._losses[-1]
+        kind = AllWorkersBusy if all(each.full for each in self._losses) else type(refused)
+        return kind(
+            f"worker {lost.worker_id} failed ({lost.why}); after that, {refused.message}",
+            refusals=refused.refusals,
+            role=refused.role,
+            domain=refused.domain,
+            retry_after_s=refused.retry_after_s,
+        )
 
     def _prefill_done(self, event: PrefillDone) -> list[Command]:
         if event.params is None:
@@ -126,6 +142,7 @@ class Journey:
 
     def _lost(self, event: LegLost) -> list[Command]:
         self._excluded |= {event.worker_id}
+        self._losses.append(event)
         if self.attempt >= self._redispatches_max:
             return self._fail(
                 WorkerFailed(

@@ -71,6 +71,8 @@ class LegLost:
     leg: Leg
     worker_id: WorkerId
     why: str
+    full: bool = False
+    """It is alive, and takes no more for now."""
 
 
 @dataclass(frozen=True, slots=True)

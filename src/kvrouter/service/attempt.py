@@ -10,7 +10,9 @@ from kvrouter.service.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a worker may be silent before it counts as lost, in seconds; and the whole request's limit."""
+    """How long a request may take to its first token and to its end, and how long its stream may be silent
+    before the worker counts as lost; in seconds.
+    """
 
     first_token_s: float = 120.0
     between_tokens_s: float = 60.0

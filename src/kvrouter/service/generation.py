@@ -9,6 +9,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Self, assert_never
 
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, RoutingRefused
@@ -17,7 +18,6 @@ from kvrouter.core.requests import (
     FinishReason,
     GenerateRequest,
     KvTransferParams,
-    Leg,
     Usage,
 )
 from kvrouter.journey.journey import Journey
@@ -41,7 +41,8 @@ from kvrouter.journey.words import (
     Shape,
     State,
 )
-from kvrouter.planes.requests.port import RequestPlane, StreamBroken
+from kvrouter.planes.requests.port import RequestPlane, StreamBroken, WorkerFull
+from kvrouter.routing.decision import Pick
 from kvrouter.service.attempt import Attempt, Patience, Times
 from kvrouter.service.legs import last_leg, prefill_leg
 from kvrouter.service.observed import ServiceObserved
@@ -93,6 +94,8 @@ class Generation:
         self._tail_tokens = 0
         self._closed = False
         self._told = False
+        self._silence: str | None = None
+        self._lost_leg: LegLost | None = None
 
     @property
     def placement(self) -> Placement | None:
@@ -227,7 +230,9 @@ class Generation:
         if self.error is not None:  # we ended it ourselves: the deadline passed
             return self._journey.handle(ClientLeft(self.error.code))
         lost = attempt.lost[0] if attempt.lost else lost
-        self._observed.leg_lost(self.request, lost, streaming=self._journey.state is State.STREAMING)
+        if self._silence is not None:
+            lost, self._silence = replace(lost, why=self._silence), None
+        self._lost_leg = lost
         return self._journey.handle(lost)
 
     def _count_output(self, attempt: Attempt, tokens: int) -> None:
@@ -282,6 +287,9 @@ class Generation:
         if self._journey.state is State.DONE:
             self._placer.release(placement)
             return []
+        if self._lost_leg is not None:
+            streaming = bool(self._journey.generated)
+            self._observed.sent_again(self.request, self._lost_leg, streaming=streaming)
         self._attempt = Attempt(placement)
         self._last_placement = placement
         self._tail_tokens = placement.prompt.isl_tokens % placement.block_size
@@ -302,7 +310,7 @@ class Generation:
         except InvalidRequest as error:
             return self._journey.handle(LegRefused(error))
         except KvrouterError as error:
-            return self._lost(attempt, LegLost(Leg.PREFILL, pick.rank.worker_id, error.message))
+            return self._lost(attempt, _lost_leg(pick, error))
         return self._journey.handle(PrefillDone(pick.rank.worker_id, params))
 
     async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
@@ -328,11 +336,10 @@ class Generation:
 
     async def _run_prefill_beside(self, attempt: Attempt) -> None:
         """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
-        worker_id = attempt.placement.prefill_pick.rank.worker_id
         try:
             await self._run_prefill(attempt)
         except KvrouterError as error:
-            attempt.lost.append(LegLost(Leg.PREFILL, worker_id, error.message))
+            attempt.lost.append(_lost_leg(attempt.placement.prefill_pick, error))
             if attempt.decode is not None and self._journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg failed")
 
@@ -348,13 +355,10 @@ class Generation:
                 kv_transfer_params=params,
             )
             attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
-        except RoutingRefused as error:
-            return self._journey.handle(NotPlaced(error))
         except InvalidRequest as error:
             return self._journey.handle(LegRefused(error))
         except KvrouterError as error:
-            pick = attempt.placement.decision.decode
-            return self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, error.message))
+            return self._lost(attempt, _lost_leg(attempt.placement.decision.decode, error))
         if attempt.lost:
             return self._lost(attempt, attempt.lost[0])
         return []
@@ -395,26 +399,34 @@ class Generation:
         self._watchdog = self._loop.call_at(self._silent_until_s(), self._look)
 
     def _silent_until_s(self) -> float:
+        """When the worker will have been silent for too long, or the request's own time will be up."""
         patience = self._patience
-        streaming = self._journey.state is State.STREAMING
-        silence_s = patience.between_tokens_s if streaming else patience.first_token_s
-        return min(self._heard_s + silence_s, self._began_s + patience.request_s)
+        if self._journey.state is State.STREAMING:
+            return min(self._heard_s + patience.between_tokens_s, self._began_s + patience.request_s)
+        return self._began_s + min(patience.first_token_s, patience.request_s)
 
     def _look(self) -> None:
         self._watchdog = None
-        now = self._loop.time()
-        late = now >= self._began_s + self._patience.request_s
-        if not late and not self._is_reading:
-            self._heard_s = now
-        if now < self._silent_until_s():
-            self._watch()
-            return
-        attempt = self._attempt
+        attempt, now_s = self._attempt, self._loop.time()
+        streaming = self._journey.state is State.STREAMING
+        if streaming and not self._is_reading:
+            self._heard_s = now_s  # it is the client who is slow
         if attempt is None:
             return
-        if late:
-            self.error = DeadlineExceeded(f"the request took longer than {self._patience.request_s:g} s")
-        silent = f"no token for {now - self._heard_s:.0f} s"
+        if now_s < self._silent_until_s():
+            self._watch()
+            return
+        patience = self._patience
+        if now_s >= self._began_s + patience.request_s:
+            self.error = DeadlineExceeded(f"the request took longer than {patience.request_s:g} s")
+        elif not streaming:
+            self.error = DeadlineExceeded(f"no first token within {patience.first_token_s:g} s")
+        else:
+            self._silence = f"no token for {now_s - self._heard_s:.3g} s"
         for stream in (attempt.decode, attempt.prefill):
             if stream is not None:
-                stream.cancel(silent)
+                stream.cancel(self._silence or "the request's time is up")
+
+
+def _lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
+    return LegLost(pick.leg, pick.rank.worker_id, error.message, full=isinstance(error, WorkerFull))

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RouterMode
-from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, RoutingRefused
+from kvrouter.core.errors import AllWorkersBusy, RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
@@ -27,7 +27,7 @@ from kvrouter.service.cache_view import CacheView
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
-from kvrouter.service.waiting_room import WaitingRoom
+from kvrouter.service.waiting_room import Ticket, WaitingRoom
 
 U32 = npt.NDArray[np.uint32]
 DOMAIN_WAITERS_MAX = 1024
@@ -57,7 +57,8 @@ class ModelRouter:
         self.cache = cache
         self.ledger = ledger
         self.settings = settings
-        self.waiting_room = WaitingRoom(places_max=max(config.admission_queue_max, DOMAIN_WAITERS_MAX))
+        self.admission_room = WaitingRoom(places_max=config.admission_queue_max)
+        self.domain_room = WaitingRoom(places_max=DOMAIN_WAITERS_MAX)
         self._config = config
         self._router_id = router_id
         self._decisions = decisions
@@ -83,7 +84,14 @@ class ModelRouter:
             active_decode_blocks_threshold=decode_blocks,
             active_prefill_tokens_threshold=prefill_tokens,
         )
-        self.changed()
+        self.load_changed()
+
+    @property
+    def _admitted(self) -> RoutingSettings:
+        """The settings for a request that is admitted already."""
+        return structs.replace(
+            self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
+        )
 
     def decide(self, request: RouteRequest, prompt: Prompt, *, explain: bool = False) -> Decision:
         """Take one reading and decide; books nothing."""
@@ -112,28 +120,31 @@ class ModelRouter:
         )
         wish = _route_request(request, prompt, attempt=attempt, excluded=excluded)
         began_s = asyncio.get_running_loop().time()
-        parked_for: RoutingRefused | None = None
-        while True:
-            started_s = time.perf_counter()
-            try:
-                decision = self.decide(wish, prompt)
-            except RoutingRefused as refused:
-                await self._wait(refused, request, began_s=began_s, waited=parked_for is not None)
-                parked_for = refused
-                continue
-            placement = self._book(wish, decision, prompt, token_ids)
-            decision_s = time.perf_counter() - started_s
-            waited_s = None
-            if parked_for is not None:
-                waited_s = asyncio.get_running_loop().time() - began_s
-                if isinstance(parked_for, NoEligibleWorker):
+        ticket: Ticket | None = None
+        try:
+            while True:
+                started_s = time.perf_counter()
+                try:
+                    decision = self.decide(wish, prompt)
+                except RoutingRefused as refused:
+                    ticket = await self._park(refused, request, ticket, began_s=began_s)
+                    continue
+                placement = self._book(wish, decision, prompt, token_ids)
+                decision_s = time.perf_counter() - started_s
+                waited_s = None if ticket is None else asyncio.get_running_loop().time() - began_s
+                if ticket is not None and ticket.room is self.domain_room:
                     self.observed.joined_domain()
-            self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
-            self._decisions.record(decision, decided_at_s=time.time())
-            return placement
+                self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
+                self._decisions.record(decision, decided_at_s=time.time())
+                return placement
+        finally:
+            if ticket is not None:
+                ticket.leave()
+                self.observed.waiting(len(self.admission_room))
 
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
+        started_s = time.perf_counter()
         old = placement.decision
         decision = structs.replace(self._decide_decode_again(placement), prefill=old.prefill)
         if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
@@ -144,15 +155,18 @@ class ModelRouter:
         placement.decode_address = card.address
         placement.decode_domains = card.runtime_config.topology_domains
         if decision.decode.rank != old.decode.rank:
-            self.observed.picked_again(placement)
+            self.observed.picked_again(placement, decision_s=time.perf_counter() - started_s)
             self._decisions.record(decision, decided_at_s=time.time())
 
     def _decide_decode_again(self, placement: Placement) -> Decision:
         """Decide with the draw of the booking. In turn and by chance there is nothing new to weigh, so the
         worker is kept while it may be: else all that ends its prefill at one time would meet at one worker.
+        Nobody is too busy for a request that was admitted: its load is booked.
         """
         old, wish = placement.decision, placement.wish
-        view = structs.replace(self.view(placement.prompt, own=old.decode), seed=placement.seed)
+        view = structs.replace(
+            self.view(placement.prompt, own=old.decode), seed=placement.seed, settings=self._admitted
+        )
         sender = None if old.prefill is None else old.prefill.rank
         if old.mode is not RouterMode.KV:
             keep = structs.replace(wish, pin=Pin(*old.decode.rank))
@@ -191,42 +205,55 @@ class ModelRouter:
 
     # Waiting
 
-    async def _wait(
-        self, refused: RoutingRefused, request: GenerateRequest, *, began_s: float, waited: bool
-    ) -> None:
-        """Wait for a change when the settings allow it; raise ``refused`` otherwise."""
-        limit_s = self._wait_limit_s(refused)
+    async def _park(
+        self, refused: RoutingRefused, request: GenerateRequest, ticket: Ticket | None, *, began_s: float
+    ) -> Ticket:
+        """Wait for a change when the settings allow it; raise ``refused`` otherwise, or when time is up."""
+        room, limit_s = self._room_for(refused)
+        if limit_s <= 0:
+            self.observed.refused(refused, request)
+            raise refused
+        if ticket is None or ticket.room is not room:
+            if ticket is not None:
+                ticket.leave()
+            if room.is_full:
+                self.observed.refused(refused, request, no_place=True)
+                raise refused
+            ticket = room.enter()
+        self.observed.waiting(len(self.admission_room))
         try:
-            if limit_s <= 0:
-                raise refused
-            if self._room_is_full(refused):
-                self.observed.queue_full()
-                raise refused
-            self.observed.waiting(len(self.waiting_room) + 1)
-            waited = True
-            await self.waiting_room.wait(refused, until_s=began_s + limit_s)
-        except RoutingRefused:
-            self.observed.refused(refused, request, waited=waited)
+            called = await ticket.wait(until_s=began_s + limit_s)
+        except asyncio.CancelledError:
+            ticket.leave()
             raise
-        finally:
-            self.observed.waiting(len(self.waiting_room))
+        if not called:
+            ticket.leave()
+            self.observed.refused(refused, request, timed_out=True)
+            raise refused
+        return ticket
 
-    def _room_is_full(self, refused: RoutingRefused) -> bool:
-        if isinstance(refused, AllWorkersBusy):
-            return len(self.waiting_room) >= self._config.admission_queue_max
-        return self.waiting_room.is_full
-
-    def _wait_limit_s(self, refused: RoutingRefused) -> float:
+    def _room_for(self, refused: RoutingRefused) -> tuple[WaitingRoom, float]:
+        """Where such a refusal may wait, and for how many seconds; 0: nowhere."""
         config = self._config
         if isinstance(refused, AllWorkersBusy):
-            return config.admission_wait_s if config.admission_queue_max else 0.0
-        if isinstance(refused, NoEligibleWorker) and refused.domain is not None:
-            return config.router_domain_wait_s
-        return 0.0
+            return self.admission_room, config.admission_wait_s if config.admission_queue_max else 0.0
+        if refused.domain is not None:
+            return self.domain_room, config.router_domain_wait_s
+        return self.domain_room, 0.0
 
-    def changed(self) -> None:
-        """The fleet, a load or a lease changed: whoever waits may try again."""
-        self.waiting_room.pulse()
+    @property
+    def waiting(self) -> int:
+        """How many requests wait, for whatever reason."""
+        return len(self.admission_room) + len(self.domain_room)
+
+    def fleet_changed(self) -> None:
+        """A worker came, changed or left: whoever waits may try again."""
+        self.domain_room.pulse()
+        self.admission_room.pulse()
+
+    def load_changed(self) -> None:
+        """Some worker may be less busy: whoever waits for that may try again."""
+        self.admission_room.pulse()
 
     # Booking
 
@@ -317,7 +344,7 @@ class ModelRouter:
         """The prefill leg ended: its tokens no longer load its worker."""
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
-            self.changed()
+            self.load_changed()
 
     def first_token(self, placement: Placement) -> None:
         """The first token came: load moves from prefill to decode."""
@@ -325,7 +352,7 @@ class ModelRouter:
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
         self.observed.handed_over(placement)
-        self.changed()
+        self.load_changed()
 
     def output_blocks(self, placement: Placement, blocks: int) -> None:
         """So many more blocks are full of output."""
@@ -344,7 +371,7 @@ class ModelRouter:
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
         self.ledger.close(placement.decode_lease)
-        self.changed()
+        self.load_changed()
 
 
 def _route_request(

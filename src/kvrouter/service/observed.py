@@ -79,19 +79,27 @@ class ModelObserved:
             telemetry.queue_wait.observe(waited_s, self._model)
         self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
 
-    def picked_again(self, placement: Placement) -> None:
-        """Decode was picked again after prefill."""
-        self._log_decision(placement, decision_s=0.0, waited_s=None)
+    def picked_again(self, placement: Placement, *, decision_s: float) -> None:
+        """Decode was picked again after prefill, and is another worker now."""
+        self._log_decision(placement, decision_s=decision_s, waited_s=None, again=True)
 
-    def refused(self, error: RoutingRefused, request: GenerateRequest, *, waited: bool) -> None:
-        """A request was refused; each worker rank's reason counts."""
+    def refused(
+        self,
+        error: RoutingRefused,
+        request: GenerateRequest,
+        *,
+        timed_out: bool = False,
+        no_place: bool = False,
+    ) -> None:
+        """A request was refused, for a reason per worker rank; it waited in vain, or could not even wait."""
         role = error.role or "decode"
         for reason, count in error.refusals.items():
             self._telemetry.refusals.inc(reason.value, role, by=count)
-        if waited and isinstance(error, NoEligibleWorker):
-            self._telemetry.domain_waits.inc("refused")
-        elif waited:
-            self._telemetry.queue_refusals.inc(self._model, "timeout")
+        if isinstance(error, NoEligibleWorker):
+            if timed_out or no_place:
+                self._telemetry.domain_waits.inc("refused")
+        elif timed_out or no_place:
+            self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
         log_event(
             logger,
             Event.REFUSAL,
@@ -103,10 +111,6 @@ class ModelObserved:
             refusals=",".join(f"{reason}={count}" for reason, count in error.refusals.items()),
             reason=error.message,
         )
-
-    def queue_full(self) -> None:
-        """A request could not even wait."""
-        self._telemetry.queue_refusals.inc(self._model, "full")
 
     def joined_domain(self) -> None:
         """A request's wait for a decode worker in its domain was not in vain."""
@@ -146,7 +150,9 @@ class ModelObserved:
                 decode_domain=ends[1],
             )
 
-    def _log_decision(self, placement: Placement, *, decision_s: float, waited_s: float | None) -> None:
+    def _log_decision(
+        self, placement: Placement, *, decision_s: float, waited_s: float | None, again: bool = False
+    ) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
         decision = placement.decision
@@ -156,6 +162,7 @@ class ModelObserved:
             Event.DECISION,
             request_id=decision.request_id,
             attempt=decision.attempt,
+            again=again,
             model=self._model,
             mode=decision.mode.value,
             shape=placement.shape.name.lower(),
@@ -230,8 +237,8 @@ class ServiceObserved:
         """A request came."""
         self._telemetry.requests_active.add(1, model)
 
-    def leg_lost(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
-        """A worker failed a request, which may go on elsewhere."""
+    def sent_again(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
+        """A worker failed a request, which goes on elsewhere."""
         if streaming:
             self._telemetry.resumes.inc(request.model)
         else:

@@ -157,7 +157,7 @@ class RouterService:
     def _on_card(self, card: WorkerCard) -> None:
         observed = self._parts.observed
         if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
-            observed.worker_refused(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
+            self._refuse(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
             return
         previous = self._model_of.get(card.worker_id)
         if previous is not None and previous != card.model:
@@ -169,7 +169,7 @@ class RouterService:
             known = model.fleet.card(card.worker_id)
             change = model.fleet.join(card)
         except ConfigError as error:
-            observed.worker_refused(card, error.message)
+            self._refuse(card, error.message)
             return
         self._models[card.model] = model
         self._model_of[card.worker_id] = card.model
@@ -180,7 +180,15 @@ class RouterService:
             observed.worker_joined(card)
         else:
             observed.worker_changed(card)
-        model.changed()
+        model.fleet_changed()
+
+    def _refuse(self, card: WorkerCard, why: str) -> None:
+        """A card that cannot be used. What the worker was before is gone all the same."""
+        self._parts.observed.worker_refused(card, why)
+        name = self._model_of.get(card.worker_id)
+        old = None if name is None else self._models[name].fleet.card(card.worker_id)
+        if name is not None and (old is None or old.incarnation != card.incarnation):
+            self._leave(self._models[name], card.worker_id)
 
     def _apply(self, model: ModelRouter, card: WorkerCard, change: Change) -> None:
         for slot in change.freed:
@@ -200,9 +208,9 @@ class RouterService:
         card = model.fleet.card(worker_id)
         if card is not None and card.incarnation == incarnation:
             self._leave(model, worker_id)
-            del self._model_of[worker_id]
 
     def _leave(self, model: ModelRouter, worker_id: WorkerId) -> None:
+        self._model_of.pop(worker_id, None)
         card = model.fleet.card(worker_id)
         if card is None:
             return
@@ -210,7 +218,7 @@ class RouterService:
             model.ledger.drop_slot(slot)
             model.cache.freed(slot)
         self._parts.observed.worker_gone(card)
-        model.changed()
+        model.fleet_changed()
 
     def _on_batch(self, batch: KvBatch) -> None:
         model = self._model_of_rank(batch.rank)
@@ -220,7 +228,7 @@ class RouterService:
     def _on_load(self, report: LoadReport) -> None:
         model = self._model_of_rank(report.rank)
         if model is not None and model.fleet.report(report):
-            model.changed()
+            model.load_changed()
 
     def _model_of_rank(self, rank: WorkerRank) -> ModelRouter | None:
         name = self._model_of.get(rank.worker_id)

@@ -40,6 +40,7 @@ class Fields(TypedDict, total=False):
 
     request_id: str
     attempt: int
+    again: bool
     model: str
     mode: str
     shape: str

@@ -13,6 +13,12 @@ class WorkerUnreachable(KvrouterError):
     code = "worker_unreachable"
 
 
+class WorkerFull(WorkerUnreachable):
+    """The worker takes no more requests for now: its own queue is full."""
+
+    code = "worker_full"
+
+
 class StreamBroken(KvrouterError):
     """The worker accepted the request and was lost before its last chunk."""
 
