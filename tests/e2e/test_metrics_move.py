@@ -1,0 +1,221 @@
+"""Every metric family moves when what it tells of happens, as ``/metrics`` shows it."""
+
+import asyncio
+
+import pytest
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import EventId, WorkerId
+from kvrouter.telemetry import Telemetry
+from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs, until
+from tests.support.served import MODEL, Served, served, user, words
+
+ASSERTED_HERE = {
+    "kvrouter_requests_total",
+    "kvrouter_requests_active",
+    "kvrouter_errors_total",
+    "kvrouter_cancellations_total",
+    "kvrouter_retries_total",
+    "kvrouter_resumes_total",
+    "kvrouter_prompt_tokens_total",
+    "kvrouter_completion_tokens_total",
+    "kvrouter_cached_tokens_total",
+    "kvrouter_overlap_tokens_total",
+    "kvrouter_time_to_first_token_seconds",
+    "kvrouter_inter_token_latency_seconds",
+    "kvrouter_request_duration_seconds",
+    "kvrouter_decision_duration_seconds",
+    "kvrouter_tokenization_duration_seconds",
+    "kvrouter_decisions_total",
+    "kvrouter_refusals_total",
+    "kvrouter_handoffs_total",
+    "kvrouter_fallbacks_total",
+    "kvrouter_domain_waits_total",
+    "kvrouter_queue_depth",
+    "kvrouter_queue_wait_seconds",
+    "kvrouter_queue_refusals_total",
+    "kvrouter_feed_state",
+    "kvrouter_feed_events_total",
+    "kvrouter_feed_staleness_seconds",
+    "kvrouter_event_lag_seconds",
+    "kvrouter_index_blocks",
+    "kvrouter_index_bytes",
+    "kvrouter_ledger_active_blocks",
+    "kvrouter_ledger_prefill_tokens",
+    "kvrouter_ledger_leases",
+    "kvrouter_worker_up",
+    "kvrouter_worker_draining",
+    "kvrouter_worker_blocks",
+    "kvrouter_http_connections",
+    "kvrouter_http_events_total",
+    "kvrouter_build_info",
+}
+
+
+def test_no_metric_is_left_out_here() -> None:
+    assert {spec.name for spec in Telemetry.SPECS} == ASSERTED_HERE
+
+
+async def chat(here: Served, *, n: int = 100, first: int = 0, max_tokens: int = 8, **nvext: object) -> int:
+    body = {
+        "model": MODEL,
+        "messages": user(words(first=first, n=n)),
+        "max_tokens": max_tokens,
+        "nvext": nvext,
+    }
+    return (await here.http.post("/v1/chat/completions", json=body)).status_code
+
+
+async def test_what_every_answer_moves() -> None:
+    async with served(pairs()) as here:
+        before = await here.metrics()
+        assert before.value("build_info") == 1
+        assert before.value("worker_up", role="decode", domain="a") == 2
+        assert before.value("index_blocks") == 0
+        for _ in range(2):
+            assert await chat(here) == 200
+            await here.until_quiet()
+        after = await here.metrics()
+        assert after.value("requests_total", route="/v1/chat/completions", model=MODEL, status="200") == 2
+        assert after.value("requests_active", model=MODEL) == 0
+        assert after.value("prompt_tokens_total") > 200
+        assert after.value("completion_tokens_total") == 16
+        assert after.value("cached_tokens_total") == after.value("overlap_tokens_total") >= 96
+        for histogram in ("time_to_first_token", "request_duration"):
+            assert after.value(f"{histogram}_seconds_count", model=MODEL) == 2
+            assert after.value(f"{histogram}_seconds_sum", model=MODEL) > 0
+        assert after.value("tokenization_duration_seconds_count", model=MODEL) == 2
+        assert after.value("decision_duration_seconds_count", mode="kv") == 2
+        assert after.value("decisions_total", mode="kv", shape="bootstrap") == 2
+        handed = [after.value("handoffs_total", prefill_domain=zone, decode_domain=zone) for zone in "ab"]
+        assert sum(handed) == after.value("handoffs_total") == 2
+        assert after.value("feed_events_total", outcome="blocks_stored") > 0
+        assert after.value("index_blocks", medium="gpu") > 0
+        assert after.value("index_bytes") > 0
+        assert after.value("feed_state", state="live") == 6
+        assert after.value("event_lag_seconds") > 0
+        assert after.value("worker_blocks", which="total") == 6 * 16_384
+        assert after.value("http_connections") >= 1
+        assert after.value("http_events_total", event="request") >= 4
+
+
+async def test_what_running_requests_hold() -> None:
+    async with served(alike(replicas=1, speedup=1.0)) as here:
+        streams = [
+            await here.openai.completions.create(
+                model=MODEL, prompt=words(first=n, n=64), max_tokens=2000, stream=True
+            )
+            for n in range(2)
+        ]
+        waiting = asyncio.create_task(chat(here, n=8000, first=9))
+        await until(lambda: here.system.service.running == 3)
+        running = await here.metrics()
+        assert running.value("requests_active", model=MODEL) == 3
+        assert running.value("ledger_leases", model=MODEL) == 3
+        assert running.value("ledger_active_blocks", worker="1", dp_rank="0") >= 8 + 500
+        assert running.value("ledger_prefill_tokens", worker="1") > 8000
+        assert running.value("worker_blocks", worker="1", which="active") > 0
+        for stream in streams:
+            for _ in range(3):
+                await anext(stream)
+            await stream.close()
+        assert await waiting == 200
+        await here.until_quiet()
+        ended = await here.metrics()
+        assert ended.value("cancellations_total", model=MODEL) == 2
+        assert ended.value("inter_token_latency_seconds_count", model=MODEL) > 0
+        for gauge in ("ledger_leases", "ledger_active_blocks", "ledger_prefill_tokens", "requests_active"):
+            assert ended.value(gauge) == 0
+
+
+@pytest.mark.parametrize("enforcement", ["required", "fallback"])
+async def test_refusals_fallbacks_and_domain_waits(enforcement: str) -> None:
+    config = KvRouterConfig(router_domain_wait_s=0.01)
+    async with served(pairs(enforcement=enforcement), router=config) as here:
+        taint = {"required_taints": ["gpu=h200"]}
+        assert await chat(here, routing_constraints=taint) == 503
+        for worker_id in (2, 3):
+            await here.kill(worker_id)
+        status = await chat(here, prefill_worker_id=1)
+        metrics = await here.metrics()
+        assert metrics.value("refusals_total", reason="taint_missing") >= 2
+        assert metrics.value("errors_total", model=MODEL, code="no_eligible_worker") >= 1
+        assert metrics.value("worker_up", role="decode", domain="a") == 0
+        assert metrics.value("worker_up", role="decode", domain="b") == 2
+        if enforcement == "required":
+            assert status == 503
+            assert metrics.value("refusals_total", reason="domain_mismatch", role="decode") >= 2
+            assert metrics.value("domain_waits_total", outcome="refused") == 1
+        else:
+            assert status == 200
+            assert metrics.value("fallbacks_total", domain="zone") == 1
+            assert metrics.value("handoffs_total", prefill_domain="a", decode_domain="b") == 1
+
+
+async def test_the_queue() -> None:
+    config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=0.05)
+    async with served(alike(replicas=1, speedup=1.0), router=config) as here:
+        stream = await here.openai.completions.create(
+            model=MODEL, prompt=words(n=64), max_tokens=2000, stream=True
+        )
+        await anext(stream)
+        (model,) = here.system.service.models()
+        waiting = asyncio.create_task(chat(here))
+        await until(lambda: model.waiting == 1)
+        assert (await here.metrics()).value("queue_depth", model=MODEL) == 1
+        assert await chat(here) == 503
+        assert await waiting == 503
+        refused = await here.metrics()
+        assert refused.value("queue_depth", model=MODEL) == 0
+        assert refused.value("queue_refusals_total", model=MODEL, cause="full") == 1
+        assert refused.value("queue_refusals_total", model=MODEL, cause="timeout") == 1
+        assert refused.value("refusals_total", reason="busy") >= 2
+        waiting = asyncio.create_task(chat(here, max_tokens=1))
+        await until(lambda: model.waiting == 1)
+        await stream.close()
+        assert await waiting == 200
+        assert (await here.metrics()).value("queue_wait_seconds_count", model=MODEL) == 1
+
+
+async def test_a_feed_that_is_not_sure_is_stale() -> None:
+    """A worker's events name ids that it cannot give again: its blocks do not count until it is known."""
+    async with served(alike(replicas=2)) as here:
+        await chat(here)
+        worker = here.system.fleet.workers[WorkerId(1)]
+        (rank,) = worker.card.ranks()
+        assert (await here.metrics()).value("feed_staleness_seconds") == 0
+        lost = KvBatch(rank, worker.card.incarnation, EventId(1_000_000), (), 0.0)
+        here.system.fleet.events.publish(lost)
+        stale = await here.metrics()
+        assert stale.value("feed_state", worker="1", state="recovering") == 1
+        assert stale.value("feed_events_total", model=MODEL, outcome="gaps") == 1
+        assert (await here.metrics()).value("feed_staleness_seconds", worker="1") > 0
+        assert stale.value("feed_staleness_seconds", worker="2") == 0
+
+
+async def test_lost_workers() -> None:
+    engine = f"{{handoff: bootstrap, kv_wait_expiry_s: {PATIENT_S}}}"
+    text = f"""
+version: 1
+models: [{{name: mock, block_size: 16}}]
+workers:
+  - {{name: prefill, role: prefill, engine: {engine}}}
+  - {{name: decode, role: decode, replicas: 3, engine: {engine}}}
+speedup: 40
+"""
+    async with served(fleet_file(text)) as here:
+        body = {"model": MODEL, "prompt": words(), "max_tokens": LONG_TOKENS, "stream": True}
+        async with here.http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await here.kill(response.headers["x-kvrouter-decode-worker"])
+            assert [line async for line in lines if "[DONE]" in line]
+        assert (await here.metrics()).value("resumes_total", model=MODEL) == 1
+        left = [worker for number, worker in here.system.fleet.workers.items() if number != 1]
+        left[0].die("nobody is told")
+        for n in range(8):
+            assert await chat(here, first=n) == 200
+        assert (await here.metrics()).value("retries_total", model=MODEL) >= 1
+        await left[1].begin_drain()
+        assert (await here.metrics()).value("worker_draining", worker=str(left[1].card.worker_id)) == 1
