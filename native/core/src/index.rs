@@ -156,7 +156,7 @@ impl BlockIndex {
 
     /// The sequence hash that the rank calls `name`: in this medium, or in any other.
     fn sequence_of(&self, slot: u32, name: u64, medium: usize) -> Option<u64> {
-        let key = self.mixer.key(name);
+        let key = self.mixer.name_key(name);
         let in_medium = |medium: usize| self.media[medium].rank(slot)?.names.get(key);
         let found = in_medium(medium).or_else(|| (0..MEDIA).find_map(in_medium))?;
         Some(self.mixer.hash(found))
@@ -175,11 +175,11 @@ impl BlockIndex {
         let (pages, mixer) = (&mut self.pages, self.mixer);
         for (names, sequences) in names.chunks(TOGETHER).zip(sequences.chunks(TOGETHER)) {
             for (&name, &sequence) in names.iter().zip(sequences) {
-                rank.names.prefetch(mixer.key(name));
-                blocks.prefetch(mixer.key(sequence));
+                rank.names.prefetch_for_change(mixer.name_key(name));
+                blocks.prefetch_for_change(mixer.key(sequence));
             }
             for (&name, &sequence) in names.iter().zip(sequences) {
-                let (name, sequence) = (mixer.key(name), mixer.key(sequence));
+                let (name, sequence) = (mixer.name_key(name), mixer.key(sequence));
                 match rank.place(pages, name, sequence, self.blocks_per_rank_max) {
                     Placed::OverLimit => applied.over_limit += 1,
                     Placed::Repeated => applied.repeated += 1,
@@ -206,15 +206,15 @@ impl BlockIndex {
         let (pages, mixer) = (&mut self.pages, self.mixer);
         for names in names.chunks(TOGETHER) {
             for &name in names {
-                rank.names.prefetch(mixer.key(name));
+                rank.names.prefetch_for_change(mixer.name_key(name));
             }
             for &name in names {
-                if let Some(&sequence) = rank.names.get(mixer.key(name)).as_ref() {
-                    blocks.prefetch(sequence);
+                if let Some(&sequence) = rank.names.get(mixer.name_key(name)).as_ref() {
+                    blocks.prefetch_for_change(sequence);
                 }
             }
             for &name in names {
-                match rank.take_back(pages, mixer.key(name)) {
+                match rank.take_back(pages, mixer.name_key(name)) {
                     TakenBack::Unknown => applied.unknown_removed += 1,
                     TakenBack::StillStored => applied.removed += 1,
                     TakenBack::Last(sequence) => {
@@ -241,7 +241,7 @@ impl BlockIndex {
             rank.names.clear(pages);
             for chunk in sequences.chunks(TOGETHER) {
                 for &sequence in chunk {
-                    blocks.prefetch(sequence);
+                    blocks.prefetch_for_change(sequence);
                 }
                 for &sequence in chunk {
                     rank.give_up(pages, blocks, sets, slot, sequence);
@@ -277,7 +277,7 @@ impl BlockIndex {
             let Some(rank) = held.rank(slot) else { continue };
             let mut pairs = Vec::with_capacity(rank.names.len());
             rank.names.for_each(|name, sequence| {
-                let pair = (self.mixer.hash(name), self.mixer.hash(sequence));
+                let pair = (self.mixer.name(name), self.mixer.hash(sequence));
                 let n_stores = 1 + rank.repeats.get(&name).map_or(0, |&n| n as usize);
                 pairs.extend(std::iter::repeat_n(pair, n_stores));
             });

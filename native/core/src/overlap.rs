@@ -6,7 +6,7 @@ use crate::table::Table;
 /// Lookups in flight: enough to hide a memory access behind the others, few enough for a short prompt.
 const AHEAD: usize = 32;
 
-/// Multiplies hashes by a secret odd number: a bijection whose leading bits nobody outside can aim at.
+/// Spreads hashes over keys by secret bijections, so that nobody outside can aim at one place of a table.
 #[derive(Clone, Copy)]
 pub struct Mixer {
     factor: u64,
@@ -15,7 +15,8 @@ pub struct Mixer {
 
 impl Mixer {
     pub fn new(secret: u64) -> Self {
-        let factor = secret | 1;
+        let secret = (secret ^ (secret >> 30)).wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let factor = (secret ^ (secret >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB) | 1;
         // Newton's iteration: each step doubles the number of right bits, from 3.
         let inverse = (0..5).fold(factor, |inverse: u64, _| {
             inverse.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(inverse)))
@@ -23,14 +24,30 @@ impl Mixer {
         Mixer { factor, inverse }
     }
 
+    /// The key of a sequence hash, whose bits are all alike.
     #[inline]
     pub fn key(self, hash: u64) -> u64 {
         hash.wrapping_mul(self.factor)
     }
 
+    /// The sequence hash of a key.
     #[inline]
     pub fn hash(self, key: u64) -> u64 {
         key.wrapping_mul(self.inverse)
+    }
+
+    /// The key of an engine hash, which may be anything: a counter, an address.
+    #[inline]
+    pub fn name_key(self, name: u64) -> u64 {
+        let half = self.key(name);
+        self.key(half ^ (half >> 32))
+    }
+
+    /// The engine hash of a key.
+    #[inline]
+    pub fn name(self, key: u64) -> u64 {
+        let half = self.hash(key);
+        self.hash(half ^ (half >> 32))
     }
 }
 
@@ -191,6 +208,7 @@ mod tests {
             let mixer = Mixer::new(secret);
             for hash in [0, 1, u64::MAX, 1 << 63, 0xdead_beef] {
                 assert_eq!(mixer.hash(mixer.key(hash)), hash);
+                assert_eq!(mixer.name(mixer.name_key(hash)), hash);
             }
         }
     }

@@ -1,6 +1,6 @@
-//! One shard of a table: an open-addressing table of buckets, each one cache line, over 1 to 16 pages.
+//! One shard of a table: an open-addressing table of buckets over 1 to 16 pages.
 //!
-//! Invariants: an entry lies in its home bucket or after it, and every bucket between is full; a bucket is filled from
+//! A bucket begins on a cache line with its keys, so most scans read one line. Invariants: an entry lies in its home bucket or after it, and every bucket between is full; a bucket is filled from
 //! its beginning; homes rise with keys; the last bucket is never full, so that a scan ends without a bound check.
 
 use std::marker::PhantomData;
@@ -13,14 +13,13 @@ pub(crate) const VACANT: u64 = u64::MAX;
 /// The most pages of a shard; a full one splits.
 const SHARD_PAGES: usize = 16;
 
-const BUCKET_BYTES: usize = 64;
-const PAGE_BUCKETS: usize = PAGE_BYTES / BUCKET_BYTES;
+const LINE_BYTES: usize = 64;
 
 /// Buckets after the last home, for what does not fit there.
 const SLACK_BUCKETS: usize = 6;
 
 /// Beyond this load buckets overflow often.
-const LOAD_MAX_PERCENT: usize = 88;
+const LOAD_MAX_PERCENT: usize = 85;
 
 pub(crate) struct Shard<V: Copy> {
     pages: [Option<Page>; SHARD_PAGES],
@@ -49,8 +48,12 @@ pub(crate) enum Found {
 }
 
 impl<V: Copy> Shard<V> {
+    /// A bucket is a line of five keys and small values, or a line of eight keys before a line of large values.
+    const BUCKET_BYTES: usize = if size_of::<V>() <= 4 { LINE_BYTES } else { 2 * LINE_BYTES };
+    const PAGE_BUCKETS: usize = PAGE_BYTES / Self::BUCKET_BYTES;
+
     /// Entries of a bucket: all keys lie before all values.
-    const SLOTS: usize = BUCKET_BYTES / (size_of::<u64>() + size_of::<V>());
+    const SLOTS: usize = Self::BUCKET_BYTES / (size_of::<u64>() + size_of::<V>());
 
     pub fn new(pages: &mut PagePool, depth: u32, n_pages: usize) -> Self {
         let mut shard = Shard { depth, n_pages: n_pages as u32, ..Self::vacant() };
@@ -74,7 +77,7 @@ impl<V: Copy> Shard<V> {
 
     #[inline]
     fn n_buckets(&self) -> usize {
-        self.n_pages as usize * PAGE_BUCKETS
+        self.n_pages as usize * Self::PAGE_BUCKETS
     }
 
     #[inline]
@@ -87,8 +90,8 @@ impl<V: Copy> Shard<V> {
     fn bucket(&self, bucket: usize) -> *mut u8 {
         // SAFETY: callers name buckets below `n_buckets`, which lie in pages that exist.
         unsafe {
-            let page = self.pages.get_unchecked(bucket / PAGE_BUCKETS).unwrap_unchecked();
-            page.as_ptr().add(bucket % PAGE_BUCKETS * BUCKET_BYTES)
+            let page = self.pages.get_unchecked(bucket / Self::PAGE_BUCKETS).unwrap_unchecked();
+            page.as_ptr().add(bucket % Self::PAGE_BUCKETS * Self::BUCKET_BYTES)
         }
     }
 
@@ -141,16 +144,19 @@ impl<V: Copy> Shard<V> {
         (0..Self::SLOTS).filter(|&index| self.key(At { bucket, index }) != VACANT).count()
     }
 
-    /// The bucket where a scan for `key` begins, on its way from memory.
+    /// The bucket where a scan for `key` begins, its first `n_lines` on their way from memory.
     #[inline]
-    pub fn prefetch(&self, key: u64) -> usize {
+    pub fn prefetch(&self, key: u64, n_lines: usize) -> usize {
         let home = self.home(key);
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch has no effect on memory.
-        unsafe {
+        for i in 0..n_lines {
             use std::arch::x86_64::{_mm_prefetch, _MM_HINT_T0};
-            _mm_prefetch(self.bucket(home).cast::<i8>(), _MM_HINT_T0);
+            let line = self.bucket(home).wrapping_add(i * LINE_BYTES);
+            // SAFETY: a prefetch has no effect on memory, and any address will do.
+            unsafe { _mm_prefetch(line.cast::<i8>(), _MM_HINT_T0) };
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = n_lines;
         home
     }
 
@@ -283,7 +289,7 @@ impl<V: Copy> Shard<V> {
 
     /// The pages that hold `len` entries at a comfortable load: two halves of a full shard take nine each.
     fn pages_for(len: usize) -> usize {
-        (len * 5 / 4).div_ceil(PAGE_BUCKETS * Self::SLOTS).max(1)
+        (len * 5 / 4).div_ceil(Self::PAGE_BUCKETS * Self::SLOTS).max(1)
     }
 
     /// Whether this shard and its buddy together are small enough to be one that is half full at most.
