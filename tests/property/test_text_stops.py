@@ -70,3 +70,4 @@ def test_too_many_empty_and_overlong_stops_are_refused(stops: list[str]) -> None
     with pytest.raises(InvalidRequest) as refused:
         StopMatcher(stops)
     assert refused.value.param == "stop"
+    assert refused.value.message.startswith("stop: ")

@@ -53,6 +53,23 @@ BOTH = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"logit_bias": {"1": 2.0}}, "logit_bias"),
+    ({"best_of": 0}, "best_of"),
+    ({"best_of": 2}, "best_of"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "!"}, "suffix"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"guided_choice": ["yes", "no"]}, "guided_choice"),
+    ({"guided_grammar": "root ::= 'a'"}, "guided_grammar"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs"),
+    ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"response_format": {"type": "nonsense"}}, "response_format.type"),
     ({"stream": "yes"}, "stream"),
@@ -102,7 +119,6 @@ def test_a_wrong_field_is_named_on_both_routes(fields: dict[str, object], param:
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages[0]"),
-        ({"tools": [{"type": "function"}]}, "tools"),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tokens": 5, "max_completion_tokens": 5}, "max_completion_tokens"),
@@ -130,9 +146,7 @@ def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, object], param: str)
         ({"prompt": [2**32]}, "prompt[0]"),
         ({"prompt": [True]}, "prompt[0]"),
         ({"logprobs": 2}, "logprobs"),
-        ({"echo": True}, "echo"),
-        ({"suffix": "!"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 0}, "logprobs"),
     ],
 )
 def test_a_wrong_field_of_a_completion_is_named(fields: dict[str, object], param: str) -> None:
@@ -238,6 +252,47 @@ def test_a_missing_field_is_named() -> None:
 
 def test_unknown_fields_of_the_body_are_left_alone() -> None:
     assert parse_chat(chat(user="u1", metadata={"a": 1}, store=True)).call.model == "m"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("routing_constraints", {"required_taints": ["gpu=h100"]}),
+        ("router_config_override", {"router_mode": "random"}),
+        ("worker_id", 0),
+        ("dp_rank", 0),
+        ("prefill_worker_id", 1),
+        ("prefill_dp_rank", 1),
+        ("extra_fields", []),
+    ],
+)
+def test_a_wish_beside_nvext_is_told_where_it_belongs(field: str, value: object) -> None:
+    for parse, body in (
+        (parse_chat, chat(**{field: value})),
+        (parse_completion, completion(**{field: value})),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^{field}: belongs into nvext, as nvext.{field}") as caught:
+            parse(body)
+        assert caught.value.param == field
+
+
+def test_fields_that_ask_for_nothing_pass_on_both_routes() -> None:
+    nothing: dict[str, object] = {
+        "audio": None,
+        "best_of": 1,
+        "echo": False,
+        "function_call": "none",
+        "functions": [],
+        "guided_json": None,
+        "logit_bias": {},
+        "modalities": ["text"],
+        "suffix": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "worker_id": None,
+    }
+    assert parse_completion(completion(**nothing, logprobs=None)).call.model == "m"
+    assert parse_chat(chat(**nothing, logprobs=False, top_logprobs=0)).call.model == "m"
 
 
 def test_max_tokens_defaults() -> None:

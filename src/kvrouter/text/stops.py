@@ -21,11 +21,11 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         """Take up to ``STOPS_MAX`` strings of 1 to ``STOP_CHARS_MAX`` characters, else ``InvalidRequest``."""
         if len(stops) > STOPS_MAX:
-            raise InvalidRequest(f"at most {STOPS_MAX} stop strings, not {len(stops)}", param="stop")
+            raise InvalidRequest(f"stop: at most {STOPS_MAX} strings, not {len(stops)}", param="stop")
         for stop in stops:
             if not 0 < len(stop) <= STOP_CHARS_MAX:
                 raise InvalidRequest(
-                    f"a stop string has 1 to {STOP_CHARS_MAX} characters, not {len(stop)}", param="stop"
+                    f"stop: a string has 1 to {STOP_CHARS_MAX} characters, not {len(stop)}", param="stop"
                 )
         # The longest first: of equal ends, the earliest start wins.
         self._stops = sorted(set(stops), key=lambda stop: (-len(stop), stop))

@@ -11,6 +11,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, WorkerId
 from kvrouter.core.requests import Sampling
 from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.refused import refuse_fields
 from kvrouter.frontend.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -119,9 +120,6 @@ def parse_chat(data: bytes) -> ChatCall:
     body = decode_body(_CHAT, data)
     if not body.messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
-    _refuse_what_engines_cannot(
-        {"tools": body.tools, "logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-    )
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidRequest(
             "max_completion_tokens: give this or max_tokens, not both", param="max_completion_tokens"
@@ -145,8 +143,6 @@ def parse_either(data: bytes) -> ChatCall | CompletionCall:
 def parse_completion(data: bytes) -> CompletionCall:
     """Return the completion call in ``data``; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_COMPLETION, data)
-    _refuse_what_engines_cannot({"logprobs": body.logprobs, "echo": body.echo, "suffix": body.suffix})
-    _one_answer("best_of", body.best_of)
     call = _call(body, max_tokens=body.max_tokens or COMPLETION_TOKENS_DEFAULT, field="max_tokens")
     return CompletionCall(call, _one_prompt(body.prompt))
 
@@ -169,8 +165,9 @@ def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int
 
 
 def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
-    _refuse_what_engines_cannot({"logit_bias": body.logit_bias})
-    _one_answer("n", body.n)
+    refuse_fields(body)
+    if body.n is not None and body.n > 1:
+        raise InvalidRequest(f"n: one answer a request, not {body.n}", param="n")
     if body.response_format is not None and body.response_format.type != "text":
         raise InvalidRequest(
             f"response_format.type: only 'text', not {body.response_format.type!r}: the others need an "
@@ -192,21 +189,6 @@ def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
         nvext=nvext,
         stream_options=body.stream_options or StreamOptions(),
     )
-
-
-def _one_answer(field: str, wanted: int | None) -> None:
-    if wanted is not None and wanted > 1:
-        raise InvalidRequest(f"{field}: one answer a request, not {wanted}", param=field)
-
-
-def _refuse_what_engines_cannot(fields: Mapping[str, object]) -> None:
-    """Refuse fields that would change the answer and that token-in engines cannot honour."""
-    for field, value in fields.items():
-        if value:
-            raise InvalidRequest(
-                f"{field}: needs an engine that takes text; the workers of this model take tokens",
-                param=field,
-            )
 
 
 def _pin(worker_id: int | None, dp_rank: int | None) -> Pin | None:

@@ -1,7 +1,8 @@
 """The bodies of OpenAI's two generation routes, with the extensions that vLLM's and Dynamo's users send.
 
 Unknown fields of the body are left alone, as OpenAI's own clients expect; unknown fields of ``nvext`` are
-refused: a misspelt taint would cross a boundary in silence.
+refused: a misspelt taint would cross a boundary in silence. Fields that are known in order to be refused are
+in :class:`RefusedFields`.
 """
 
 from typing import Annotated, Literal
@@ -47,7 +48,36 @@ class ResponseFormat(Struct, frozen=True):
     type: Name
 
 
-class GenerateBody(Struct, frozen=True, kw_only=True):
+class RefusedFields(Struct, frozen=True, kw_only=True):
+    """Fields that ask for what cannot be had here, or that belong into ``nvext``; see :mod:`.refused`."""
+
+    audio: object = None
+    best_of: PositiveInt | None = None
+    echo: bool | None = None
+    function_call: object = None
+    functions: list[object] | None = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    logit_bias: dict[str, float] | None = None
+    modalities: list[object] | None = None
+    prompt_logprobs: object = None
+    structured_outputs: object = None
+    suffix: str | None = None
+    tool_choice: object = None
+    tools: list[object] | None = None
+
+    routing_constraints: object = None
+    router_config_override: object = None
+    worker_id: object = None
+    dp_rank: object = None
+    prefill_worker_id: object = None
+    prefill_dp_rank: object = None
+    extra_fields: object = None
+
+
+class GenerateBody(RefusedFields, frozen=True, kw_only=True):
     """What both routes share."""
 
     model: Name
@@ -66,7 +96,6 @@ class GenerateBody(Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
-    logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     cache_salt: CacheSalt | None = None
     nvext: NvExt | None = None
@@ -79,7 +108,6 @@ class ChatBody(GenerateBody, frozen=True, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[object] | None = None
 
 
 class CompletionBody(GenerateBody, frozen=True, kw_only=True):
@@ -87,9 +115,6 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
 
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = None
 
 
 class EitherBody(Struct, frozen=True):
