@@ -4,12 +4,10 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 
-from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
-from kvrouter.core.ids import ModelName, RequestId, WorkerRank
+from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, TokenBuffer
-from kvrouter.fleet import Fleet
-from kvrouter.frontend.errors import UnknownWorker
+from kvrouter.frontend.contradictions import refuse_contradictions
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
 from kvrouter.service.router import RouterService
@@ -33,15 +31,8 @@ class Hall:
         )
 
     def text_of(self, call: Call) -> TextModel:
-        """Check, before the prompt is tokenized, what costs nothing: the model, and pins to workers."""
-        fleet = self._service.model(call.model).fleet
-        _check_pin(fleet, call.pin, worker_field="nvext.worker_id", rank_field="nvext.dp_rank")
-        _check_pin(
-            fleet,
-            call.prefill_pin,
-            worker_field="nvext.prefill_worker_id",
-            rank_field="nvext.prefill_dp_rank",
-        )
+        """Check, before the prompt is tokenized, what costs nothing: the model, and what can never be met."""
+        refuse_contradictions(call, self._service.model(call.model))
         return self.text(call.model)
 
     def text(self, model: ModelName) -> TextModel:
@@ -68,18 +59,6 @@ async def _token_ids(parsed: ChatCall | CompletionCall, text: TextModel) -> tupl
     if isinstance(parsed.prompt, str):
         return await text.encode_prompt(parsed.prompt), "prompt"
     return _checked_ids(parsed.prompt, text.tokenizer.vocab_size), "prompt"
-
-
-def _check_pin(fleet: Fleet, pin: Pin | None, *, worker_field: str, rank_field: str) -> None:
-    """Refuse a pin to nobody: it is a mistake of the client, and waiting will not mend it."""
-    if pin is None:
-        return
-    if fleet.card(pin.worker_id) is None:
-        raise UnknownWorker(f"{worker_field}: no worker {pin.worker_id} is here", param=worker_field)
-    if pin.dp_rank is not None and fleet.slot_of(WorkerRank(pin.worker_id, pin.dp_rank)) is None:
-        raise UnknownWorker(
-            f"{rank_field}: worker {pin.worker_id} has no rank {pin.dp_rank}", param=rank_field
-        )
 
 
 def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> TokenBuffer:
