@@ -1,7 +1,6 @@
 """A waiting room: requests that nobody may take now, in the order of their arrival."""
 
 import asyncio
-from itertools import islice
 
 TRIES_PER_TURN = 16
 """How many of those who wait are decided afresh in one turn of the event loop."""
@@ -10,8 +9,8 @@ TRIES_PER_TURN = 16
 class WaitingRoom:
     """Parks requests until something changes; whoever is called is decided afresh, and keeps its place.
 
-    Changes that come in one turn of the event loop count as one. A line longer than ``TRIES_PER_TURN`` is
-    called piece by piece, so that a change costs no more than that, however many wait.
+    A change calls the whole line, once: ``TRIES_PER_TURN`` in a turn of the event loop, which so stays free
+    however many wait. Changes that come meanwhile count as one, and call the line again after that.
     """
 
     def __init__(self, *, places_max: int) -> None:
@@ -19,6 +18,8 @@ class WaitingRoom:
         self._line: dict[int, Ticket] = {}
         self._number = 0
         self._called = 0
+        self._last_to_call = 0
+        self._has_changed = False
         self._call_is_due = False
 
     def __len__(self) -> int:
@@ -37,23 +38,33 @@ class WaitingRoom:
 
     def pulse(self) -> None:
         """Something changed: those who wait may try again."""
-        if self._line and not self._call_is_due:
-            self._call_is_due = True
-            asyncio.get_running_loop().call_soon(self._call)
+        if self._line:
+            self._has_changed = True
+            self._call_soon()
 
     def forget(self, number: int) -> None:
         """A ticket was given back."""
         self._line.pop(number, None)
 
+    def _call_soon(self) -> None:
+        if not self._call_is_due:
+            self._call_is_due = True
+            asyncio.get_running_loop().call_soon(self._call)
+
     def _call(self) -> None:
+        """Call the next piece of the line; one that came after the change has seen it already."""
         self._call_is_due = False
-        if len(self._line) <= TRIES_PER_TURN:
-            self._called = 0
-        after = [ticket for number, ticket in self._line.items() if number > self._called]
-        calls = list(islice(after, TRIES_PER_TURN)) or list(islice(self._line.values(), TRIES_PER_TURN))
-        for ticket in calls:
+        if self._called >= self._last_to_call:
+            self._has_changed = False
+            self._called, self._last_to_call = 0, self._number
+        first, last = self._called, self._last_to_call
+        piece = [ticket for number, ticket in self._line.items() if first < number <= last]
+        for ticket in piece[:TRIES_PER_TURN]:
             ticket.call()
-        self._called = calls[-1].number if calls else 0
+        more = len(piece) > TRIES_PER_TURN
+        self._called = piece[TRIES_PER_TURN - 1].number if more else last
+        if more or self._has_changed:
+            self._call_soon()
 
 
 class Ticket:
