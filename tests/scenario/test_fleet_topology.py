@@ -74,6 +74,19 @@ async def test_required_waits_for_a_decode_worker_to_join(handoff: str) -> None:
         assert bench.telemetry.domain_waits.value("joined") == 1
 
 
+async def test_one_worker_that_joins_ends_the_wait_of_all() -> None:
+    async with mock_bench(pairs(), KvRouterConfig(router_domain_wait_s=60.0)) as bench:
+        old = bench.fleet.workers[DECODE_A[0]]
+        await empty_zone_a_of_decode(bench)
+        requests = [bench.request(prompt(first=n), prefill_worker_id=PREFILL_A) for n in range(60)]
+        reading = [asyncio.create_task(bench.read(request)) for request in requests]
+        await until(lambda: bench.model.waiting == 60)
+        await bench.revive(old)
+        answers = await asyncio.gather(*reading)
+        assert all(len(tokens) == 8 for tokens, _ in answers)
+        assert bench.telemetry.domain_waits.value("joined") == 60
+
+
 @HANDOFFS
 async def test_fallback_crosses_only_when_nothing_else_is_left(handoff: str) -> None:
     async with mock_bench(pairs(handoff=handoff, enforcement="fallback")) as bench:
