@@ -43,9 +43,8 @@ class WaitingRoom:
             self._call_soon()
 
     def forget(self, number: int) -> None:
-        """A ticket was given back: whoever had it was placed, so the next ones may be too."""
-        if self._line.pop(number, None) is not None:
-            self.pulse()
+        """A ticket was given back."""
+        self._line.pop(number, None)
 
     def _call_soon(self) -> None:
         if not self._call_is_due:
