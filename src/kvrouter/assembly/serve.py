@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import uvloop
 
+from kvrouter.assembly.address import claimed, explained
 from kvrouter.assembly.mock_fleet import MockFleet, link_table
 from kvrouter.assembly.router import build_service
 from kvrouter.config import FleetFile, Settings
@@ -52,10 +53,14 @@ class Embedded:
 
 @asynccontextmanager
 async def embedded(settings: Settings, fleet: FleetFile) -> AsyncIterator[Embedded]:
-    """Serve a fleet of mock engines behind one front door, on this event loop."""
+    """Serve a fleet of mock engines behind one front door, on this event loop.
+
+    Raises CannotListen, before any worker starts, when the front door's address cannot be had.
+    """
+    host, port = settings.frontend.http_host, settings.frontend.http_port
     telemetry = Telemetry()
     telemetry.build_info.set(1, version("kvrouter"))
-    async with MockFleet(fleet) as mock:
+    async with claimed(host, port) as sockets, MockFleet(fleet) as mock:
         service = build_service(
             settings.router,
             plane=mock.requests,
@@ -68,7 +73,8 @@ async def embedded(settings: Settings, fleet: FleetFile) -> AsyncIterator[Embedd
         door = FrontDoor(service, mock.texts, settings=settings.frontend, telemetry=telemetry)
         server = door.server()
         try:
-            await server.serve(settings.frontend.http_host, settings.frontend.http_port)
+            with explained(host, port):
+                await server.serve(sockets=sockets)
             yield Embedded(mock, service, server, telemetry)
         finally:
             await server.drain(0.0)
@@ -76,7 +82,7 @@ async def embedded(settings: Settings, fleet: FleetFile) -> AsyncIterator[Embedd
 
 
 def serve(settings: Settings, fleet: FleetFile) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises OSError for a taken port."""
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen."""
     return uvloop.run(_serve(settings, fleet))
 
 
