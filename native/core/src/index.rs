@@ -4,13 +4,12 @@
 //! engine's hashes to sequence hashes. Engine hashes are opaque: two ranks may call one block by two names,
 //! and two blocks by one.
 
-use hashbrown::HashMap;
-
 use crate::hashing::chain;
 pub use crate::holders::SLOTS_MAX;
 use crate::holders::{HolderSets, Holders};
 use crate::overlap::{overlap, Mixer};
 use crate::pages::PagePool;
+use crate::rank::{Placed, Rank, TakenBack};
 use crate::table::Table;
 
 /// GPU, CPU, disk, external.
@@ -95,16 +94,6 @@ struct Medium {
     blocks: Table<Holders>,
     sets: HolderSets,
     ranks: Vec<Option<Box<Rank>>>,
-}
-
-#[derive(Default)]
-struct Rank {
-    /// Engine key → sequence key.
-    names: Table<u64>,
-    /// Engine key → stores beyond the first.
-    repeats: HashMap<u64, u32>,
-    /// Sequence key → engine hashes beyond the first that name it.
-    aliases: HashMap<u64, u32>,
 }
 
 impl BlockIndex {
@@ -252,6 +241,27 @@ impl BlockIndex {
         n_blocks
     }
 
+    /// Removes some of what the rank at `slot` holds, a few thousand blocks at most; returns how many, 0 when it holds
+    /// nothing any more.
+    pub fn drop_some(&mut self, slot: u32) -> usize {
+        for medium in &mut self.media {
+            let Some(rank) = medium.ranks.get_mut(slot as usize).and_then(Option::as_deref_mut) else {
+                continue;
+            };
+            let (pages, blocks, sets) = (&mut self.pages, &mut medium.blocks, &mut medium.sets);
+            let names = rank.names.some_keys();
+            for &name in &names {
+                let sequence = rank.forget(pages, name).expect("the name was listed");
+                rank.give_up(pages, blocks, sets, slot, sequence);
+            }
+            if rank.names.is_empty() {
+                medium.forget_rank(slot);
+            }
+            return names.len();
+        }
+        0
+    }
+
     /// Fills `out` with the overlap of every slot; false, filling nothing, when it is too short for the slots
     /// in use.
     #[must_use]
@@ -278,8 +288,7 @@ impl BlockIndex {
             let mut pairs = Vec::with_capacity(rank.names.len());
             rank.names.for_each(|name, sequence| {
                 let pair = (self.mixer.name(name), self.mixer.hash(sequence));
-                let n_stores = 1 + rank.repeats.get(&name).map_or(0, |&n| n as usize);
-                pairs.extend(std::iter::repeat_n(pair, n_stores));
+                pairs.extend(std::iter::repeat_n(pair, rank.n_stores(name)));
             });
             pairs.sort_unstable();
             let (engine_hashes, sequence_hashes) = pairs.into_iter().unzip();
@@ -328,125 +337,6 @@ impl Medium {
     }
 }
 
-enum Placed {
-    New,
-    Repeated,
-    /// The name stood for this sequence until now.
-    Instead(u64),
-    OverLimit,
-}
-
-enum TakenBack {
-    Unknown,
-    StillStored,
-    /// The name is gone; it stood for this sequence.
-    Last(u64),
-}
-
-impl Rank {
-    /// Notes one more store of `sequence` under `name`. A name that stood for other content stands for the
-    /// new one alone: its earlier stores are forgotten, because the engine cannot mean both.
-    #[inline]
-    fn place(&mut self, pages: &mut PagePool, name: u64, sequence: u64, max: usize) -> Placed {
-        if self.names.len() >= max && self.names.get(name).is_none() {
-            return Placed::OverLimit;
-        }
-        let mut placed = Placed::New;
-        self.names.upsert(pages, name, |old| {
-            match old {
-                None => {}
-                Some(old) if old == sequence => placed = Placed::Repeated,
-                Some(old) => placed = Placed::Instead(old),
-            }
-            sequence
-        });
-        match placed {
-            Placed::Repeated => *self.repeats.entry(name).or_insert(0) += 1,
-            Placed::Instead(_) => forget(&mut self.repeats, name),
-            _ => {}
-        }
-        placed
-    }
-
-    /// Takes back one store of `name`.
-    #[inline]
-    fn take_back(&mut self, pages: &mut PagePool, name: u64) -> TakenBack {
-        if !self.repeats.is_empty() && count_down(&mut self.repeats, name) {
-            return TakenBack::StillStored;
-        }
-        self.names.remove(pages, name).map_or(TakenBack::Unknown, TakenBack::Last)
-    }
-
-    /// Makes `slot` a holder of `sequence`, on behalf of one more name.
-    #[inline]
-    fn claim(
-        &mut self,
-        pages: &mut PagePool,
-        blocks: &mut Table<Holders>,
-        sets: &mut HolderSets,
-        slot: u32,
-        sequence: u64,
-    ) {
-        let mut is_alias = false;
-        blocks.upsert(pages, sequence, |holders| match holders {
-            None => Holders::one(slot),
-            Some(holders) => {
-                let joined = sets.add(holders, slot);
-                is_alias = joined == holders;
-                joined
-            }
-        });
-        if is_alias {
-            *self.aliases.entry(sequence).or_insert(0) += 1;
-        }
-    }
-
-    /// Ends one name's claim to `sequence`; with the last one `slot` is no holder any more.
-    #[inline]
-    fn give_up(
-        &mut self,
-        pages: &mut PagePool,
-        blocks: &mut Table<Holders>,
-        sets: &mut HolderSets,
-        slot: u32,
-        sequence: u64,
-    ) {
-        if !self.aliases.is_empty() && count_down(&mut self.aliases, sequence) {
-            return;
-        }
-        blocks.update(pages, sequence, |holders| sets.remove(holders, slot));
-    }
-
-    fn bytes(&self) -> usize {
-        let beside = size_of::<u64>() + size_of::<u32>() + 5;
-        size_of::<Rank>()
-            + self.names.own_bytes()
-            + (self.repeats.capacity() + self.aliases.capacity()) * beside
-    }
-}
-
-/// Takes one off the count of `key`; false when it has none.
-fn count_down(counts: &mut HashMap<u64, u32>, key: u64) -> bool {
-    match counts.get_mut(&key) {
-        None => false,
-        Some(1) => {
-            forget(counts, key);
-            true
-        }
-        Some(count) => {
-            *count -= 1;
-            true
-        }
-    }
-}
-
-fn forget(counts: &mut HashMap<u64, u32>, key: u64) {
-    counts.remove(&key);
-    if counts.capacity() > 64 && counts.len() * 4 < counts.capacity() {
-        counts.shrink_to(counts.len() * 2);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -492,7 +382,11 @@ mod tests {
         store(&mut index, 5, Some(19), &[20], &blocks[20..21]);
         assert_eq!(overlaps(&index, &blocks, 201), expected);
         for slot in 0..200 {
-            index.drop_rank(slot);
+            if slot % 2 == 0 {
+                index.drop_rank(slot);
+            } else {
+                while index.drop_some(slot) > 0 {}
+            }
         }
         assert_eq!(index.stats(), IndexStats::default());
     }

@@ -9,5 +9,6 @@ mod overlap;
 mod pages;
 mod paths;
 pub mod prompt;
+mod rank;
 mod shard;
 mod table;

@@ -75,6 +75,10 @@ impl<V: Copy> Shard<V> {
         self.depth
     }
 
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     #[inline]
     fn n_buckets(&self) -> usize {
         self.n_pages as usize * Self::PAGE_BUCKETS

@@ -245,6 +245,17 @@ impl<V: Copy> Table<V> {
         self.len = 0;
     }
 
+    /// Some keys, a few thousand at most; none only when there are none.
+    pub fn some_keys(&self) -> Vec<u64> {
+        let mut keys = Vec::new();
+        match self.directory.iter().map(|&index| &self.shards[index as usize]).find(|shard| !shard.is_empty())
+        {
+            Some(shard) => shard.for_each(|key, _| keys.push(key)),
+            None => keys.extend(self.of_reserved_key.map(|_| RESERVED_KEY)),
+        }
+        keys
+    }
+
     /// Calls `f` with every key and value, in no order.
     pub fn for_each(&self, mut f: impl FnMut(u64, V)) {
         let mut last = None;

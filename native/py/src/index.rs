@@ -215,15 +215,25 @@ impl BlockIndex {
     }
 
     fn drop_blocks(&self, py: Python<'_>, slot: u32) -> usize {
-        let is_big = {
-            let index = self.lock(py);
-            (0..MEDIA).map(|medium| index.held(slot, medium)).sum::<usize>() > DETACH_BLOCKS
-        };
-        if is_big {
-            py.detach(|| self.wait().drop_rank(slot))
-        } else {
-            self.lock(py).drop_rank(slot)
+        {
+            let mut index = self.lock(py);
+            if (0..MEDIA).map(|medium| index.held(slot, medium)).sum::<usize>() <= DETACH_BLOCKS {
+                return index.drop_rank(slot);
+            }
         }
+        py.detach(|| {
+            let mut n_blocks = 0;
+            loop {
+                let n_dropped = self.wait().drop_some(slot);
+                if n_dropped == 0 {
+                    return n_blocks;
+                }
+                n_blocks += n_dropped;
+                if self.n_waiting.load(Ordering::Relaxed) > 0 {
+                    std::thread::yield_now();
+                }
+            }
+        })
     }
 }
 
