@@ -1,5 +1,6 @@
 """kvrouter inside your own program."""
 
+from kvrouter.library.answers import Answer, Answers
 from kvrouter.library.indexer import KvIndexer
 from kvrouter.library.mock_fleet import mock_fleet
 from kvrouter.library.router import KvRouter, PotentialLoad
@@ -9,6 +10,8 @@ KvPushRouter = KvRouter
 """The name under which Dynamo's users know it."""
 
 __all__ = [
+    "Answer",
+    "Answers",
     "Client",
     "Component",
     "Endpoint",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
@@ -48,3 +49,18 @@ def model_of(service: RouterService, name: str | None) -> ModelRouter:
         names = ", ".join(sorted(room.fleet.model for room in rooms))
         raise InvalidRequest(f"model: one of {names} must be named", param="model")
     return rooms[0]
+
+
+def context_length_of(room: ModelRouter, pin: Pin | None) -> int | None:
+    """The context that a request may count on, in tokens: the smallest of those who may serve a leg of it.
+
+    None when there is nobody. Routing does not weigh contexts, so that any of them may be picked.
+    """
+    return min(
+        (
+            card.context_length
+            for card in room.fleet
+            if pin is None or card.worker_id == pin.worker_id or card.role is Role.PREFILL
+        ),
+        default=None,
+    )

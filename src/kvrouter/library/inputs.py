@@ -1,69 +1,131 @@
-"""What library callers write as plain dictionaries, as requests and back."""
+"""What library callers write as plain values, as requests; the limits are those of the front door."""
 
+import math
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, TypeVar
 from uuid import uuid4
 
 import msgspec
+from msgspec import Meta
 
-from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.ids import RequestId
-from kvrouter.core.requests import EngineChunk, Sampling, TokenBuffer
+from kvrouter.core.constraints import Pin, RoutingConstraints
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest
+from kvrouter.core.ids import DpRank, RequestId, WorkerId
+from kvrouter.core.requests import Sampling, TokenBuffer
+from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX
+from kvrouter.frontend.openai.schema import (
+    NonNegativeInt,
+    NvExt,
+    Penalty,
+    PositiveInt,
+    Probability,
+    Seed,
+    TokenId,
+)
+from kvrouter.frontend.openai.wishes import check_wishes
 
 MAX_TOKENS_DEFAULT = 16
+REQUEST_ID_CHARS_MAX = 128
+
+Values = Mapping[str, object]
 
 
 class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When an answer ends."""
 
-    max_tokens: int = MAX_TOKENS_DEFAULT
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    max_tokens: PositiveInt = MAX_TOKENS_DEFAULT
+    min_tokens: NonNegativeInt = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=STOP_TOKENS_MAX)] = ()
     ignore_eos: bool = False
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How tokens are drawn."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-
-
-class Answer(TypedDict, total=False):
-    """One piece of an answer; ``finish_reason`` is there in the last one."""
-
-    token_ids: list[int]
-    finish_reason: str
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    seed: Seed | None = None
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] = 1.0
 
 
 def token_buffer(token_ids: TokenBuffer | Sequence[int]) -> TokenBuffer:
     """Return the ids as an unsigned 32-bit buffer; raise :class:`InvalidRequest` when they are none."""
     if isinstance(token_ids, array) and token_ids.typecode == "I":
-        return token_ids
-    try:
-        buffer = array("I", token_ids)
-    except (TypeError, OverflowError) as error:
-        raise InvalidRequest(f"token_ids: {error}", param="token_ids") from None
+        buffer = token_ids
+    elif isinstance(token_ids, bytes | bytearray):  # array() would take them for its own memory
+        raise InvalidRequest("token_ids: must be numbers, not bytes", param="token_ids")
+    else:
+        try:
+            buffer = array("I", token_ids)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest(f"token_ids: {error}", param="token_ids") from None
     if not buffer:
         raise InvalidRequest("token_ids: must not be empty", param="token_ids")
     return buffer
 
 
-def sampling_of(
-    stop_conditions: Mapping[str, object] | None, sampling_options: Mapping[str, object] | None
-) -> Sampling:
+def check_length(token_ids: TokenBuffer, *, max_tokens: int, context_length_tokens: int) -> None:
+    """Raise :class:`ContextLengthExceeded` when prompt and answer do not fit into the context together."""
+    isl_tokens = len(token_ids)
+    room_tokens = context_length_tokens - isl_tokens
+    if room_tokens < 1:
+        raise ContextLengthExceeded(
+            f"token_ids: {isl_tokens} tokens, and the model's context holds {context_length_tokens}, "
+            "the answer included",
+            param="token_ids",
+        )
+    if max_tokens > room_tokens:
+        raise ContextLengthExceeded(
+            f"stop_conditions.max_tokens: {isl_tokens} tokens of prompt leave room for {room_tokens} in the "
+            f"model's context of {context_length_tokens}, not for {max_tokens}",
+            param="stop_conditions.max_tokens",
+        )
+
+
+def sampling_of(stop_conditions: Values | None, sampling_options: Values | None) -> Sampling:
     """Return the sampling that two dictionaries describe; unknown keys are an error."""
-    stop = _struct(StopConditions, stop_conditions, "stop_conditions")
-    draw = _struct(SamplingOptions, sampling_options, "sampling_options")
-    if stop.max_tokens < 1:
-        raise InvalidRequest("stop_conditions.max_tokens: must be ≥ 1", param="stop_conditions.max_tokens")
+    stop = converted(StopConditions, stop_conditions or {}, at="stop_conditions")
+    draw = converted(SamplingOptions, sampling_options or {}, at="sampling_options")
+    if stop.min_tokens > stop.max_tokens:
+        raise InvalidRequest(
+            f"stop_conditions.min_tokens: must not be above max_tokens, which is {stop.max_tokens}",
+            param="stop_conditions.min_tokens",
+        )
     return Sampling(**msgspec.structs.asdict(stop), **msgspec.structs.asdict(draw))
+
+
+def wishes_of(
+    *,
+    constraints: RoutingConstraints | None = None,
+    override: Values | None = None,
+    worker_id: int | None = None,
+    dp_rank: int | None = None,
+) -> NvExt:
+    """Return what a caller wishes of routing, checked as the front door checks ``nvext``."""
+    values: dict[str, object] = {"worker_id": worker_id, "dp_rank": dp_rank}
+    if override is not None:
+        values["router_config_override"] = override
+    if constraints is not None:  # its own constructor checks no types
+        values["routing_constraints"] = _plain(constraints)
+    nvext = converted(NvExt, values, at="")
+    try:
+        check_wishes(nvext)
+    except InvalidRequest as error:
+        # Here the fields stand by themselves.
+        message, param = (text.replace("nvext.", "") for text in (error.message, error.param or ""))
+        raise InvalidRequest(message, param=param) from None
+    return nvext
+
+
+def pin_of(wishes: NvExt) -> Pin | None:
+    """The worker, and the rank of it, that are wished for."""
+    if wishes.worker_id is None:
+        return None
+    return Pin(WorkerId(wishes.worker_id), None if wishes.dp_rank is None else DpRank(wishes.dp_rank))
 
 
 def new_request_id() -> RequestId:
@@ -71,20 +133,42 @@ def new_request_id() -> RequestId:
     return RequestId(uuid4().hex)
 
 
-async def answers(chunks: AsyncIterator[EngineChunk]) -> AsyncIterator[Answer]:
-    """Turn an engine's chunks into what a library caller reads."""
-    async for chunk in chunks:
-        answer: Answer = {"token_ids": list(chunk.token_ids)}
-        if chunk.finish is not None:
-            answer["finish_reason"] = chunk.finish.value
-        yield answer
+def request_id_of(wished: str | None) -> RequestId:
+    """Return the caller's own id, or a new one."""
+    if wished is None:
+        return new_request_id()
+    if not 0 < len(wished) <= REQUEST_ID_CHARS_MAX:
+        raise InvalidRequest(
+            f"request_id: must have 1 to {REQUEST_ID_CHARS_MAX} characters", param="request_id"
+        )
+    return RequestId(wished)
 
 
-_S = TypeVar("_S", StopConditions, SamplingOptions)
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
-def _struct(kind: type[_S], values: Mapping[str, object] | None, field: str) -> _S:
+def converted(kind: type[_S], values: Values, *, at: str) -> _S:
+    """Return ``values`` as a ``kind``; raise :class:`InvalidRequest` naming the field under ``at``."""
+    _check_finite(values, at)
     try:
-        return msgspec.convert(values or {}, kind)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{field}: {error}", param=field) from None
+        what, _, path = str(error).partition(" - at `$")
+        field = f"{at}{path.rstrip('`')}".lstrip(".")
+        raise InvalidRequest(f"{field}: {what}" if field else what, param=field or None) from None
+
+
+def _plain(constraints: RoutingConstraints) -> object:
+    try:
+        return msgspec.to_builtins(constraints)
+    except TypeError as error:
+        raise InvalidRequest(f"routing_constraints: {error}", param="routing_constraints") from None
+
+
+def _check_finite(value: object, path: str) -> None:
+    """JSON has neither NaN nor infinity, so that the front door's limits need not speak of them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidRequest(f"{path}: must be a finite number", param=path)
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_finite(inner, f"{path}.{key}".lstrip("."))

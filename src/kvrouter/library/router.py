@@ -1,20 +1,27 @@
 """The KV router as an object: pick a worker, or pick and send, with the same decision as the front door's."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Self, TypedDict
-
-import msgspec
 
 from kvrouter.assembly import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
-from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId
+from kvrouter.core.constraints import RoutingConstraints
+from kvrouter.core.errors import InvalidRequest, ShuttingDown
+from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
-from kvrouter.library.fleet_of import OfEndpoint, model_of
-from kvrouter.library.inputs import Answer, answers, new_request_id, sampling_of, token_buffer
+from kvrouter.library.answers import Answer, Answers, pieces_of
+from kvrouter.library.fleet_of import OfEndpoint, context_length_of, model_of
+from kvrouter.library.inputs import (
+    check_length,
+    pin_of,
+    request_id_of,
+    sampling_of,
+    token_buffer,
+    wishes_of,
+)
 from kvrouter.library.runtime import Endpoint
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
@@ -51,7 +58,11 @@ class KvRouter:
             subscriber=runtime.events,
         )
         self._held: dict[RequestId, tuple[ModelRouter, Placement]] = {}
-        self._started = False
+        self._in_use: set[RequestId] = set()
+        """Ids that run, are being booked, or are held by hand."""
+        self._starting = asyncio.Lock()
+        self._is_started = False
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -61,13 +72,22 @@ class KvRouter:
         self.close()
 
     async def start(self) -> None:
-        """Begin to follow the workers; every method that routes does it when it was not done."""
-        if not self._started:
-            self._started = True
-            await self._service.start()
+        """Begin to follow the workers; every method that routes does it when it was not done.
+
+        Raises :class:`ShuttingDown` after :meth:`close`.
+        """
+        self._refuse_when_closed()
+        async with self._starting:
+            if not self._is_started:
+                await self._service.start()
+                self._is_started = True
 
     def close(self) -> None:
-        """Follow the workers no longer; free what was booked by hand."""
+        """Follow the workers no longer; free what was booked by hand. Nothing new is routed from now on.
+
+        Answers that are being read can be read to their end.
+        """
+        self._is_closed = True
         for request_id in list(self._held):
             self._free(request_id)
         self._service.stop()
@@ -84,27 +104,43 @@ class KvRouter:
         dp_rank: int | None = None,
         routing_constraints: RoutingConstraints | None = None,
         request_id: str | None = None,
-    ) -> AsyncIterator[Answer]:
+    ) -> Answers:
         """Route and send; return the answer as an async iterator of ``{"token_ids", "finish_reason"}``.
 
-        Errors of routing are raised by the first read. Leaving the iterator early (``aclose``) cancels.
+        Raises :class:`InvalidRequest` for what can't be meant. The request is routed by the first read, which
+        raises the errors of routing; later reads raise those of the workers. Leaving the iterator early
+        (``aclose``, or the end of ``async with``) cancels on the workers and frees what was booked.
         """
         await self.start()
+        room = model_of(self._service, model)
+        wishes = wishes_of(
+            constraints=routing_constraints,
+            override=router_config_override,
+            worker_id=worker_id,
+            dp_rank=dp_rank,
+        )
         request = GenerateRequest(
-            request_id=RequestId(request_id) if request_id is not None else new_request_id(),
-            model=model_of(self._service, model).fleet.model,
+            request_id=request_id_of(request_id),
+            model=room.fleet.model,
             token_ids=token_buffer(token_ids),
             sampling=sampling_of(stop_conditions, sampling_options),
-            constraints=routing_constraints or RoutingConstraints(),
-            override=_override(router_config_override),
-            pin=_pin(worker_id, dp_rank),
+            constraints=wishes.routing_constraints,
+            override=wishes.router_config_override,
+            pin=pin_of(wishes),
         )
-        return self._generate(request)
+        _check_length(room, request)
+        self._refuse_when_in_use(request.request_id)
+        return Answers(self._generate(request))
 
-    async def _generate(self, request: GenerateRequest) -> AsyncIterator[Answer]:
-        async with self._service.generate(request) as generation:
-            async for answer in answers(generation):
-                yield answer
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        self._refuse_when_closed()
+        self._take(request.request_id)
+        try:
+            async with self._service.generate(request) as generation:
+                async for piece in pieces_of(generation):
+                    yield piece
+        finally:
+            self._in_use.discard(request.request_id)
 
     async def best_worker(
         self,
@@ -117,29 +153,38 @@ class KvRouter:
         """Return (worker_id, dp_rank, overlap_blocks) of the worker that would be picked.
 
         With ``request_id`` the request is booked there: call :meth:`mark_prefill_complete` and :meth:`free`
-        for it. Without, nothing changes.
+        for it. Without, nothing changes. Raises :class:`InvalidRequest`, also for an id that is in use, and
+        :class:`RoutingRefused` when nobody may take the request now.
         """
         await self.start()
         room = model_of(self._service, model)
-        wish_id = new_request_id() if request_id is None else RequestId(request_id)
-        if wish_id in self._held:
-            raise InvalidRequest(
-                f"request_id: {wish_id!r} is booked already; free it first", param="request_id"
-            )
         request = GenerateRequest(
-            request_id=wish_id,
+            request_id=request_id_of(request_id),
             model=room.fleet.model,
             token_ids=token_buffer(token_ids),
             sampling=Sampling(max_tokens=1),
-            override=_override(router_config_override),
+            override=wishes_of(override=router_config_override).router_config_override,
         )
+        _check_length(room, request)
         if request_id is None:
             pick = room.explain(request).decode
         else:
-            placement = await room.place(request, request.token_ids, attempt=0, excluded=frozenset())
-            self._held[wish_id] = (room, placement)
-            pick = placement.decision.decode
+            pick = (await self._book(room, request)).decision.decode
         return pick.rank.worker_id, pick.rank.dp_rank, pick.overlap_blocks
+
+    async def _book(self, room: ModelRouter, request: GenerateRequest) -> Placement:
+        """Hold a place for the request until it is freed; it may have waited, and met :meth:`close`."""
+        self._take(request.request_id)
+        try:
+            placement = await room.place(request, request.token_ids, attempt=0, excluded=frozenset())
+        except BaseException:
+            self._in_use.discard(request.request_id)
+            raise
+        self._held[request.request_id] = (room, placement)
+        if self._is_closed:
+            self._free(request.request_id)
+        self._refuse_when_closed()
+        return placement
 
     async def best_worker_id(
         self,
@@ -193,6 +238,7 @@ class KvRouter:
         """Return what the index holds as JSON: stores by worker rank, each block by its engine's hash and its
         sequence hash.
         """
+        await self.start()
         events = []
         for room in self._service.models():
             if isinstance(room.cache, EventCacheView):
@@ -225,17 +271,31 @@ class KvRouter:
 
     def _free(self, request_id: RequestId) -> None:
         room, placement = self._held.pop(request_id)
+        self._in_use.discard(request_id)
         room.release(placement)
 
+    def _take(self, request_id: RequestId) -> None:
+        self._refuse_when_in_use(request_id)
+        self._in_use.add(request_id)
 
-def _override(values: Mapping[str, object] | None) -> RouterConfigOverride:
-    try:
-        return msgspec.convert(dict(values or {}), RouterConfigOverride)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"router_config_override: {error}", param="router_config_override") from None
+    def _refuse_when_in_use(self, request_id: RequestId) -> None:
+        if request_id in self._held:
+            raise InvalidRequest(
+                f"request_id: {request_id!r} is booked already; free it first", param="request_id"
+            )
+        if request_id in self._in_use:
+            raise InvalidRequest(f"request_id: {request_id!r} runs already", param="request_id")
+
+    def _refuse_when_closed(self) -> None:
+        if self._is_closed:
+            raise ShuttingDown("this KvRouter was closed; make another one")
 
 
-def _pin(worker_id: int | None, dp_rank: int | None) -> Pin | None:
-    if worker_id is None:
-        return None
-    return Pin(WorkerId(worker_id), None if dp_rank is None else DpRank(dp_rank))
+def _check_length(room: ModelRouter, request: GenerateRequest) -> None:
+    context_length_tokens = context_length_of(room, request.pin)
+    if context_length_tokens is not None:
+        check_length(
+            request.token_ids,
+            max_tokens=request.sampling.max_tokens,
+            context_length_tokens=context_length_tokens,
+        )

@@ -2,25 +2,25 @@
 
 ::
 
-    runtime = Runtime.in_process()
-    endpoint = runtime.namespace("dynamo").component("backend").endpoint("generate")
-    client = await endpoint.client()
-    async for answer in await client.round_robin({"token_ids": [1, 2, 3]}):
-        ...
+    async with mock_fleet() as runtime:
+        client = await runtime.namespace("default").component("backend").endpoint("generate").client()
+        async for piece in await client.round_robin({"token_ids": [1, 2, 3]}):
+            ...
 """
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
-from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason
-from kvrouter.core.ids import DpRank, Epoch, WorkerId
+from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.library.inputs import Answer, answers, new_request_id, sampling_of, token_buffer
+from kvrouter.library.answers import Answers, answers_of
+from kvrouter.library.inputs import check_length, converted, new_request_id, sampling_of, token_buffer
 from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
@@ -85,7 +85,11 @@ class Endpoint:
 
 
 class Client:
-    """Sends to an endpoint's workers: to any, in turn, or to a named one. ``close`` it at the end."""
+    """Sends to an endpoint's workers: to any, in turn, or to a named one. ``close`` it at the end.
+
+    A request is sent at once. Its answer is read to its last piece, or left with ``aclose`` or the end of an
+    ``async with``: otherwise the worker goes on for nobody.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -100,7 +104,7 @@ class Client:
         self._stop = await self._endpoint.runtime.discovery.watch(self._on_card, self._on_gone)
 
     def close(self) -> None:
-        """Follow no longer."""
+        """Follow no longer; nothing is sent from now on."""
         if self._stop is not None:
             self._stop()
             self._stop = None
@@ -111,38 +115,46 @@ class Client:
 
     async def wait_for_instances(self) -> list[WorkerId]:
         """Return the workers as soon as there is one."""
+        self._refuse_when_closed()
         while not self.instance_ids():
             self._changed.clear()
             await self._changed.wait()
         return self.instance_ids()
 
-    async def generate(self, request: Mapping[str, object]) -> AsyncIterator[Answer]:
+    async def generate(self, request: Mapping[str, object]) -> Answers:
         """Send to a random worker."""
         return await self.random(request)
 
-    async def random(self, request: Mapping[str, object]) -> AsyncIterator[Answer]:
+    async def random(self, request: Mapping[str, object]) -> Answers:
         """Send to a random worker."""
         return await self.direct(request, self._random.choice(self._some()))
 
-    async def round_robin(self, request: Mapping[str, object]) -> AsyncIterator[Answer]:
+    async def round_robin(self, request: Mapping[str, object]) -> Answers:
         """Send to the workers in turn."""
         workers = self._some()
         self._turn += 1
         return await self.direct(request, workers[(self._turn - 1) % len(workers)])
 
-    async def direct(self, request: Mapping[str, object], worker_id: int) -> AsyncIterator[Answer]:
+    async def direct(self, request: Mapping[str, object], worker_id: int) -> Answers:
         """Send to this worker.
 
         ``request`` has ``token_ids`` and may have ``stop_conditions``, ``sampling_options`` and ``dp_rank``.
-        Raises :class:`InvalidRequest` for an unknown worker, ``WorkerUnreachable`` when it does not accept.
+        Raises :class:`InvalidRequest` for an unknown worker or a request that it can't serve,
+        ``WorkerUnreachable`` when it does not accept, :class:`ShuttingDown` after :meth:`close`.
         """
+        self._refuse_when_closed()
         card = self._cards.get(WorkerId(worker_id))
         if card is None:
             raise InvalidRequest(f"worker_id: {worker_id} does not serve this endpoint", param="worker_id")
         stream = await self._endpoint.runtime.requests.open(card.address, _engine_request(request, card))
-        return answers(aiter(stream))
+        return answers_of(stream)
+
+    def _refuse_when_closed(self) -> None:
+        if self._stop is None:
+            raise ShuttingDown("this client was closed; make another one")
 
     def _some(self) -> list[WorkerId]:
+        self._refuse_when_closed()
         workers = self.instance_ids()
         if not workers:
             draining = {Reason.DRAINING: len(self._cards)} if self._cards else {}
@@ -166,20 +178,23 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_ids: list[int]
     stop_conditions: dict[str, object] = {}
     sampling_options: dict[str, object] = {}
-    dp_rank: int = 0
+    dp_rank: int | None = None
 
 
 def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRequest:
-    try:
-        parsed = msgspec.convert(dict(request), _Request)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"request: {error}", param="request") from None
+    parsed = converted(_Request, request, at="request")
+    token_ids = token_buffer(parsed.token_ids)
+    sampling = sampling_of(parsed.stop_conditions, parsed.sampling_options)
+    check_length(token_ids, max_tokens=sampling.max_tokens, context_length_tokens=card.context_length)
+    dp_rank = DpRank(card.dp_start if parsed.dp_rank is None else parsed.dp_rank)
+    if WorkerRank(card.worker_id, dp_rank) not in card.ranks():
+        raise InvalidRequest(f"dp_rank: worker {card.worker_id} has no rank {dp_rank}", param="dp_rank")
     return EngineRequest(
         request_id=new_request_id(),
         attempt=0,
         leg=Leg.AGGREGATED,
         model=card.model,
-        token_ids=token_buffer(parsed.token_ids),
-        sampling=sampling_of(parsed.stop_conditions, parsed.sampling_options),
-        dp_rank=DpRank(parsed.dp_rank),
+        token_ids=token_ids,
+        sampling=sampling,
+        dp_rank=dp_rank,
     )
