@@ -306,6 +306,24 @@ def test_the_check_repeats_warnings(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in report.text.splitlines()[-2:]] == ["warning", "warning"]
 
 
+def test_the_check_warns_of_a_level_that_has_no_file(tmp_path: Path) -> None:
+    write(tmp_path, zone="a", rack="")
+    report = check(tmp_path, DYN_TOPOLOGY_LEVELS="region,zone,rack")
+    assert report.exit_code == 0
+    assert report.warnings == tuple(
+        f"DYN_TOPOLOGY_LEVELS: {tmp_path}/{level} has no value for the level '{level}' "
+        "(found zone=a, rack is empty)"
+        for level in ("region", "rack")
+    )
+    assert report.text.endswith(f"\nwarning: {report.warnings[0]}\nwarning: {report.warnings[1]}")
+    (tmp_path / "zone").unlink()
+    refused = check(tmp_path, DYN_TOPOLOGY_LEVELS="region,zone")
+    assert refused.exit_code == 1
+    assert [line.split(" has no value")[0] for line in refused.warnings] == [
+        f"DYN_TOPOLOGY_LEVELS: {tmp_path}/region"
+    ]
+
+
 def test_the_check_of_a_worker_without_topology(tmp_path: Path) -> None:
     report = topology_check({})
     assert report == CheckReport(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.topology import validate_runtime_config, worker_taints
-from kvrouter.worker.topology_env import ENABLED, TopologyEnv, parse_topology_env
+from kvrouter.worker.topology_env import ENABLED, LEVELS, TopologyEnv, parse_topology_env
 from kvrouter.worker.topology_files import Reading, read_domains
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -96,16 +96,26 @@ def topology_check(environ: Mapping[str, str]) -> CheckReport:
         if not env.enabled:
             return _report(f"Topology is off ({ENABLED} is not true): nothing is published.", env.warnings)
         reading = read_domains(env.mount_path)
+        seen = env.warnings + reading.warnings + _levels_without_value(env, reading)
         if env.awaited_domain not in reading.domains:
             wait = f"a worker waits {env.timeout_s:g} s for it, then exits with code 1"
-            return _refusal(f"{_missing(env, reading)}; {wait}", env.warnings + reading.warnings)
+            return _refusal(f"{_missing(env, reading)}; {wait}", seen)
         config = topology_config(ModelRuntimeConfig(), env, reading)
-        warnings = env.warnings + reading.warnings + tuple(validate_runtime_config(config))
+        warnings = seen + tuple(validate_runtime_config(config))
     except ConfigError as error:
         return _refusal(error.message, ())
     published = msgspec.json.format(msgspec.json.encode(config), indent=2).decode()
     taints = "\n".join(f"  {taint}" for taint in sorted(worker_taints(config)))
     return _report(f"A worker would publish:\n{published}\nand carry the taints:\n{taints}", warnings, config)
+
+
+def _levels_without_value(env: TopologyEnv, reading: Reading) -> tuple[str, ...]:
+    """A level that is misspelt counts for nothing where distances are told, and nobody would notice."""
+    return tuple(
+        f"{LEVELS}: {env.mount_path}/{level} has no value for the level '{level}' (found {reading.describe()})"
+        for level in env.levels
+        if level not in reading.domains and level != env.awaited_domain
+    )
 
 
 def _report(text: str, warnings: tuple[str, ...], config: ModelRuntimeConfig | None = None) -> CheckReport:
