@@ -134,3 +134,15 @@ async def test_a_router_that_shuts_down_cuts_what_runs_too_long() -> None:
         await bench.until_quiet()
         with pytest.raises(ShuttingDown):
             bench.service.generate(bench.request())
+
+
+@pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
+async def test_a_request_id_is_free_again_when_its_client_has_left(handoff: str) -> None:
+    """Nothing reads a leg that was cancelled; the plane must not keep it in mind for that."""
+    async with mock_bench(pairs(handoff=handoff, prefill=1, decode=1)) as bench:
+        request = bench.request(max_tokens=LONG_TOKENS, prefill_worker_id=1)
+        for when in (accepted(Leg.PREFILL), accepted(Leg.DECODE), streaming(Leg.DECODE)):
+            await leave_when(bench, when, request)
+        bench.plane.hook = None
+        tokens, _ = await bench.read(request)
+        assert len(tokens) == LONG_TOKENS

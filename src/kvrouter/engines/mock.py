@@ -21,6 +21,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.engines.port import EventsSink, LoadSink
 from kvrouter.mock import Carried, DomainPair, EngineFull, Fabric, Links, MockConfig, Party
 from kvrouter.mock.engine import MockEngine
+from kvrouter.mock.sequence import sequence_key
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 TURN_MAX_S = 0.005
@@ -218,9 +219,10 @@ class MockCluster:
 
     def submit(self, worker_id: WorkerId, request: EngineRequest) -> MockStream:
         """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused."""
-        party = self._fabric.submit(
-            self._catch_up(), worker_id, request, credit_tokens=self._stream_tokens_max
-        )
+        now = self._catch_up()
+        if Party(worker_id, sequence_key(request)) in self._streams:
+            self.deliver()  # an earlier leg of this name may have ended, and its reader was not told yet
+        party = self._fabric.submit(now, worker_id, request, credit_tokens=self._stream_tokens_max)
         stream = self._streams[party] = MockStream(self, party, self._stream_tokens_max)
         self._turn_soon()
         return stream

@@ -1,6 +1,7 @@
 """The request plane inside one process: a stream goes straight from the worker's engine to the reader."""
 
 import asyncio
+from weakref import WeakSet
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, RequestId, WorkerId
@@ -54,6 +55,7 @@ class MemoryStream:
         """Tell the worker to stop and free what it holds; idempotent, allowed at any time."""
         if self._broken is None:
             self._inner.cancel(reason)
+        self._registration.let_go(self._key, self)
 
     def break_off(self, why: str) -> None:
         """The worker is lost: the reader gets StreamBroken."""
@@ -68,7 +70,7 @@ class MemoryStream:
 
     def _end(self) -> None:
         self._ended = True
-        self._registration.forget(self._key)
+        self._registration.let_go(self._key, self)
 
 
 class MemoryRegistration:
@@ -79,6 +81,8 @@ class MemoryRegistration:
         self._plane = plane
         self._server = server
         self._streams: dict[LegKey, MemoryStream | None] = {}
+        self._let_go: WeakSet[MemoryStream] = WeakSet()
+        """Streams that ended or were cancelled: most have no reader any more, and then they are gone."""
 
     async def open(self, request: EngineRequest, open_timeout_s: float) -> MemoryStream:
         """Hand ``request`` to the worker. A leg that is open already is refused, not served twice."""
@@ -90,10 +94,10 @@ class MemoryRegistration:
             async with asyncio.timeout(open_timeout_s):
                 inner = await self._server.submit(request)
         except TimeoutError:
-            self.forget(key)
+            self._streams.pop(key, None)
             raise WorkerUnreachable(f"{self.address} did not answer in {open_timeout_s} s") from None
         except BaseException:
-            self.forget(key)
+            self._streams.pop(key, None)
             raise
         stream = MemoryStream(inner, key, self)
         if key not in self._streams:
@@ -105,22 +109,28 @@ class MemoryRegistration:
     def leave(self, why: str) -> None:
         """The worker is gone: open streams break, new ones are refused. Idempotent."""
         self._plane.forget(self.address)
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            if stream is not None:
-                stream.break_off(f"{self.address}: {why}")
+        for stream in self._take_streams():
+            stream.break_off(f"{self.address}: {why}")
 
     def hang_up(self) -> None:
         """The router is gone: the worker is told to stop what it does for it, and open streams break."""
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            if stream is not None:
-                stream.cancel("the router closed its connection")
-                stream.break_off("the plane was closed")
+        for stream in self._take_streams():
+            stream.cancel("the router closed its connection")
+            stream.break_off("the plane was closed")
 
-    def forget(self, key: LegKey) -> None:
-        """The leg has ended."""
-        self._streams.pop(key, None)
+    def let_go(self, key: LegKey, stream: MemoryStream) -> None:
+        """The leg has ended, or was told to: its key is free, and whoever reads on hears of a lost worker."""
+        if self._streams.get(key) is stream:
+            del self._streams[key]
+            self._let_go.add(stream)
+
+    def _take_streams(self) -> list[MemoryStream]:
+        """Every stream that someone may still read; none of them is known here afterwards."""
+        streams = [stream for stream in self._streams.values() if stream is not None]
+        streams.extend(self._let_go)
+        self._streams.clear()
+        self._let_go.clear()
+        return streams
 
 
 class MemoryRequestPlane:
