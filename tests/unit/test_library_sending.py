@@ -1,0 +1,94 @@
+"""The plain client of an endpoint: to anybody, in turn, or to one."""
+
+import asyncio
+
+import pytest
+
+from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
+from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.library import Client
+from kvrouter.planes.requests.port import WorkerUnreachable
+from tests.support.embedding import program, tokens_of
+from tests.support.mock_fleets import alike, prompt
+
+REQUEST: dict[str, object] = {"token_ids": prompt().tolist(), "stop_conditions": {"max_tokens": 3}}
+
+
+def distinct(n: int) -> dict[str, object]:
+    return {"token_ids": prompt(first=n).tolist(), "stop_conditions": {"max_tokens": 3}}
+
+
+async def test_each_way_to_send() -> None:
+    async with program(alike(replicas=3)) as here:
+        client = await here.endpoint.client()
+        answers = [
+            await tokens_of(await client.generate(REQUEST)),
+            await tokens_of(await client.random(REQUEST)),
+            await tokens_of(await client.round_robin(REQUEST)),
+            await tokens_of(await client.direct(REQUEST, 2)),
+        ]
+        assert all(answer == answers[0] and len(answer) == 3 for answer in answers)
+        client.close()
+
+
+async def test_round_robin_goes_around_and_random_does_not_stay() -> None:
+    async with program(alike(replicas=3)) as here:
+        client = await here.endpoint.client()
+
+        def blocks() -> list[int]:
+            workers = [here.fleet.workers[WorkerId(n)] for n in (1, 2, 3)]
+            return [len(worker.engine.snapshot(DpRank(0))) for worker in workers]
+
+        for n in range(3):
+            await tokens_of(await client.round_robin(distinct(n)))
+        assert all(blocks()), "each worker got one"
+        before = blocks()
+        for n in range(40):
+            await tokens_of(await client.random(distinct(100 + n)))
+        assert all(after > was for was, after in zip(before, blocks(), strict=True))
+        client.close()
+
+
+async def test_a_rank_of_a_worker_can_be_named() -> None:
+    async with program(alike(replicas=1, dp_size=2)) as here:
+        client = await here.endpoint.client()
+        await tokens_of(await client.direct({**REQUEST, "dp_rank": 1}, 1))
+        worker = here.fleet.workers[WorkerId(1)]
+        assert worker.engine.snapshot(DpRank(1))
+        assert not worker.engine.snapshot(DpRank(0))
+        with pytest.raises(InvalidRequest) as wrong:
+            await client.direct({**REQUEST, "dp_rank": 2}, 1)
+        assert wrong.value.param == "dp_rank"
+        client.close()
+
+
+async def test_unknown_dead_and_draining_workers() -> None:
+    async with program(alike(replicas=2)) as here:
+        client = await here.endpoint.client()
+        with pytest.raises(InvalidRequest, match="worker_id"):
+            await client.direct(REQUEST, 9)
+        here.fleet.workers[WorkerId(1)].die("nobody is told")
+        with pytest.raises(WorkerUnreachable):
+            await client.direct(REQUEST, 1)
+        await here.fleet.kill(WorkerId(1))
+        assert client.instance_ids() == [2]
+        await here.fleet.workers[WorkerId(2)].begin_drain()
+        assert client.instance_ids() == []
+        with pytest.raises(NoEligibleWorker) as refused:
+            await client.random(REQUEST)
+        assert {reason.value: n for reason, n in refused.value.refusals.items()} == {"draining": 1}
+        client.close()
+
+
+async def test_a_client_waits_for_the_first_worker() -> None:
+    async with program(alike(replicas=1)) as here:
+        client = Client(here.runtime.namespace("default").component("late").endpoint("generate"))
+        await client.follow()
+        waiting = asyncio.create_task(client.wait_for_instances())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        waiting.cancel()
+        client.close()
+        ready = await here.endpoint.client()
+        assert await ready.wait_for_instances() == [1]
+        ready.close()
