@@ -111,8 +111,9 @@ def topology_check(environ: Mapping[str, str]) -> CheckReport:
 
 def _levels_without_value(env: TopologyEnv, reading: Reading) -> tuple[str, ...]:
     """A level that is misspelt counts for nothing where distances are told, and nobody would notice."""
+    found = reading.describe()
     return tuple(
-        f"{LEVELS}: {env.mount_path}/{level} has no value for the level '{level}' (found {reading.describe()})"
+        f"{LEVELS}: {env.mount_path}/{level} has no value for the level '{level}' (found {found})"
         for level in env.levels
         if level not in reading.domains and level != env.awaited_domain
     )
