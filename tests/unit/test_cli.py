@@ -110,6 +110,81 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert served.calls == []
 
 
+UNBOUND = """\
+version: 1
+models: [{name: m}]
+topology: {levels: [zone]}
+workers:
+  - {name: p, role: prefill, domains: {zone: a}}
+  - {name: d, role: decode, domains: {zone: a}}
+"""
+LEVEL = "--kv-transfer-topology-level"
+
+
+@pytest.mark.parametrize("how", ["flag", "variable", "file"])
+def test_up_refuses_a_topology_level_that_the_fleet_does_not_have(
+    how: str,
+    served: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    in_file = "router: {kv_transfer_topology_level: zne}\n" if how == "file" else ""
+    path.write_text(UNBOUND + in_file)
+    if how == "variable":
+        monkeypatch.setenv("DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL", "zne")
+    assert main(["up", "--fleet", str(path), *([LEVEL, "zne"] if how == "flag" else [])]) == 2
+    must = "must be one of topology.levels (zone), not 'zne' (did you mean zone?)"
+    place = f"{path}:7: " if how == "file" else ""
+    assert capsys.readouterr().err == f"kvrouter: {place}router.kv_transfer_topology_level: {must}\n"
+    assert served.calls == []
+    path.write_text(UNBOUND)
+    monkeypatch.setenv("DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL", "zone")
+    assert main(["up", "--fleet", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "err"),
+    [
+        ("role: prefill", "role: both", "router.kv_transfer_topology_level has no effect on model 'm'"),
+        ("prefill, domains: {zone: a}", "prefill, topology_env: {DYN_TOPOLOGY_ENABLED: 'true'}", ""),
+    ],
+)
+def test_up_takes_a_level_that_may_come_or_that_nobody_asks_for(
+    old: str, new: str, err: str, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(UNBOUND.replace(old, new))
+    assert main(["up", "--fleet", str(path), LEVEL, "rack"]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith(f"kvrouter: warning: {err}") if err else told == ""
+    assert len(served.calls) == 1
+
+
+def test_up_warns_of_what_settings_and_fleet_are_together_and_serves_both_alike(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(UNBOUND.replace("decode, domains: {zone: a}", "decode, domains: {zone: b}"))
+    flags = [LEVEL, "zone", "--kv-transfer-weight", "2", "--tokenize-inline-max-chars", "7"]
+    assert main(["up", "--fleet", str(path), *flags]) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("kvrouter: warning: ").split(":")[0] for line in told] == [
+        "router.kv_transfer_weight weighs assumed links",
+        "zone=a has prefill workers and no decode worker",
+        "zone=b has decode workers and no prefill worker",
+    ]
+    ((settings, fleet),) = served.calls
+    assert (fleet.router, fleet.frontend, fleet.log) == (settings.router, settings.frontend, settings.log)
+    assert fleet.frontend.tokenize_inline_max_chars == 7
+    served.calls.clear()
+    crossing = ["--kv-transfer-mismatch-policy", "fallback"]
+    assert main(["up", "--fleet", str(path), LEVEL, "zone", *crossing]) == 0
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("ends_with", "code", "line"),
     [

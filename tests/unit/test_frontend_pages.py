@@ -118,24 +118,6 @@ async def test_models_are_listed_as_openai_does() -> None:
     assert error_of(unknown)["code"] == "model_not_found"
 
 
-async def test_ready_only_while_somebody_can_answer() -> None:
-    async with open_house() as house:
-        nobody = await house.http.get("/ready")
-        house.bench.discovery.put(card(1, Role.PREFILL))
-        no_decode = await house.http.get("/ready")
-        house.bench.discovery.put(card(2, Role.DECODE))
-        ready = await house.http.get("/ready")
-        healthy = await house.http.get("/health")
-        await house.bench.service.drain(0.0)
-        draining = await house.http.get("/ready")
-        still = await house.http.get("/health")
-    assert [each.status_code for each in (nobody, no_decode, ready, draining)] == [503, 503, 200, 503]
-    assert error_of(nobody)["code"] == "not_ready"
-    assert error_of(draining)["code"] == "shutting_down"
-    assert (healthy.status_code, healthy.json()["status"]) == (200, "ok")
-    assert (still.status_code, still.json()["status"]) == (200, "draining")
-
-
 async def metrics_of(house: House) -> dict[tuple[str, ...], float]:
     """Samples by name and sorted label values."""
     response = await house.http.get("/metrics")

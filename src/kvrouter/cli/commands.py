@@ -10,7 +10,7 @@ import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.config.document import Document, read_document
-from kvrouter.config.fleet_checks import default_fleet_document, load_fleet
+from kvrouter.config.fleet_checks import default_fleet_document, load_fleet, settled
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import FLEET_VARIABLE, load_settings
 from kvrouter.telemetry.logs import configure_logging
@@ -47,14 +47,15 @@ def up(fleet: Path | None, **flags: SettingValue | None) -> None:
     A flag wins over its variable, the variable over the fleet file, the file over the default.
     """
     document = _fleet_document(fleet)
-    loaded_fleet = load_fleet(document)
+    of_file = load_fleet(document).fleet
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
-    _warn((*loaded.warnings, *loaded_fleet.warnings))
+    settled_fleet = settled(of_file, loaded.settings)
+    _warn((*loaded.warnings, *settled_fleet.warnings))
     from kvrouter.assembly import serve  # noqa: PLC0415
 
     log = loaded.settings.log
     configure_logging(log.log_level.value, log_format=log.log_format.value)
-    sys.exit(serve(loaded.settings, loaded_fleet.fleet))
+    sys.exit(serve(loaded.settings, settled_fleet.fleet))
 
 
 up.params.extend(setting_options())

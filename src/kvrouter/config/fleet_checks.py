@@ -1,7 +1,7 @@
 """What a fleet file must say as a whole: names that meet, domains that exist, models that somebody
 decodes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -13,11 +13,14 @@ from kvrouter.config.problems import (
     Problem,
     config_error,
     did_you_mean,
+    dotted,
     innermost,
     problem_of,
     raise_problems,
 )
+from kvrouter.config.tree import Settings
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.topology import MismatchPolicy
 
 RANKS_MAX = 65_536
 """How many worker ranks one file may describe."""
@@ -47,8 +50,30 @@ def load_fleet(document: Document) -> LoadedFleet:
         problems.sort(key=lambda problem: document.line_of(problem.path))
         raise config_error(problems, document.place) from error
     raise_problems(
-        [*_name_problems(fleet), *_topology_problems(fleet), *_size_problems(fleet)], document.place
+        [
+            *_name_problems(fleet),
+            *_topology_problems(fleet),
+            *_router_problems(fleet),
+            *_size_problems(fleet),
+        ],
+        document.place,
     )
+    return _with_warnings(fleet)
+
+
+def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
+    """Return ``fleet`` under the settings that flags and variables have made of the file's own.
+
+    Raises ConfigError where the two together cannot be run.
+    """
+    fleet = fleet.model_copy(
+        update={"router": settings.router, "frontend": settings.frontend, "log": settings.log}
+    )
+    raise_problems(list(_router_problems(fleet)), dotted)
+    return _with_warnings(fleet)
+
+
+def _with_warnings(fleet: FleetFile) -> LoadedFleet:
     return LoadedFleet(fleet, (*_transfer_warnings(fleet), *_engine_warnings(fleet)))
 
 
@@ -80,22 +105,16 @@ def _topology_problems(fleet: FleetFile) -> Iterator[Problem]:
         if level in levels[:position]:
             yield Problem(("topology", "levels", position), f"must be unique: {level!r} is there already")
 
-    def unknown(name: str) -> str | None:
-        if name in levels:
-            return None
-        listed = ", ".join(levels) if levels else "none are given"
-        return f"must be one of topology.levels ({listed}), not {name!r}{did_you_mean(name, levels)}"
-
     links = fleet.topology.link_table
     for level in links.within:
-        if must := unknown(level):
+        if must := _unknown_level(fleet, level):
             yield Problem(("topology", "links", "within", level), must)
     for position, pair in enumerate(links.pairs):
-        if must := unknown(pair.level):
+        if must := _unknown_level(fleet, pair.level):
             yield Problem(("topology", "links", "pairs", position, "level"), must)
     for position, group in enumerate(fleet.workers):
         for domain in group.domains:
-            if must := unknown(domain):
+            if must := _unknown_level(fleet, domain):
                 yield Problem(("workers", position, "domains", domain), must)
         for index, taint in enumerate(group.taints):
             if taint.startswith(_RESERVED_TAINTS):
@@ -103,10 +122,30 @@ def _topology_problems(fleet: FleetFile) -> Iterator[Problem]:
                 yield Problem(("workers", position, "taints", index), must)
     policy = fleet.kv_transfer
     if policy is not None:
-        if must := unknown(policy.domain):
+        if must := _unknown_level(fleet, policy.domain):
             yield Problem(("kv_transfer", "domain"), must)
         if policy.enforcement is Enforcement.PREFERRED and policy.preferred_weight is None:
             yield Problem(("kv_transfer", "preferred_weight"), "is required under 'preferred': from 0 to 1")
+
+
+def _unknown_level(fleet: FleetFile, name: str) -> str | None:
+    """Say what a level must be, where ``name`` is none of the file's."""
+    levels = fleet.topology.levels
+    if name in levels:
+        return None
+    listed = ", ".join(levels) if levels else "none are given"
+    return f"must be one of topology.levels ({listed}), not {name!r}{did_you_mean(name, levels)}"
+
+
+def _router_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """A level that no worker has a value of would have every pair refused, and the router never ready."""
+    level = fleet.router.kv_transfer_topology_level
+    if level is None or not any(group.role is Role.PREFILL for group in fleet.workers):
+        return
+    if any(group.topology_env for group in fleet.workers):
+        return  # which domains there are, those workers' files say
+    if must := _unknown_level(fleet, level.strip()):
+        yield Problem(("router", "kv_transfer_topology_level"), must)
 
 
 def _size_problems(fleet: FleetFile) -> Iterator[Problem]:
@@ -125,25 +164,30 @@ def _groups_of(fleet: FleetFile, model: str) -> list[WorkerGroup]:
 
 
 def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
-    policy = fleet.kv_transfer
-    if fleet.router.kv_transfer_weight > 0 and fleet.topology.links is None:
+    policy, router = fleet.kv_transfer, fleet.router
+    if router.kv_transfer_weight > 0 and fleet.topology.links is None:
         yield "router.kv_transfer_weight weighs assumed links: measure them and write topology.links"
-    if policy is None:
+    if policy is not None:
+        if policy.preferred_weight is not None and policy.enforcement is not Enforcement.PREFERRED:
+            yield f"kv_transfer.preferred_weight has no effect under {policy.enforcement.value!r}"
+        source, domain = "kv_transfer", policy.domain
+        is_required = policy.enforcement is Enforcement.REQUIRED
+    elif router.kv_transfer_topology_level is not None:
+        source, domain = "router.kv_transfer_topology_level", router.kv_transfer_topology_level.strip()
+        is_required = router.kv_transfer_mismatch_policy is MismatchPolicy.FAIL
+    else:
         return
-    if policy.preferred_weight is not None and policy.enforcement is not Enforcement.PREFERRED:
-        yield f"kv_transfer.preferred_weight has no effect under {policy.enforcement.value!r}"
     for model in fleet.models:
-        yield from _domain_warnings(fleet, model.name, policy.domain, policy.enforcement)
+        groups = _groups_of(fleet, model.name)
+        if all(group.role is not Role.PREFILL for group in groups):
+            yield f"{source} has no effect on model {model.name!r}: no worker of it has role prefill"
+        elif is_required and not any(group.topology_env for group in groups):
+            yield from _domain_warnings(groups, model.name, domain)
 
 
-def _domain_warnings(fleet: FleetFile, model: str, domain: str, enforcement: Enforcement) -> Iterator[str]:
-    groups = _groups_of(fleet, model)
+def _domain_warnings(groups: Sequence[WorkerGroup], model: str, domain: str) -> Iterator[str]:
+    """Tell of workers that get nothing while KV must keep to ``domain``."""
     prefill = [group for group in groups if group.role is Role.PREFILL]
-    if not prefill:
-        yield f"kv_transfer has no effect on model {model!r}: no worker of it has role prefill"
-        return
-    if enforcement is not Enforcement.REQUIRED:
-        return
     for group in groups:
         if domain not in group.domains:
             yield f"group {group.name!r} has no {domain}: under 'required' KV may neither reach nor leave it"

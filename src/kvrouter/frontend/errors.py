@@ -42,7 +42,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class NotReady(KvrouterError):
-    """No model has an alive worker that could answer."""
+    """No model has a worker, or a pair of workers, that may answer."""
 
     status_hint = 503
     code = "not_ready"

@@ -11,6 +11,7 @@ from kvrouter.core.errors import ShuttingDown, UnknownModel
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.errors import NotReady
 from kvrouter.frontend.prepare import Hall
+from kvrouter.frontend.readiness import why_not_ready
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Telemetry
 
@@ -58,12 +59,16 @@ class Pages:
         return json_page({"status": status, "running_requests": self._service.running})
 
     async def ready(self, _: Request) -> Response:
-        """``GET /ready``: 200 when a request that comes now can be answered."""
+        """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy."""
         if self._service.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
-        if not self._service.is_ready:
-            raise NotReady("no model has an alive worker that decodes")
-        return json_page({"status": "ready"})
+        reasons: list[str] = []
+        for name in self._hall.models():
+            why = why_not_ready(self._service.model(name))
+            if why is None:
+                return json_page({"status": "ready"})
+            reasons.append(f"{name}: {why}")
+        raise NotReady("; ".join(reasons) or "no worker has registered a model that has a tokenizer here")
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``, in Prometheus' text format."""

@@ -1,0 +1,98 @@
+"""``/ready`` is the decision's own answer: a fleet that refuses everything takes no traffic."""
+
+from collections.abc import Sequence
+
+import httpx
+import pytest
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
+from kvrouter.topology import MismatchPolicy
+from tests.support.fleets import card
+from tests.support.front import House, open_house
+
+
+def error_of(response: httpx.Response) -> dict[str, object]:
+    error = response.json()["error"]
+    assert isinstance(error, dict)
+    return error
+
+
+async def is_ready(house: House) -> bool:
+    """Whether it is ready, which its own answer to a request must bear out."""
+    ready = await house.http.get("/ready")
+    explained = await house.http.post("/v1/route/explain", json={"model": "mock", "prompt": [1]})
+    assert ready.status_code in {200, 503}
+    if explained.status_code == 200:
+        refused = explained.json()["error"]
+        assert (refused is None or refused["code"] == "all_workers_busy") == (ready.status_code == 200)
+    return ready.status_code == 200
+
+
+async def test_ready_only_while_somebody_can_answer() -> None:
+    async with open_house() as house:
+        nobody = await house.http.get("/ready")
+        house.bench.discovery.put(card(1, Role.PREFILL))
+        no_decode = await house.http.get("/ready")
+        house.bench.discovery.put(card(2, Role.DECODE))
+        ready = await house.http.get("/ready")
+        healthy = await house.http.get("/health")
+        await house.bench.service.drain(0.0)
+        draining = await house.http.get("/ready")
+        still = await house.http.get("/health")
+    assert [each.status_code for each in (nobody, no_decode, ready, draining)] == [503, 503, 200, 503]
+    assert (error_of(nobody)["code"], nobody.headers["retry-after"]) == ("not_ready", "1")
+    assert str(error_of(no_decode)["message"]).startswith("mock: no decode worker may take this request")
+    assert error_of(draining)["code"] == "shutting_down"
+    assert (healthy.status_code, healthy.json()["status"]) == (200, "ok")
+    assert (still.status_code, still.json()["status"]) == (200, "draining")
+
+
+def pair(enforcement: Enforcement | None, *, decode_zone: str | None) -> list[WorkerCard]:
+    return [card(1, Role.PREFILL, zone="a", enforcement=enforcement), card(2, Role.DECODE, zone=decode_zone)]
+
+
+ROUTER_ASKS_RACK = KvRouterConfig(kv_transfer_topology_level="rack")
+ROUTER_PREFERS_RACK = KvRouterConfig(
+    kv_transfer_topology_level="rack", kv_transfer_mismatch_policy=MismatchPolicy.FALLBACK
+)
+
+
+@pytest.mark.parametrize(
+    ("cards", "config", "ready"),
+    [
+        (pair(Enforcement.REQUIRED, decode_zone="a"), None, True),
+        (pair(Enforcement.REQUIRED, decode_zone="b"), None, False),
+        (pair(Enforcement.REQUIRED, decode_zone=None), None, False),
+        (pair(Enforcement.FALLBACK, decode_zone="b"), None, True),
+        (pair(None, decode_zone="b"), None, True),
+        (pair(None, decode_zone="a"), ROUTER_ASKS_RACK, False),
+        (pair(None, decode_zone="a"), ROUTER_PREFERS_RACK, True),
+        ([card(1), card(2)], ROUTER_ASKS_RACK, True),
+        ([card(1, draining=True)], None, False),
+        ([card(1, Role.PREFILL, draining=True), card(2, Role.DECODE)], None, True),
+    ],
+)
+async def test_ready_is_what_a_plain_request_would_meet(
+    cards: Sequence[WorkerCard], config: KvRouterConfig | None, ready: bool
+) -> None:
+    async with open_house(*cards, config=config) as house:
+        assert await is_ready(house) == ready
+        assert house.bench.booked() == 0
+
+
+async def test_dead_workers_make_it_unready_and_busy_ones_do_not() -> None:
+    config = KvRouterConfig(active_decode_blocks_threshold=0.5)
+    async with open_house(*pair(Enforcement.REQUIRED, decode_zone="a"), config=config) as house:
+        house.bench.load(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 1024, 1024))
+        assert await is_ready(house)
+        house.bench.model.fleet.set_alive(WorkerId(2), False)
+        assert not await is_ready(house)
+
+
+async def test_one_model_that_can_be_asked_is_enough() -> None:
+    async with open_house(card(1, draining=True), card(2, model="other")) as house:
+        assert not await is_ready(house), "nobody here can tokenize for the other model"
+        house.bench.discovery.put(card(3))
+        assert await is_ready(house)
