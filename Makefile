@@ -27,7 +27,7 @@ test: setup ## Run every test that needs no network
 	$(BIN)/python -m pytest -n $(JOBS) -m "not nightly"
 
 test-nightly: setup ## Run the long laws too: a million decisions
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) -o faulthandler_timeout=0
 
 lint: setup ## Ruff, import contracts, rustfmt and clippy, fresh docs
 	$(BIN)/ruff check .
