@@ -1,14 +1,17 @@
 """Write the pages that are made from the code: settings, fleet file, metrics and log events.
 
 ``python -m scripts.write_docs`` writes them; with ``--check`` it writes nothing, names each page that is
-not what the code says, and exits 1 when there is one.
+not what the code says and each relative link of any page to a file that is not there, and exits 1 when there
+is one.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from logging import getLevelName
 from pathlib import Path
+from urllib.parse import unquote
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -164,6 +167,34 @@ def metrics_page() -> str:
     )
 
 
+FENCE = re.compile(r"^ *(?P<fence>`{3,}|~{3,}).*?^ *(?P=fence) *$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"(?<!\\)\]\(\s*<?(?P<target>[^)\s>]+)")
+SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
+
+
+def dead_links(docs: Path) -> list[str]:
+    """Return a line for each relative link of the README and of the pages that leads nowhere."""
+    root = docs.parent
+    readme = root / "README.md"
+    dead: list[str] = []
+    for page in [*([readme] if readme.is_file() else []), *sorted(docs.rglob("*.md"))]:
+        text = FENCE.sub(_blank, page.read_text("utf-8"))
+        text = CODE.sub(_blank, text)
+        for link in LINK.finditer(text):
+            target = link["target"]
+            path = unquote(target.partition("#")[0])
+            if path and not SCHEME.match(target) and not (page.parent / path).exists():
+                line = text.count("\n", 0, link.start()) + 1
+                dead.append(f"{page.relative_to(root).as_posix()}:{line}: dead link: {target}")
+    return dead
+
+
+def _blank(code: re.Match[str]) -> str:
+    """Nothing of code is a link; its lines still count. A link's own text may be code."""
+    return "\n" * code[0].count("\n")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page,
     "fleet-file.md": fleet_page,
@@ -185,10 +216,11 @@ def main(arguments: list[str], docs: Path = DOCS) -> int:
         if not arguments:
             path.write_text(text, "utf-8")
             print(f"docs/{name}: written")
-    if arguments and stale:
-        print("".join(f"docs/{name}: stale, run make docs\n" for name in stale), end="", file=sys.stderr)
-        return 1
-    return 0
+    if not arguments:
+        return 0
+    wrong = [*(f"docs/{name}: stale, run make docs" for name in stale), *dead_links(docs)]
+    print("".join(f"{line}\n" for line in wrong), end="", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

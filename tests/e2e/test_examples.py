@@ -12,6 +12,7 @@ SAYS = {
     "book_by_hand": "booked",
     "generate": "20 blocks there",
     "least_ttft": "rank 0",
+    "own_engine": "worker 1 now holds 6 blocks",
     "plain_client": "round_robin [",
     "query_then_route": "for 20 blocks",
 }

@@ -16,19 +16,63 @@ def test_the_pages_in_the_repository_are_fresh() -> None:
 def test_a_stale_or_missing_page_fails_the_check_and_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([], tmp_path) == 0
-    assert main(["--check"], tmp_path) == 0
-    page = tmp_path / "settings.md"
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "fleet.yaml").touch()
+    assert main([], docs) == 0
+    assert main(["--check"], docs) == 0
+    page = docs / "settings.md"
     page.write_text(page.read_text().replace("8000", "8001"))
-    (tmp_path / "metrics.md").unlink()
+    (docs / "metrics.md").unlink()
     capsys.readouterr()
-    assert main(["--check"], tmp_path) == 1
+    assert main(["--check"], docs) == 1
     assert capsys.readouterr().err.splitlines() == [
         "docs/settings.md: stale, run make docs",
         "docs/metrics.md: stale, run make docs",
     ]
     assert "8001" in page.read_text()
-    assert main(["--chekc"], tmp_path) == 2
+    assert main(["--chekc"], docs) == 2
+
+
+LINKED = """# A page
+
+[there](there.md) and [a part of it](there.md#part), [page](#a-page), [elsewhere](https://example.com/x.md),
+[a folder](decisions/), [mail](mailto:a@example.com), [spaces](two%20words.md),
+[`code`](gone-1.md), ![a picture](gone-2.png),
+two [there](there.md) [gone](../gone-3.yaml "with a title").
+
+```python
+links[0](not_a_link.md)
+```
+
+`[this](is_code.md)`, and [absolute](/there.md).
+"""
+
+
+def test_dead_links_fail_the_check_each_with_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docs = tmp_path / "docs"
+    (docs / "decisions").mkdir(parents=True)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "fleet.yaml").touch()
+    assert main([], docs) == 0
+    (docs / "there.md").touch()
+    (docs / "two words.md").touch()
+    (docs / "page.md").write_text(LINKED)
+    (docs / "decisions" / "0001.md").write_text("[up](../there.md) [gone](there.md)\n")
+    (tmp_path / "README.md").write_text("[docs](docs/there.md)\n\n[gone](there.md)\n")
+    capsys.readouterr()
+    assert main(["--check"], docs) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "README.md:3: dead link: there.md",
+        "docs/decisions/0001.md:1: dead link: there.md",
+        "docs/page.md:5: dead link: gone-1.md",
+        "docs/page.md:5: dead link: gone-2.png",
+        "docs/page.md:6: dead link: ../gone-3.yaml",
+        "docs/page.md:12: dead link: /there.md",
+    ]
 
 
 def test_every_setting_metric_and_event_is_on_its_page() -> None:

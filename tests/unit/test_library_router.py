@@ -335,3 +335,14 @@ async def test_the_context_is_that_of_whoever_may_serve_a_leg() -> None:
     async with Scripted(card(1), sender).router as router:
         with pytest.raises(ContextLengthExceeded):
             await router.generate(PROMPT, worker_id=1)
+
+
+async def test_a_worker_with_another_block_size_is_refused_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Scripted(replace(card(1), block_size=32), card(2)).router as router:
+        for n in range(4):
+            worker_id, _, _ = await router.best_worker(PROMPT, request_id=f"r{n}")
+            assert worker_id == 2
+    refused = [record for record in caplog.records if record.name == "kvrouter.library.fleet_of"]
+    assert [(record.levelname, record.getMessage()) for record in refused] == [("ERROR", "worker_refused")]

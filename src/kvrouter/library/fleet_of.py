@@ -1,5 +1,6 @@
 """What one endpoint's router sees of discovery, and which of its models is meant."""
 
+import logging
 from collections.abc import Callable
 
 from kvrouter.core.constraints import Pin
@@ -10,6 +11,9 @@ from kvrouter.library.runtime import Endpoint
 from kvrouter.planes.discovery.port import CardSink, GoneSink
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
+from kvrouter.telemetry import Event, log_event
+
+_log = logging.getLogger(__name__)
 
 
 class OfEndpoint:
@@ -28,12 +32,19 @@ class OfEndpoint:
         await self._endpoint.runtime.discovery.withdraw(worker_id, incarnation)
 
     async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
-        """Deliver only the cards that belong here."""
+        """Deliver only the cards that belong here; one with another block size is refused, and logged."""
 
         def on_any_card(card: WorkerCard) -> None:
             prefills = card.role is Role.PREFILL and card.namespace == self._endpoint.namespace
-            if (prefills or self._endpoint.serves(card)) and card.block_size == self._block_size:
-                on_card(card)
+            if not (prefills or self._endpoint.serves(card)):
+                return
+            if card.block_size != self._block_size:
+                why = f"block_size: must be {self._block_size}, as this router's, not {card.block_size}"
+                log_event(
+                    _log, Event.WORKER_REFUSED, worker=str(card.worker_id), model=card.model, reason=why
+                )
+                return
+            on_card(card)
 
         return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone)
 
