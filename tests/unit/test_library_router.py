@@ -125,6 +125,17 @@ async def test_one_request_id_runs_once_at_a_time() -> None:
         await program.until_quiet()
 
 
+async def test_an_id_whose_reader_left_can_be_used_again_at_once() -> None:
+    async with in_program() as program:
+        for _ in range(2):
+            answers = await program.router.generate(
+                PROMPT, worker_id=1, stop_conditions=LONG, request_id="again"
+            )
+            await anext(answers)
+            await answers.aclose()
+        await program.until_quiet()
+
+
 async def test_an_id_that_is_booked_by_hand_is_in_use_until_it_is_freed() -> None:
     async with in_program() as program:
         router = program.router
