@@ -249,15 +249,19 @@ impl BlockIndex {
                 continue;
             };
             let (pages, blocks, sets) = (&mut self.pages, &mut medium.blocks, &mut medium.sets);
-            let names = rank.names.some_keys();
-            for &name in &names {
-                let sequence = rank.forget(pages, name).expect("the name was listed");
-                rank.give_up(pages, blocks, sets, slot, sequence);
+            let taken = rank.take_some(pages);
+            for together in taken.chunks(TOGETHER) {
+                for &(_, sequence) in together {
+                    blocks.prefetch_for_change(sequence);
+                }
+                for &(_, sequence) in together {
+                    rank.give_up(pages, blocks, sets, slot, sequence);
+                }
             }
             if rank.names.is_empty() {
                 medium.forget_rank(slot);
             }
-            return names.len();
+            return taken.len();
         }
         0
     }

@@ -107,10 +107,13 @@ impl Rank {
         blocks.update(pages, sequence, |holders| sets.remove(holders, slot));
     }
 
-    /// Forgets a name and all its stores; returns what it stood for.
-    pub fn forget(&mut self, pages: &mut PagePool, name: u64) -> Option<u64> {
-        forget(&mut self.repeats, name);
-        self.names.remove(pages, name)
+    /// Forgets some names and all their stores; returns the names, and the sequences that they stood for.
+    pub fn take_some(&mut self, pages: &mut PagePool) -> Vec<(u64, u64)> {
+        let taken = self.names.take_some(pages);
+        for &(name, _) in &taken {
+            forget(&mut self.repeats, name);
+        }
+        taken
     }
 
     /// How often a name that the rank holds was stored.
