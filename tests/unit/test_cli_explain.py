@@ -92,7 +92,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_the_tables_show_costs_reasons_and_the_choice(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "hello [bold]", "--url", url]) == 0
     out = capsys.readouterr().out
-    assert Router.asked == [("/v1/route/explain", None, {"model": "mock", "prompt": "hello [bold]"})]
+    chat = [{"role": "user", "content": "hello [bold]"}]
+    assert Router.asked == [("/v1/route/explain", None, {"model": "mock", "messages": chat})]
     assert "mock, 640 tokens, 10 blocks, mode kv" in out
     assert "Prefill: 1/0" in out
     assert "Decode: 3/0" in out
@@ -103,6 +104,11 @@ def test_the_tables_show_costs_reasons_and_the_choice(url: str, capsys: pytest.C
     assert "domain_mismatch" in lines[3]
     assert "KV transfer: required zone=a" in out
     assert "\x1b" not in out
+
+
+def test_a_completion_has_no_chat_around_its_prompt(url: str) -> None:
+    assert main(["explain", "--completion", "hello", "--url", url, "--model", "mock"]) == 0
+    assert Router.asked == [("/v1/route/explain", None, {"model": "mock", "prompt": "hello"})]
 
 
 def test_json_is_the_answer_as_it_is(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,6 +15,9 @@ from kvrouter.config.fleet_checks import default_fleet_document, load_fleet, set
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import FLEET_VARIABLE, load_settings
 from kvrouter.telemetry.logs import configure_logging
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -61,31 +65,70 @@ def up(fleet: Path | None, **flags: SettingValue | None) -> None:
 up.params.extend(setting_options())
 
 
-@kvrouter.command(short_help="Show where a prompt would go, and why.")
-@click.argument("prompt")
+@kvrouter.command(short_help="Show where a prompt would go, or a request went, and why.")
+@click.argument("prompt", required=False)
+@click.option("--request-id", metavar="ID", help="Show where this request went, instead of a prompt.")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The running router.")
 @click.option("--model", help="The model; may be left out where one is served.")
+@click.option("--completion", is_flag=True, help="Take PROMPT as a completion's, without the chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the router's answer as it is.")
-def explain(prompt: str, url: str, model: str | None, as_json: bool) -> None:
-    """Show where PROMPT would go, and why: every worker, its cost, and why others may not take it.
+def explain(
+    prompt: str | None,
+    *,
+    request_id: str | None,
+    url: str,
+    model: str | None,
+    completion: bool,
+    as_json: bool,
+) -> None:
+    """Show where PROMPT, sent as a chat, would go, and why: every worker, its cost, and why others may not
+    take it. With --request-id: where one of the last requests went, attempt by attempt.
 
     A refusal is an answer too, with its error first, and exit code 0; 1 says that the router could not be
     asked.
 
     Where the router has an admin token, it is read from KVROUTER_ADMIN_TOKEN.
     """
-    from rich.console import Console  # noqa: PLC0415
+    from kvrouter.cli.client import RouterClient  # noqa: PLC0415
 
-    from kvrouter.cli.explain import RouterClient, draw, read_explanation  # noqa: PLC0415
-
+    if (prompt is None) == (request_id is None):
+        raise click.UsageError("give PROMPT, or --request-id ID, and not both")
     client = RouterClient(url, token=os.environ.get("KVROUTER_ADMIN_TOKEN"))
-    answer = client.explain(prompt, model or client.only_model())
+    if prompt is not None:
+        answer = client.explain(prompt, model or client.only_model(), is_completion=completion)
+        _show_explanation(answer, as_json=as_json)
+    elif request_id is not None:
+        if model is not None or completion:
+            raise click.UsageError("--model and --completion are about PROMPT, not about --request-id")
+        _show_decisions(client.decisions(request_id), as_json=as_json)
+
+
+def _show_explanation(answer: bytes, *, as_json: bool) -> None:
+    from kvrouter.cli.explain import draw, read_explanation  # noqa: PLC0415
+
     explanation = read_explanation(answer)
     if as_json:
         click.echo(answer.decode())
-        return
+    else:
+        draw(explanation, _console())
+
+
+def _show_decisions(answer: bytes, *, as_json: bool) -> None:
+    from kvrouter.cli.decisions import draw_decisions, read_decisions  # noqa: PLC0415
+
+    decisions = read_decisions(answer)
+    if as_json:
+        click.echo(answer.decode())
+    else:
+        draw_decisions(decisions, _console())
+
+
+def _console() -> "Console":
+    """The terminal; what is no terminal gets wide lines without colour."""
+    from rich.console import Console  # noqa: PLC0415
+
     console = Console()
-    draw(explanation, console if console.is_terminal else Console(width=140, no_color=True))
+    return console if console.is_terminal else Console(width=140, no_color=True)
 
 
 @kvrouter.group()

@@ -1,0 +1,129 @@
+"""A running router, as ``kvrouter explain`` asks it."""
+
+import http.client
+import ssl
+from collections.abc import Mapping
+from typing import TypeVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from kvrouter.core.errors import KvrouterError
+
+ANSWER_MAX_BYTES = 64 * 1024 * 1024
+"""A longer answer is not one of a router."""
+
+
+class AskFailed(KvrouterError):
+    """The router could not be asked, or did not answer what was asked."""
+
+    code = "ask_failed"
+
+
+class _ApiError(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ApiError
+
+
+class _ModelEntry(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelEntry]
+
+
+class RouterClient:
+    """A running router, by its URL: ``http://127.0.0.1:8000``."""
+
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 30.0) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise AskFailed(f"--url: must be http://host:port, not {url!r}: {error}") from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise AskFailed(f"--url: must be http://host:port, not {url!r}")
+        self._url = url
+        self._https = parts.scheme == "https"
+        self._host, self._port = host, port
+        self._path = parts.path.rstrip("/")
+        self._token = token
+        self._timeout_s = timeout_s
+
+    def only_model(self) -> str:
+        """Return the one model that is served; raise AskFailed when there are more, or none."""
+        models = decode_answer(self._ask("GET", "/v1/models", None), _ModelList).data
+        if len(models) != 1:
+            names = ", ".join(model.id for model in models) or "none"
+            raise AskFailed(f"--model: is required: the router serves {names}")
+        return models[0].id
+
+    def explain(self, prompt: str, model: str, *, is_completion: bool) -> bytes:
+        """Return where ``prompt`` would go, as JSON: as a chat of one message, or as a completion's."""
+        _check_utf8("PROMPT", prompt)
+        body: dict[str, object] = {"model": model}
+        if is_completion:
+            body["prompt"] = prompt
+        else:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        return self._ask("POST", "/v1/route/explain", body)
+
+    def decisions(self, request_id: str) -> bytes:
+        """Return where a request went, attempt by attempt, as JSON."""
+        _check_utf8("--request-id", request_id)
+        return self._ask("GET", f"/v1/decisions/{quote(request_id)}", None)
+
+    def _ask(self, method: str, path: str, body: Mapping[str, object] | None) -> bytes:
+        connection = self._connect()
+        headers = {"content-type": "application/json"} if body is not None else {}
+        if self._token:
+            headers["authorization"] = f"Bearer {self._token}"
+        try:
+            content = msgspec.json.encode(body) if body is not None else None
+            connection.request(method, self._path + path, content, headers)
+            response = connection.getresponse()
+            answer = response.read(ANSWER_MAX_BYTES + 1)
+        except (OSError, http.client.HTTPException) as error:
+            raise AskFailed(f"{self._url}: no answer: {str(error) or type(error).__name__}") from error
+        finally:
+            connection.close()
+        if len(answer) > ANSWER_MAX_BYTES:
+            raise AskFailed(f"{self._url}: answered with more than {ANSWER_MAX_BYTES} bytes")
+        if response.status != http.client.OK:
+            raise AskFailed(f"{self._url}: {response.status} {_message(answer) or response.reason}")
+        return answer
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._https:
+            context = ssl.create_default_context()
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=self._timeout_s, context=context
+            )
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+
+T = TypeVar("T")
+
+
+def decode_answer(answer: bytes, kind: type[T]) -> T:
+    """Return a router's answer; raise AskFailed when it is another program's."""
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except msgspec.MsgspecError as error:
+        raise AskFailed(f"the answer is not a router's: {error}") from error
+
+
+def _message(answer: bytes) -> str:
+    try:
+        return msgspec.json.decode(answer, type=_ErrorBody).error.message
+    except msgspec.MsgspecError:
+        return ""
+
+
+def _check_utf8(name: str, text: str) -> None:
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise AskFailed(f"{name}: must be UTF-8 text")
