@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvrouter.config import KvRouterConfig as KvRouterConfig
+    from kvrouter.core.constraints import RoutingConstraints as RoutingConstraints
+    from kvrouter.core.errors import KvrouterError as KvrouterError
     from kvrouter.core.workers import ModelInput as ModelInput
     from kvrouter.core.workers import ModelRuntimeConfig as ModelRuntimeConfig
     from kvrouter.core.workers import ModelType as ModelType
@@ -18,18 +20,22 @@ if TYPE_CHECKING:
     from kvrouter.library import KvRouter as KvRouter
     from kvrouter.library import Runtime as Runtime
     from kvrouter.library import mock_fleet as mock_fleet
+    from kvrouter.worker import KvPublisher as KvPublisher
     from kvrouter.worker import register_llm as register_llm
 
 _HOME = {
     "Client": "kvrouter.library",
     "Endpoint": "kvrouter.library",
     "KvIndexer": "kvrouter.library",
+    "KvPublisher": "kvrouter.worker",
     "KvPushRouter": "kvrouter.library",
     "KvRouter": "kvrouter.library",
     "KvRouterConfig": "kvrouter.config",
+    "KvrouterError": "kvrouter.core.errors",
     "ModelInput": "kvrouter.core.workers",
     "ModelRuntimeConfig": "kvrouter.core.workers",
     "ModelType": "kvrouter.core.workers",
+    "RoutingConstraints": "kvrouter.core.constraints",
     "Runtime": "kvrouter.library",
     "mock_fleet": "kvrouter.library",
     "register_llm": "kvrouter.worker",
