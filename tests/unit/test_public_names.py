@@ -19,7 +19,7 @@ def test_the_specifications_name_is_the_same_class() -> None:
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
-        kvrouter.no_such_name  # type: ignore[attr-defined]  # noqa: B018
+        kvrouter.no_such_name  # noqa: B018
 
 
 def test_importing_the_package_loads_nothing_else() -> None:
