@@ -154,7 +154,7 @@ async def test_refusals_fallbacks_and_domain_waits(enforcement: str) -> None:
 
 
 async def test_the_queue() -> None:
-    config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=0.05)
+    config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=1.0)
     async with served(alike(replicas=1, speedup=1.0), router=config) as here:
         stream = await here.openai.completions.create(
             model=MODEL, prompt=words(n=64), max_tokens=2000, stream=True
