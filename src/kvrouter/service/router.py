@@ -88,11 +88,6 @@ class RouterService:
                 model.cache.pump.close()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether some model has an alive worker that decodes, and nothing drains."""
-        return not self._is_draining and any(_can_serve(model) for model in self._models.values())
-
-    @property
     def is_draining(self) -> bool:
         """Whether new requests are refused."""
         return self._is_draining
@@ -233,8 +228,3 @@ class RouterService:
     def _model_of_rank(self, rank: WorkerRank) -> ModelRouter | None:
         name = self._model_of.get(rank.worker_id)
         return None if name is None else self._models[name]
-
-
-def _can_serve(model: ModelRouter) -> bool:
-    columns = model.fleet.columns
-    return bool((columns.decode_or_both & columns.alive & ~columns.draining).any())
