@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
@@ -179,7 +180,7 @@ class EventPump:
             else:
                 snapshot = await self._subscriber.recover_snapshot(feed.rank)
                 commands = feed.on_snapshot(command.ticket, snapshot, now_s=self._now_s())
-        except (OSError, ValueError) as error:
+        except (KvrouterError, OSError, ValueError) as error:
             self._observed.recovery_failed(feed.rank, str(error))
             return  # the feed's own timer asks again
         if entrance.ask is asyncio.current_task():
