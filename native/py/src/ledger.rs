@@ -34,6 +34,8 @@ impl Column {
         if view.is_null() {
             return Err(PyBufferError::new_err("no view to fill"));
         }
+        // SAFETY: the view is valid; a refused request has to leave it without an owner.
+        unsafe { (*view).obj = std::ptr::null_mut() };
         if flags & ffi::PyBUF_WRITABLE == ffi::PyBUF_WRITABLE {
             return Err(PyBufferError::new_err("the column is read-only"));
         }
