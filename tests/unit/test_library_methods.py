@@ -108,17 +108,17 @@ async def test_best_worker_without_an_id_changes_nothing() -> None:
 async def test_best_worker_with_an_id_books_until_it_is_freed() -> None:
     async with program(alike()) as here, KvRouter(here.endpoint, BLOCK) as router:
         other = prompt(first=1).tolist()
-        worker_id, dp_rank, overlap_blocks = await router.best_worker(PROMPT, request_id="by hand")
+        worker_id, dp_rank, overlap_blocks = await router.best_worker(PROMPT, request_id="by-hand")
         assert (dp_rank, overlap_blocks) == (0, 0)
         idle = 3 - worker_id
         assert await loads(router, other) == {worker_id: (200, 14), idle: (100, 7)}
         shared = await loads(router, PROMPT.tolist())
         assert shared == {worker_id: (200, 8), idle: (100, 7)}, "six blocks are shared, the tail is not"
         assert (await router.best_worker(other))[0] == idle, "the booked load counts"
-        await router.mark_prefill_complete("by hand")
+        await router.mark_prefill_complete("by-hand")
         assert await loads(router, other) == {worker_id: (100, 14), idle: (100, 7)}
-        await router.mark_prefill_complete("by hand")
-        await router.free("by hand")
+        await router.mark_prefill_complete("by-hand")
+        await router.free("by-hand")
         assert await loads(router, other) == {worker_id: (100, 7), idle: (100, 7)}
 
 
@@ -162,9 +162,9 @@ async def test_an_override_holds_for_one_request() -> None:
         n = 0
         while (await loads(router, prompt(first=99).tolist()))[2] != (132, 9):  # of ties, some go to worker 2
             n += 1
-            worker_id, _, _ = await router.best_worker(prompt(tokens=32, first=n), request_id=f"load {n}")
+            worker_id, _, _ = await router.best_worker(prompt(tokens=32, first=n), request_id=f"load-{n}")
             if worker_id == 1:
-                await router.free(f"load {n}")
+                await router.free(f"load-{n}")
         assert await router.best_worker(PROMPT) == (2, 0, 6)
         assert await router.best_worker(PROMPT, {"overlap_score_weight": 0.0}) == (1, 0, 0)
         assert await router.best_worker(PROMPT) == (2, 0, 6), "it held for one request"
@@ -173,7 +173,7 @@ async def test_an_override_holds_for_one_request() -> None:
         )
         await tokens_of(answer)
         await until_cached(router, 1, 6)
-        await router.free(f"load {n}")
+        await router.free(f"load-{n}")
 
 
 async def test_pins_and_constraints() -> None:

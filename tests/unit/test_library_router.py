@@ -307,6 +307,19 @@ async def test_a_question_may_override_no_more_than_a_request(override: Mapping[
                 await router.best_worker(PROMPT, router_config_override=override, request_id=request_id)
 
 
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "two words", "line\nforged", "ümlaut", "a%2Fb"])
+async def test_an_id_that_the_front_door_would_not_take_is_refused(request_id: str) -> None:
+    async with Scripted().router as router:
+        for refused in (
+            router.generate(PROMPT, request_id=request_id),
+            router.best_worker(PROMPT, request_id=request_id),
+        ):
+            with pytest.raises(InvalidRequest) as error:
+                await refused
+            assert error.value.param == "request_id"
+        await router.best_worker(PROMPT, request_id="a.b_c:d@e/f-" + "9" * 116)
+
+
 @pytest.mark.parametrize(
     "token_ids", [[], array("I"), array("q"), [-1], [2**32], array("q", [-1]), [1.5], ["a"], b"\1\0\0\0"]
 )

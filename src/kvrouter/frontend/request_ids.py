@@ -5,7 +5,8 @@ from uuid import uuid4
 
 from kvrouter.core.ids import RequestId
 
-_USABLE = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
+USABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
+"""What an id of a client's own must match as a whole: it goes into headers, paths and log lines."""
 
 
 class RequestIds:
@@ -16,7 +17,7 @@ class RequestIds:
 
     def take(self, wished: str | None) -> RequestId:
         """Return ``wished`` when it is usable; with a suffix when a request of this id runs already."""
-        if wished is None or _USABLE.fullmatch(wished) is None:
+        if wished is None or USABLE_REQUEST_ID.fullmatch(wished) is None:
             request_id = RequestId(uuid4().hex)
         elif wished in self._running:
             request_id = RequestId(f"{wished}-{uuid4().hex[:8]}")

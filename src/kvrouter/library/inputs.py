@@ -24,9 +24,9 @@ from kvrouter.frontend.openai.schema import (
     TokenId,
 )
 from kvrouter.frontend.openai.wishes import check_wishes
+from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
 
 MAX_TOKENS_DEFAULT = 16
-REQUEST_ID_CHARS_MAX = 128
 
 Values = Mapping[str, object]
 
@@ -134,13 +134,11 @@ def new_request_id() -> RequestId:
 
 
 def request_id_of(wished: str | None) -> RequestId:
-    """Return the caller's own id, or a new one."""
+    """Return the caller's own id, when it is one that the front door would take, or a new one."""
     if wished is None:
         return new_request_id()
-    if not 0 < len(wished) <= REQUEST_ID_CHARS_MAX:
-        raise InvalidRequest(
-            f"request_id: must have 1 to {REQUEST_ID_CHARS_MAX} characters", param="request_id"
-        )
+    if USABLE_REQUEST_ID.fullmatch(wished) is None:
+        raise InvalidRequest(f"request_id: must match {USABLE_REQUEST_ID.pattern}", param="request_id")
     return RequestId(wished)
 
 
