@@ -61,7 +61,7 @@ def test_each_rank_gets_a_slot(fleet: Fleet) -> None:
     assert (len(fleet), fleet.n_slots) == (1, 2)
 
 
-def test_a_freed_slot_is_used_again_under_the_next_generation(fleet: Fleet) -> None:
+def test_a_freed_slot_is_used_again(fleet: Fleet) -> None:
     fleet.join(card(1))
     fleet.join(card(2))
     assert fleet.leave(WorkerId(1), Epoch(1)) == [0]
@@ -69,16 +69,14 @@ def test_a_freed_slot_is_used_again_under_the_next_generation(fleet: Fleet) -> N
     assert fleet.card_at(Slot(0)) is None
     assert not fleet.columns.present[0]
     assert fleet.join(card(3)).joined == (0,)
-    assert [fleet.generation(Slot(slot)) for slot in (0, 1, 2)] == [2, 1, 0]
     assert [c.worker_id for c in fleet] == [2, 3]
 
 
-def test_generations_go_on_after_the_fleet_shrank(fleet: Fleet) -> None:
+def test_a_fleet_that_shrank_to_nothing_begins_again(fleet: Fleet) -> None:
     fleet.join(card(1))
     fleet.leave(WorkerId(1), Epoch(1))
     assert fleet.n_slots == 0
-    fleet.join(card(1))
-    assert fleet.generation(Slot(0)) == 2
+    assert fleet.join(card(1)).joined == (0,)
 
 
 def test_a_new_incarnation_replaces_the_old_one(fleet: Fleet) -> None:
@@ -87,33 +85,22 @@ def test_a_new_incarnation_replaces_the_old_one(fleet: Fleet) -> None:
     change = fleet.join(card(1, incarnation=2))
     assert change.freed == (0, 1)
     assert change.joined == (0,)
-    assert fleet.generation(Slot(0)) == 2
     assert fleet.is_alive(WorkerId(1))
     assert fleet.leave(WorkerId(1), Epoch(1)) == []
     assert fleet.leave(WorkerId(1), Epoch(2)) == [0]
     assert fleet.leave(WorkerId(1), Epoch(2)) == []
 
 
-def test_an_update_keeps_slots_liveness_and_generation(fleet: Fleet) -> None:
+def test_a_new_card_of_a_present_worker_keeps_slots_and_liveness(fleet: Fleet) -> None:
     fleet.join(card(1, config=in_zone("a")))
     fleet.set_alive(WorkerId(1), alive=False)
-    change = fleet.update(card(1, Role.PREFILL, draining=True, dp_size=2, config=in_zone("b")))
-    assert change is not None
+    change = fleet.join(card(1, Role.PREFILL, draining=True, dp_size=2, config=in_zone("b")))
     assert (change.joined, change.freed) == ((1,), ())
-    assert fleet.generation(Slot(0)) == 1
     assert fleet.columns.prefill.tolist() == [True, True]
     assert fleet.columns.draining.tolist() == [True, True]
     assert fleet.columns.alive.tolist() == [False, False]
     assert fleet.domain_value_at("zone", Slot(0)) == "b"
-    shrunk = fleet.update(card(1))
-    assert shrunk is not None
-    assert shrunk.freed == (1,)
-
-
-def test_an_update_of_somebody_else_is_not_taken(fleet: Fleet) -> None:
-    assert fleet.update(card(1)) is None
-    fleet.join(card(1, incarnation=2))
-    assert fleet.update(card(1, incarnation=1)) is None
+    assert fleet.join(card(1)).freed == (1,)
 
 
 @pytest.mark.parametrize(
@@ -129,11 +116,11 @@ def test_an_update_of_somebody_else_is_not_taken(fleet: Fleet) -> None:
 )
 def test_a_card_that_does_not_fit_changes_nothing(fleet: Fleet, wrong: WorkerCard, field: str) -> None:
     fleet.join(card(1))
-    version = fleet.version
     with pytest.raises(ConfigError, match=field) as refused:
         fleet.join(wrong)
     assert refused.value.param == field
-    assert (len(fleet), fleet.n_slots, fleet.version) == (1, 1, version)
+    assert list(fleet) == [card(1)]
+    assert fleet.n_slots == 1
 
 
 def test_a_card_with_an_oddity_is_taken_with_a_warning(fleet: Fleet) -> None:
@@ -142,18 +129,17 @@ def test_a_card_with_an_oddity_is_taken_with_a_warning(fleet: Fleet) -> None:
 
 
 def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
-    config = ModelRuntimeConfig(total_kv_blocks=100, max_num_batched_tokens=8192, kv_bytes_per_token=64)
+    config = ModelRuntimeConfig(total_kv_blocks=100, kv_bytes_per_token=64)
     fleet.join(card(1, Role.PREFILL, config=config))
     fleet.join(card(2, Role.DECODE))
     columns = fleet.columns
     assert columns.prefill.tolist() == [True, False]
     assert columns.decode_or_both.tolist() == [False, True]
     assert columns.total_blocks.tolist() == [100.0, np.inf]
-    assert columns.max_num_batched_tokens.tolist() == [8192, UNKNOWN]
     assert columns.kv_bytes_per_token.tolist() == [64, UNKNOWN]
     with pytest.raises(ValueError, match="read-only"):
         columns.alive[0] = False
-    fleet.update(card(2, config=in_zone("a", "fast")))
+    fleet.join(card(2, config=in_zone("a", "fast")))
     for column in (fleet.domain_ids("zone"), fleet.carries(Taint("fast"))):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 0
@@ -199,9 +185,8 @@ def test_a_domain_that_nobody_has_is_unknown_everywhere(fleet: Fleet) -> None:
     assert fleet.domain_ids("rack").tolist() == [-1]
     assert fleet.n_domain_ids("rack") == 0
     assert fleet.domain_value_at("rack", Slot(0)) is None
-    assert fleet.domains() == ("zone",)
     fleet.leave(WorkerId(1), Epoch(1))
-    assert fleet.domains() == ()
+    assert fleet.n_domain_ids("zone") == 0
 
 
 def test_taints_own_and_from_domains(fleet: Fleet) -> None:
@@ -212,7 +197,7 @@ def test_taints_own_and_from_domains(fleet: Fleet) -> None:
     assert fleet.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, True, False]
     assert fleet.carries(Taint("dynamo.topology/zone=")).tolist() == [False, False, False]
     assert fleet.carries(Taint("dynamo.topology/rack=")).tolist() == [False, False, False]
-    fleet.update(card(2, config=in_zone("a")))
+    fleet.join(card(2, config=in_zone("a")))
     assert fleet.carries(Taint("fast")).tolist() == [True, False, False]
     assert fleet.carries(Taint("dynamo.topology/zone=b")).tolist() == [False, False, False]
     fleet.leave(WorkerId(3), Epoch(1))
@@ -234,23 +219,21 @@ def test_prefill_counts_while_it_answers_and_does_not_drain(fleet: Fleet) -> Non
     seen.append(fleet.has_prefill)
     fleet.set_alive(WorkerId(1), alive=True)
     seen.append(fleet.has_prefill)
-    fleet.update(card(1, Role.PREFILL, draining=True))
+    fleet.join(card(1, Role.PREFILL, draining=True))
     seen.append(fleet.has_prefill)
     assert seen == [False, True, False, True, False]
     assert not fleet.set_alive(WorkerId(9), alive=True)
 
 
-def test_any_required_looks_at_prefill_workers(fleet: Fleet) -> None:
+def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:
     required = ModelRuntimeConfig(
         topology_domains={"zone": "a"},
         kv_transfer_domain="zone",
         kv_transfer_enforcement=Enforcement.REQUIRED,
     )
     fleet.join(card(1, Role.DECODE, config=required))
-    seen = [fleet.any_required]
+    assert fleet.required_domain is None
     fleet.join(card(2, Role.PREFILL, config=required))
-    seen.append(fleet.any_required)
-    assert seen == [False, True]
     assert fleet.required_domain == "zone"
 
 

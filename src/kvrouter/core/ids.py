@@ -9,7 +9,7 @@ DpRank = NewType("DpRank", int)
 """A data-parallel index inside one worker."""
 
 Slot = NewType("Slot", int)
-"""The dense index of a worker rank inside one model's fleet; reused under a new generation."""
+"""The dense index of a worker rank inside one model's fleet; used again once that rank is gone."""
 
 RequestId = NewType("RequestId", str)
 RouterId = NewType("RouterId", str)
@@ -17,7 +17,6 @@ RouterId = NewType("RouterId", str)
 
 LeaseId = NewType("LeaseId", int)
 ModelName = NewType("ModelName", str)
-BlockHash = NewType("BlockHash", int)
 SequenceHash = NewType("SequenceHash", int)
 EngineHash = NewType("EngineHash", int)
 """What the engine calls a block: opaque, unsigned 64 bits."""

@@ -1,7 +1,7 @@
 """A request as it travels from the hall to an engine, and what comes back."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ else:  # the array type takes no parameter at run time before Python 3.12
     TokenBuffer = array
 """Token ids as ``array('I')``: unsigned 32 bits, the form that is hashed without a copy."""
 
-JsonValue = None | bool | int | float | str | Sequence["JsonValue"] | Mapping[str, "JsonValue"]
 KvTransferParams = Mapping[str, object]
 """What a prefill worker says about where its KV waits; opaque to the router, passed on unchanged."""
 

@@ -34,7 +34,6 @@ class Columns:
     prefill: BoolColumn
     decode_or_both: BoolColumn
     total_blocks: FloatColumn
-    max_num_batched_tokens: npt.NDArray[np.int64]
     kv_bytes_per_token: npt.NDArray[np.int64]
     has_report: BoolColumn
     report_active_blocks: npt.NDArray[np.int64]
@@ -51,7 +50,6 @@ class Columns:
             "prefill": (np.bool_, False),
             "decode_or_both": (np.bool_, False),
             "total_blocks": (np.float64, np.inf),
-            "max_num_batched_tokens": (np.int64, UNKNOWN),
             "kv_bytes_per_token": (np.int64, UNKNOWN),
             "has_report": (np.bool_, False),
             "report_active_blocks": (np.int64, 0),

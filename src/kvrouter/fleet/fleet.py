@@ -47,22 +47,20 @@ class _Member:
 
 
 class Fleet:
-    """Who serves one model. Every change raises ``version``; reading changes nothing.
+    """Who serves one model. Reading changes nothing.
 
-    A slot is reused by a later worker rank under a higher generation. ``n_slots`` is one more than the
-    highest slot in use, and the length of every column. ``policies`` are what prefill workers publish.
+    A freed slot is used again by a later worker rank. ``n_slots`` is one more than the highest slot in use,
+    and the length of every column. ``policies`` are what prefill workers publish.
     """
 
     def __init__(self, model: ModelName, block_size: int) -> None:
         self.model = model
         self.block_size = block_size
-        self.version = 0
         self.columns = Columns()
         self.policies = Policies()
         self._places = Places()
         self._members: dict[WorkerId, _Member] = {}
         self._rank_at: list[WorkerRank | None] = []
-        self._generation: list[int] = []
         self._free: list[Slot] = []
         self._derived: dict[tuple[object, object], object] = {}
 
@@ -108,10 +106,6 @@ class Fleet:
         rank = self.rank_at(slot)
         return None if rank is None else self._members[rank.worker_id].card
 
-    def generation(self, slot: Slot) -> int:
-        """Return how many worker ranks have had ``slot``, the present one included."""
-        return self._generation[slot] if 0 <= slot < len(self._generation) else 0
-
     @property
     def has_prefill(self) -> bool:
         """Whether some prefill worker answers and is not draining: requests then go through a pair."""
@@ -122,16 +116,7 @@ class Fleet:
         """A domain that some prefill worker here requires its KV transfers to keep to."""
         return self.policies.required_domain
 
-    @property
-    def any_required(self) -> bool:
-        """Whether some prefill worker here requires its KV transfers to keep to a domain."""
-        return self.required_domain is not None
-
     # --- columns over slots
-
-    def domains(self) -> tuple[str, ...]:
-        """Every topology domain that some worker has a value of, sorted."""
-        return tuple(sorted(self._places.domains()))
 
     def domain_ids(self, domain: str) -> npt.NDArray[np.int32]:
         """Return the ids of the domain's values over slots; ``UNKNOWN_VALUE`` where there is none."""
@@ -193,16 +178,6 @@ class Fleet:
         joined = self._apply(member, card, freed)
         self._changed()
         return Change(joined, tuple(freed), tuple(warnings))
-
-    def update(self, card: WorkerCard) -> Change | None:
-        """Replace the card of a present worker; None when this incarnation of it is not here.
-
-        Raises what :meth:`join` raises.
-        """
-        member = self._members.get(card.worker_id)
-        if member is None or member.card.incarnation != card.incarnation:
-            return None
-        return self.join(card)
 
     def leave(self, worker_id: WorkerId, incarnation: Epoch) -> list[Slot]:
         """Let a worker go and return its freed slots: none when another incarnation of it is here."""
@@ -285,7 +260,6 @@ class Fleet:
         write(slot, "draining", card.draining)
         write(slot, "prefill", card.role is Role.PREFILL)
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
-        write(slot, "max_num_batched_tokens", _known(config.max_num_batched_tokens))
         write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
         if not keep_total_blocks:  # a load report may have said better meanwhile
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
@@ -303,9 +277,6 @@ class Fleet:
             slot = Slot(len(self._rank_at))
             self._rank_at.append(rank)
             self._resize(len(self._rank_at))
-            if slot == len(self._generation):
-                self._generation.append(0)
-        self._generation[slot] += 1
         self.columns.write(slot, "present", True)
         self.columns.write(slot, "worker_id", rank.worker_id)
         self.columns.write(slot, "dp_rank", rank.dp_rank)
@@ -339,7 +310,6 @@ class Fleet:
             heapq.heapify(self._free)
             self._resize(n_slots)
         self._derived.clear()
-        self.version += 1
 
 
 def _known(count: int | None) -> int:

@@ -1,7 +1,7 @@
 """Domain values and taints over slots. Memory is linear in slots, however many values there are."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -130,10 +130,6 @@ class Places:
     def domain(self, name: str) -> DomainColumn | None:
         """Return the column of one domain; None when no worker has a value of it."""
         return self._domains.get(name)
-
-    def domains(self) -> Iterable[str]:
-        """Every domain that some worker has a value of."""
-        return self._domains.keys()
 
     def ids(self, name: str) -> npt.NDArray[np.int32]:
         """Return the value ids of one domain over slots."""

@@ -176,11 +176,6 @@ class Fabric:
         """True when no leg runs or waits anywhere and no KV waits to be pulled."""
         return all(member.engine.idle for member in self._members.values())
 
-    @property
-    def expired_handoffs(self) -> int:
-        """Handoffs that waited for too long."""
-        return self._handoffs.expired
-
     def check_integrity(self) -> list[str]:
         """Return what is wrong with anyone's books; when all engines are idle nothing may be left over."""
         problems = [

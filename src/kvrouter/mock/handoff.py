@@ -95,7 +95,6 @@ class Handoffs:
         self._meetings: dict[MeetingName, _Meeting] = {}
         self._by_party: dict[Party, _Meeting] = {}
         self._deadlines: list[tuple[float, MeetingName]] = []
-        self.expired = 0
 
     def __len__(self) -> int:
         return len(self._meetings)
@@ -193,7 +192,6 @@ class Handoffs:
         commands: list[Command] = []
         while (deadline_s := self.next_time()) is not None and deadline_s <= now:
             meeting = self._meetings[self._deadlines[0][1]]
-            self.expired += 1
             if meeting.source is not None:
                 commands.append(Release(meeting.source))
             if meeting.sink is not None:
