@@ -1,128 +1,20 @@
 """One worker from its start to its end, on memory planes, beside an engine that does what the test says."""
 
 import asyncio
+import json
 import logging
-from array import array
 from pathlib import Path
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ShuttingDown, TopologyUnavailable
-from kvrouter.core.events import Held, KvBatch, KvEvent, Stored
-from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, WorkerRank
-from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
-from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.engines.port import EventsSink, LoadSink
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.core.events import Held
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
-from kvrouter.worker import Worker, parse_topology_env
-
-WORKER, EPOCH = WorkerId(6), Epoch(123)
-RANK = WorkerRank(WORKER, DpRank(0))
-COLUMN = pack_hashes([1])
-STORED = Stored(None, COLUMN, COLUMN)
-
-
-class Stream:
-    """Gives what the test puts; None ends it."""
-
-    def __init__(self) -> None:
-        self.chunks: asyncio.Queue[EngineChunk | Exception] = asyncio.Queue(8)
-        self.cancelled: str | None = None
-
-    def __aiter__(self) -> "Stream":
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        chunk = await self.chunks.get()
-        if isinstance(chunk, Exception):
-            raise chunk
-        return chunk
-
-    def cancel(self, reason: str) -> None:
-        self.cancelled = reason
-
-
-class Engine:
-    def __init__(self) -> None:
-        self.streams: list[Stream] = []
-        self.stops = 0
-        self.on_events: EventsSink | None = None
-        self.on_load: LoadSink | None = None
-
-    async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
-        self.on_events, self.on_load = on_events, on_load
-
-    async def submit(self, request: EngineRequest) -> Stream:
-        self.streams.append(Stream())
-        return self.streams[-1]
-
-    def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
-        return (STORED,)
-
-    async def stop(self) -> None:
-        self.stops += 1
-
-    def tell(self, *events: KvEvent) -> None:
-        assert self.on_events is not None
-        self.on_events(DpRank(0), events)
-
-    def report(self, load: LoadReport) -> None:
-        assert self.on_load is not None
-        self.on_load(load)
-
-
-class House:
-    """One worker and its planes, and what a router would see."""
-
-    def __init__(self, *, heartbeat_s: float = 60.0, environ: dict[str, str] | None = None) -> None:
-        self.engine = Engine()
-        self.discovery, self.events, self.requests = (
-            MemoryDiscovery(),
-            MemoryEventPlane(),
-            MemoryRequestPlane(),
-        )
-        self.cards: asyncio.Queue[WorkerCard | None] = asyncio.Queue(8)
-        self.batches: asyncio.Queue[KvBatch] = asyncio.Queue(8)
-        self.loads: list[LoadReport] = []
-        self.events.subscribe(self.batches.put_nowait, self.loads.append)
-        card = WorkerCard(
-            worker_id=WORKER,
-            incarnation=EPOCH,
-            model=ModelName("m"),
-            role=Role.BOTH,
-            block_size=1,
-            context_length=64,
-            address=memory_address(WORKER, EPOCH),
-        )
-        self.worker = Worker(
-            self.engine,
-            card,
-            discovery=self.discovery,
-            events=self.events,
-            requests=self.requests,
-            recovery=self.events,
-            topology=None if environ is None else parse_topology_env(environ),
-            heartbeat_s=heartbeat_s,
-        )
-
-    async def start(self) -> None:
-        await self.discovery.watch(self.cards.put_nowait, lambda _id, _epoch: self.cards.put_nowait(None))
-        await self.worker.start()
-
-    def request(self, *, model: str = "m", dp_rank: int = 0, request_id: str = "r") -> EngineRequest:
-        return EngineRequest(
-            request_id=RequestId(request_id),
-            attempt=0,
-            leg=Leg.AGGREGATED,
-            model=ModelName(model),
-            token_ids=array("I", [1, 2]),
-            sampling=Sampling(max_tokens=2),
-            dp_rank=DpRank(dp_rank),
-        )
+from kvrouter.telemetry.logs import JsonFormatter
+from kvrouter.worker import KvPublisher
+from tests.support.lone_worker import COLUMN, EPOCH, RANK, STORED, House
 
 
 @pytest.fixture
@@ -232,6 +124,28 @@ async def test_heartbeats_tell_how_far_the_ids_have_come() -> None:
     batch = await house.batches.get()
     assert (batch.rank, batch.first_event_id, batch.events) == (RANK, 0, ())
     await house.worker.stop()
+
+
+async def test_a_task_that_breaks_is_told_without_the_words_of_strangers(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, words = asyncio.Event(), "what a client wrote"
+
+    def breaks(_: KvPublisher, _ranks: object) -> None:
+        broken.set()
+        raise ValueError(words)
+
+    monkeypatch.setattr(KvPublisher, "heartbeat", breaks)
+    house = House(heartbeat_s=0.0)
+    await house.start()
+    await broken.wait()
+    await asyncio.sleep(0)
+    await house.worker.stop()
+    (record,) = caplog.records
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["event"], line["worker"]) == ("internal_error", "6")
+    assert line["exception"].endswith("ValueError\n")
+    assert words not in str(line)
 
 
 async def test_a_start_that_fails_leaves_nothing_behind() -> None:

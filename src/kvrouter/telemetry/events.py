@@ -129,10 +129,15 @@ EVENTS: dict[Event, EventSpec] = {
 
 
 def log_event(
-    logger: logging.Logger, event: Event, *, exc_info: bool = False, **fields: Unpack[Fields]
+    logger: logging.Logger,
+    event: Event,
+    *,
+    exc_info: bool | BaseException = False,
+    **fields: Unpack[Fields],
 ) -> None:
     """Log ``event`` with ``fields`` at the event's own level; free where that level is not written.
 
+    ``exc_info`` is an error to be told with its traceback, or True for the one that is being handled.
     Raises TypeError for a field that is not in :class:`Fields`: nothing else can reach a log.
     """
     level = EVENTS[event].level

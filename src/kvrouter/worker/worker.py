@@ -181,7 +181,7 @@ class Worker:
 
     def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log_event(_log, Event.INTERNAL_ERROR, worker=str(self.card.worker_id), reason=repr(error))
+            log_event(_log, Event.INTERNAL_ERROR, worker=str(self.card.worker_id), exc_info=error)
 
     def _on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
         if self.card.publishes_kv_events:
