@@ -60,7 +60,7 @@ def scores(feed: RankFeed) -> bool:
 
 def live_feed(next_event_id: int = 3, limits: FeedLimits | None = None) -> RankFeed:
     feed = RankFeed(RANK, limits=limits)
-    feed.on_start(now_s=0.0)
+    feed.on_batch(batch(0), now_s=0.0)
     feed.on_snapshot(1, snapshot(next_event_id), now_s=0.0)
     assert state(feed) is FeedState.LIVE
     return feed
@@ -68,9 +68,8 @@ def live_feed(next_event_id: int = 3, limits: FeedLimits | None = None) -> RankF
 
 def partial_feed() -> RankFeed:
     feed = RankFeed(RANK)
-    feed.on_start(now_s=0.0)
-    feed.on_snapshot(1, None, now_s=0.0)
     feed.on_batch(stores(4, 2), now_s=0.0)
+    feed.on_snapshot(1, None, now_s=0.0)
     assert state(feed) is FeedState.PARTIAL
     return feed
 
@@ -79,20 +78,13 @@ def test_every_state_has_a_row_for_every_input() -> None:
     assert set(TABLE) == {(state, kind) for state in FeedState for kind in get_args(Input)}
 
 
-def test_a_feed_begins_by_asking_and_scores_nothing_until_then() -> None:
+def test_a_feed_that_discovery_starts_asks_and_scores_nothing_until_then() -> None:
     feed = RankFeed(RANK)
-    assert deeds(feed.on_start(now_s=0.0)) == [AskSnapshot(1)]
+    assert feed.on_new_epoch(OLD, now_s=0.0) == [Count(FeedCount.SNAPSHOTS_ASKED), AskSnapshot(1)]
     assert not scores(feed)
     assert deeds(feed.on_snapshot(1, snapshot(3), now_s=0.0)) == [Load(snapshot(3))]
     assert scores(feed)
-    assert (feed.epoch, feed.next_event_id) == (OLD, 3)
-
-
-def test_a_feed_that_discovery_starts_asks_and_has_nothing_to_drop() -> None:
-    feed = RankFeed(RANK)
-    assert feed.on_new_epoch(OLD, now_s=0.0) == [Count(FeedCount.SNAPSHOTS_ASKED), AskSnapshot(1)]
-    feed.on_snapshot(1, snapshot(3), now_s=0.0)
-    assert feed.state is FeedState.LIVE
+    assert (state(feed), feed.epoch, feed.next_event_id) == (FeedState.LIVE, OLD, 3)
 
 
 def test_first_contact_mid_stream_asks_for_a_snapshot() -> None:
@@ -131,13 +123,12 @@ def test_a_gap_is_mended_by_the_range_and_what_came_meanwhile() -> None:
     assert counts(commands) == {FeedCount.GAPS: 1, FeedCount.RANGES_ASKED: 1}
     assert not scores(feed)
     assert feed.on_batch(stores(6, 2), now_s=1.0) == []
-    assert feed.waiting_events == 3
     assert deeds(feed.on_range(2, stores(3, 2), now_s=1.0)) == [
         Apply(stores(3, 2).events),
         Apply(stores(5, 3).events),
     ]
     assert state(feed) is FeedState.LIVE
-    assert (feed.next_event_id, feed.waiting_events) == (8, 0)
+    assert feed.next_event_id == 8
 
 
 def test_a_late_batch_mends_a_gap_without_the_answer() -> None:
@@ -302,7 +293,6 @@ def test_a_full_inbox_keeps_the_newest_batch_and_asks_for_a_snapshot() -> None:
     commands = feed.on_batch(stores(6, 3), now_s=1.0)
     assert deeds(commands) == [AskSnapshot(3)]
     assert counts(commands)[FeedCount.INBOX_FULL] == 1
-    assert feed.waiting_events == 3
     # What the snapshot does not reach is asked for: the newest id is never forgotten.
     assert deeds(feed.on_snapshot(3, snapshot(5), now_s=1.0)) == [
         Load(snapshot(5)),

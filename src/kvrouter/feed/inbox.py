@@ -56,11 +56,6 @@ class Inbox:
         return bool(self._shelves)
 
     @property
-    def n_events(self) -> int:
-        """How much is held; an empty batch, which only tells how far ids have come, counts as one."""
-        return self._events
-
-    @property
     def epochs(self) -> list[Epoch]:
         """The epochs held, the one met first before the others."""
         return list(self._shelves)
@@ -177,6 +172,7 @@ def _first_id(batch: KvBatch) -> EventId:
 
 
 def _weight(batch: KvBatch) -> int:
+    # An empty batch, which only tells how far ids have come, counts as one event.
     return max(1, len(batch.events))
 
 

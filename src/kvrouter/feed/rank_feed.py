@@ -36,7 +36,6 @@ from kvrouter.feed.words import (
     Orphaned,
     RangeAnswer,
     SnapshotAnswer,
-    Started,
     Ticked,
 )
 
@@ -76,21 +75,12 @@ class RankFeed:
         return self._track.next_event_id
 
     @property
-    def waiting_events(self) -> int:
-        """How many events wait in the inbox."""
-        return self._track.inbox.n_events
-
-    @property
     def next_timeout_s(self) -> float | None:
         """When to call :meth:`on_timeout` next; None while only an input can change anything."""
         track = self._track
         if track.ask is not None:
             return track.ask.asked_s + track.limits.answer_timeout_s
         return track.retry_s if track.state is FeedState.PARTIAL else None
-
-    def on_start(self, *, now_s: float) -> list[Command]:
-        """The rank was discovered: ask for what it holds."""
-        return self._handle(Started(), now_s)
 
     def on_batch(self, batch: KvBatch, *, now_s: float) -> list[Command]:
         """A batch arrived. An empty one tells how far the ids have come: it reveals a lost tail."""
@@ -128,11 +118,6 @@ def _ignore(track: Track, _event: Input) -> None:
     """Nothing changes."""
 
 
-def _start(track: Track, _event: Started) -> None:
-    if track.ask is None:
-        track.ask_snapshot()
-
-
 def _batch_live(track: Track, batch: KvBatch) -> None:
     if batch.epoch != track.epoch or batch.first_event_id > track.next_event_id:
         track.break_off(batch)
@@ -141,8 +126,6 @@ def _batch_live(track: Track, batch: KvBatch) -> None:
 
 
 def _batch_partial(track: Track, batch: KvBatch) -> None:
-    if track.epoch is None and batch.epoch not in track.retired:
-        track.epoch, track.next_event_id = batch.epoch, batch.first_event_id
     if batch.epoch != track.epoch or batch.first_event_id > track.next_event_id:
         track.break_off(batch)
         return
@@ -279,21 +262,18 @@ _Row = Callable[[Track, Any], None]
 
 TABLE: Mapping[tuple[FeedState, type[Input]], _Row] = {
     (FeedState.LIVE, KvBatch): _batch_live,
-    (FeedState.LIVE, Started): _ignore,
     (FeedState.LIVE, RangeAnswer): _answer_useless,
     (FeedState.LIVE, SnapshotAnswer): _answer_useless,
     (FeedState.LIVE, NewEpoch): _new_epoch,
     (FeedState.LIVE, Orphaned): _orphan_live,
     (FeedState.LIVE, Ticked): _ignore,
     (FeedState.RECOVERING, KvBatch): _batch_recovering,
-    (FeedState.RECOVERING, Started): _start,
     (FeedState.RECOVERING, RangeAnswer): _range_recovering,
     (FeedState.RECOVERING, SnapshotAnswer): _snapshot,
     (FeedState.RECOVERING, NewEpoch): _new_epoch,
     (FeedState.RECOVERING, Orphaned): _orphan_recovering,
     (FeedState.RECOVERING, Ticked): _tick_recovering,
     (FeedState.PARTIAL, KvBatch): _batch_partial,
-    (FeedState.PARTIAL, Started): _ignore,
     (FeedState.PARTIAL, RangeAnswer): _answer_useless,
     (FeedState.PARTIAL, SnapshotAnswer): _snapshot,
     (FeedState.PARTIAL, NewEpoch): _new_epoch,

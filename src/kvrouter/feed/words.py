@@ -58,11 +58,6 @@ class FeedLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
-    """The rank was discovered."""
-
-
-@dataclass(frozen=True, slots=True)
 class RangeAnswer:
     """What came back for :class:`AskRange`; None when the worker no longer has it or does not answer."""
 
@@ -95,7 +90,7 @@ class Ticked:
     """Time passed; see ``RankFeed.next_timeout_s``."""
 
 
-Input = KvBatch | Started | RangeAnswer | SnapshotAnswer | NewEpoch | Orphaned | Ticked
+Input = KvBatch | RangeAnswer | SnapshotAnswer | NewEpoch | Orphaned | Ticked
 
 
 @dataclass(frozen=True, slots=True)
