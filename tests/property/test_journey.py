@@ -129,12 +129,7 @@ def possible(state: State) -> st.SearchStrategy[Input]:
             st.just(LegRefused(REFUSED)),
         ]
     elif state is State.DECODING:
-        ends += [
-            legs,
-            st.just(FirstTokens()),
-            st.just(Finished(FinishReason.STOP)),
-            st.just(NotPlaced(REFUSED)),
-        ]
+        ends += [legs, st.just(FirstTokens()), st.just(Finished(FinishReason.STOP))]
     else:
         ends += [legs, st.just(Finished(FinishReason.STOP)), st.just(LegRefused(REFUSED))]
     return st.one_of(ends)

@@ -130,9 +130,9 @@ async def test_a_dead_workers_blocks_go_and_its_next_start_begins_empty() -> Non
         await bench.until_index_is_true()
         assert not bench.believed(rank)
         slot = bench.model.fleet.slot_of(rank)
-        states = {at: state for at, state, _ in bench.cache_of().pump.feed_states()}
+        feeds = dict(bench.cache_of().pump.feed_readings())
         assert slot is not None
-        assert states[slot] is FeedState.LIVE
+        assert feeds[slot].state is FeedState.LIVE
         await bench.read(bench.request(worker_id=1))
         await bench.until_index_is_true()
         assert bench.believed(rank)

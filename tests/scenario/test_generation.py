@@ -9,7 +9,6 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import (
     AllWorkersBusy,
-    DeadlineExceeded,
     NoEligibleWorker,
     ShuttingDown,
     WorkerFailed,
@@ -17,22 +16,8 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
-from tests.support.fleets import BLOCK_SIZE, Bench, card, generate_request
-from tests.support.mock_fleets import until
+from tests.support.fleets import BLOCK_SIZE, Bench, card, generate_request, read_all
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
-
-
-async def read_all(
-    bench: Bench,
-    *,
-    max_tokens: int = 8,
-    request_id: str = "r1",
-    sampling: Sampling | None = None,
-    pinned: int | None = None,
-) -> list[int]:
-    request = generate_request(max_tokens=max_tokens, request_id=request_id, sampling=sampling, pinned=pinned)
-    async with bench.service.generate(request) as generation:
-        return [token async for chunk in generation for token in chunk.token_ids]
 
 
 async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
@@ -238,75 +223,6 @@ async def test_required_sends_nothing_when_no_decode_worker_shares_the_domain() 
     assert bench.booked() == 0
 
 
-async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
-    plane = ScriptedPlane(
-        lambda stream: stream.feed(
-            EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
-        )
-    )
-    bench = Bench(plane, KvRouterConfig(router_domain_wait_s=30.0))
-    await bench.start(
-        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
-    )
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
-    await bench.until_parked()
-    bench.discovery.put(card(3, Role.DECODE, zone="b"))
-    assert await reading == [1]
-    assert bench.telemetry.domain_waits.value("joined") == 1
-
-
-async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
-    plane = ScriptedPlane()
-    config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=30.0)
-    bench = Bench(plane, config)
-    await bench.start(card(1))
-    rank = card(1).ranks()[0]
-    busy = LoadReport(rank, active_blocks=900, total_blocks=1024)
-    bench.load(busy)
-    parked = asyncio.create_task(read_all(bench))
-    await bench.until_parked()
-    with pytest.raises(AllWorkersBusy):
-        await read_all(bench, request_id="r2")
-    assert bench.telemetry.queue_refusals.value("mock", "full") == 1
-    assert bench.telemetry.queue_refusals.value("mock", "timeout") == 0
-    bench.load(LoadReport(rank, active_blocks=1, total_blocks=1024))
-    (await plane.wait_for(Leg.AGGREGATED)).tokens(1, finish=FinishReason.STOP)
-    assert await parked == [1]
-
-
-async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefills_it_again() -> None:
-    plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=0.05))
-    await bench.start(card(1), card(2))
-    with pytest.raises(DeadlineExceeded, match=r"no first token within 0\.05 s"):
-        await read_all(bench)
-    assert len(plane.opened) == 1
-    assert plane.opened[0].cancelled_for is not None
-    assert bench.booked() == 0
-
-
-async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
-    plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(stall_timeout_s=0.05))
-    await bench.start(card(1), card(2))
-    reading = asyncio.create_task(read_all(bench, max_tokens=2))
-    first = await plane.wait_for(Leg.AGGREGATED)
-    first.tokens(1)
-    second = await plane.wait_for(Leg.AGGREGATED, nth=1)
-    assert first.cancelled_for is not None
-    second.tokens(2, finish=FinishReason.LENGTH)
-    assert await reading == [1, 2]
-
-
-async def test_the_whole_request_has_a_deadline() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1))
-    bench = Bench(plane, KvRouterConfig(request_timeout_s=0.05))
-    await bench.start(card(1))
-    with pytest.raises(DeadlineExceeded):
-        await read_all(bench)
-    assert bench.booked() == 0
-
-
 async def test_draining_refuses_new_requests_and_waits_for_running_ones() -> None:
     plane = ScriptedPlane()
     bench = Bench(plane)
@@ -460,47 +376,6 @@ async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() 
     with pytest.raises(NoEligibleWorker):
         await read_all(bench)
     assert bench.telemetry.retries.value("mock", "aggregated") == 1
-
-
-async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
-    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=3, admission_wait_s=30.0)
-    bench = Bench(plane, config)
-    await bench.start(card(1))
-    rank = card(1).ranks()[0]
-    bench.load(LoadReport(rank, active_blocks=900, total_blocks=1024))
-    parked = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: bench.model.waiting == 3)
-    for _ in range(5):  # a change that helps nobody costs nobody its place
-        bench.load(LoadReport(rank, active_blocks=900, total_blocks=1024))
-        with pytest.raises(AllWorkersBusy):
-            await read_all(bench, request_id="late")
-    assert bench.model.waiting == 3
-    bench.load(LoadReport(rank, active_blocks=1, total_blocks=1024))
-    assert await asyncio.gather(*parked) == [[1]] * 3
-    assert [stream.request.request_id for stream in plane.opened] == ["r0", "r1", "r2"]
-    assert bench.model.waiting == 0
-
-
-async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
-    plane = ScriptedPlane()
-    config = KvRouterConfig(
-        active_decode_blocks_threshold=0.5,
-        admission_queue_max=1,
-        admission_wait_s=30.0,
-        router_domain_wait_s=30.0,
-    )
-    bench = Bench(plane, config)
-    await bench.start(
-        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
-    )
-    waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
-    await until(lambda: bench.model.waiting == 3)
-    assert len(bench.model.admission_room) == 0
-    for each in waits:
-        each.cancel()
-    await asyncio.gather(*waits, return_exceptions=True)
-    assert bench.model.waiting == 0
 
 
 async def test_a_new_incarnation_that_cannot_be_used_ends_the_old_one_too() -> None:

@@ -178,3 +178,17 @@ def generate_request(
         sampling=sampling or Sampling(max_tokens=max_tokens, temperature=0.0),
         pin=None if pinned is None else Pin(WorkerId(pinned)),
     )
+
+
+async def read_all(
+    bench: Bench,
+    *,
+    max_tokens: int = 8,
+    request_id: str = "r1",
+    sampling: Sampling | None = None,
+    pinned: int | None = None,
+) -> list[int]:
+    """Send one request and return its tokens."""
+    request = generate_request(max_tokens=max_tokens, request_id=request_id, sampling=sampling, pinned=pinned)
+    async with bench.service.generate(request) as generation:
+        return [token async for chunk in generation for token in chunk.token_ids]

@@ -62,7 +62,7 @@ class Bench:
         return [int(blocks) for blocks in overlap]
 
     def state(self, slot: Slot = SLOT) -> FeedState:
-        return {at: state for at, state, _ in self.pump.feed_states()}[slot]
+        return dict(self.pump.feed_readings())[slot].state
 
     async def join(self, rank: WorkerRank = RANK, slot: Slot = SLOT, held: tuple[Held, ...] = ()) -> None:
         """Discover a rank, and answer for it."""
@@ -162,8 +162,7 @@ async def test_history_that_is_lost_for_good_empties_the_rank() -> None:
     await until(lambda: bench.state() is FeedState.PARTIAL)
     assert bench.pump.all_score, "a lower bound scores"
     assert bench.overlap() == [1, 0], "of what may be gone nothing is kept"
-    stale_s = {slot: stale for slot, _, stale in bench.pump.feed_states()}[SLOT]
-    assert stale_s > 0
+    assert dict(bench.pump.feed_readings())[SLOT].stale_s > 0
 
 
 @pytest.mark.parametrize("error", [OSError("no route"), ValueError("not a batch")])
@@ -172,7 +171,7 @@ async def test_a_question_that_fails_is_no_answer(error: Exception, caplog: pyte
     await bench.join()
     bench.pump.on_batch(batch(3, stored(0, 1)))
     (await bench.asked_range())[2].set_exception(error)
-    await until(lambda: "feed_gap" in caplog.text)
+    await until(lambda: "recovery_failed" in caplog.text)
     assert bench.state() is FeedState.RECOVERING, "its own timer asks again"
     (entrance,) = bench.pump.feeds()
     assert entrance[1].next_timeout_s is not None

@@ -14,6 +14,7 @@
     ├── ShuttingDown            503  this router drains
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
+    ├── InternalError           500  a mistake of ours
     └── ConfigError                  a setting, fleet file or environment that cannot be run with
         └── TopologyUnavailable      a worker's topology source never appeared
 """
@@ -148,6 +149,10 @@ class DeadlineExceeded(KvrouterError):
     status_hint = 504
     code = "deadline_exceeded"
     type = "timeout_error"
+
+
+class InternalError(KvrouterError):
+    """A mistake of ours; the log has its traceback."""
 
 
 class ConfigError(KvrouterError):

@@ -23,6 +23,7 @@ class Gauges:
         index_blocks: Values = {}
         index_bytes: Values = {}
         leases: Values = {}
+        queued: Values = {}
         for model in self._service.models():
             name = model.fleet.model
             for worker in read_workers(model):
@@ -32,9 +33,12 @@ class Gauges:
                 index_bytes[name,] = index.bytes
                 index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
             leases[name,] = len(model.ledger)
+            queued[name,] = len(model.admission_room)
         telemetry.index_blocks.replace(index_blocks)
         telemetry.index_bytes.replace(index_bytes)
         telemetry.ledger_leases.replace(leases)
+        telemetry.queue_depth.replace(queued)
+        telemetry.event_lag.replace(page.lag)
         telemetry.worker_up.replace(page.up)
         telemetry.worker_draining.replace(page.draining)
         telemetry.worker_blocks.replace(page.blocks)
@@ -55,6 +59,7 @@ class _Page:
         self.prefill_tokens: Values = {}
         self.feed_state: Values = {}
         self.staleness: Values = {}
+        self.lag: Values = {}
 
     def add(self, worker: WorkerReading) -> None:
         """Note one worker and its ranks."""
@@ -77,6 +82,8 @@ class _Page:
             self.feed_state[*labels, state.name.lower()] = float(rank.feed is state)
         if rank.stale_s is not None:
             self.staleness[labels] = rank.stale_s
+        if rank.lag_s is not None:
+            self.lag[labels] = rank.lag_s
 
 
 def _place(worker: WorkerReading) -> str:

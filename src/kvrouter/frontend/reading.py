@@ -10,6 +10,7 @@ from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedState
 from kvrouter.service.cache_view import EventCacheView, PredictedCacheView
+from kvrouter.service.event_pump import FeedReading
 from kvrouter.service.model_router import ModelRouter
 
 
@@ -26,6 +27,7 @@ class RankReading:
     held_blocks: int | None
     feed: FeedState | None
     stale_s: float | None
+    lag_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,10 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
     fleet = model.fleet
     model.ledger.ensure_slots(fleet.n_slots)
     loads = model.ledger.columns()
-    feeds: dict[Slot, tuple[FeedState, float]] = {}
+    feeds: dict[Slot, FeedReading] = {}
     held_of = None
     if isinstance(model.cache, EventCacheView):
-        feeds = {slot: (state, stale_s) for slot, state, stale_s in model.cache.pump.feed_states()}
+        feeds = dict(model.cache.pump.feed_readings())
         held_of = model.cache.index.held
     columns = fleet.columns
     for card in sorted(fleet, key=lambda card: card.worker_id):
@@ -61,7 +63,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
         for rank, slot in zip(card.ranks(), fleet.slots_of(card.worker_id), strict=True):
             total_blocks = float(columns.total_blocks[slot])
             reported = bool(columns.has_report[slot])
-            state, stale_s = feeds.get(slot, (None, None))
+            feed = feeds.get(slot)
             ranks.append(
                 RankReading(
                     rank=rank,
@@ -71,8 +73,9 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     report_active_blocks=int(columns.report_active_blocks[slot]) if reported else None,
                     report_prefill_tokens=int(columns.report_prefill_tokens[slot]) if reported else None,
                     held_blocks=None if held_of is None else held_of(slot),
-                    feed=state,
-                    stale_s=stale_s,
+                    feed=None if feed is None else feed.state,
+                    stale_s=None if feed is None else feed.stale_s,
+                    lag_s=None if feed is None else feed.lag_s,
                 )
             )
         yield WorkerReading(card, fleet.is_alive(card.worker_id), tuple(ranks))

@@ -192,7 +192,6 @@ _TABLE: dict[tuple[State, type[Input]], _Row] = {
     (State.PREFILLING, LegLost): Journey._lost,
     (State.PREFILLING, LegRefused): Journey._refused,
     (State.PREFILLING, ClientLeft): Journey._left,
-    (State.DECODING, NotPlaced): Journey._not_placed,
     (State.DECODING, FirstTokens): Journey._first_tokens,
     (State.DECODING, Finished): Journey._finished,
     (State.DECODING, LegLost): Journey._lost,

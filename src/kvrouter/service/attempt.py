@@ -1,4 +1,4 @@
-"""What one request holds while it runs: its patience, its times, and what its current attempt has open."""
+"""What one request holds while it runs: its times, and what its current attempt has open."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -6,17 +6,6 @@ from dataclasses import dataclass, field
 from kvrouter.journey.words import LegLost
 from kvrouter.planes.requests.port import EngineStream
 from kvrouter.service.placement import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a request may take to its first token and to its end, and how long its stream may be silent
-    before the worker counts as lost; in seconds.
-    """
-
-    first_token_s: float = 120.0
-    between_tokens_s: float = 60.0
-    request_s: float = 600.0
 
 
 @dataclass(slots=True)

@@ -6,8 +6,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.core.events import KvBatch
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.ids import Slot
+from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.index.port import ApproximateIndex, BlockIndex
 from kvrouter.routing.decision import Decision
 from kvrouter.service.event_pump import EventPump
@@ -27,8 +28,17 @@ class CacheView(Protocol):
     def decided(self, decision: Decision, prompt: Prompt) -> None:
         """The prompt's blocks will be where the decision sends it."""
 
+    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
+        """A worker rank that publishes KV events is at the slot."""
+
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone, and its cache with it."""
+
+    def on_batch(self, batch: KvBatch) -> None:
+        """KV events came."""
+
+    def close(self) -> None:
+        """Stop what runs."""
 
 
 class NoCacheView:
@@ -41,8 +51,17 @@ class NoCacheView:
     def decided(self, decision: Decision, prompt: Prompt) -> None:
         """Nothing to learn."""
 
+    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
+        """Nothing to ask."""
+
     def freed(self, slot: Slot) -> None:
         """Nothing to forget."""
+
+    def on_batch(self, batch: KvBatch) -> None:
+        """Nothing to learn."""
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 class EventCacheView:
@@ -66,9 +85,21 @@ class EventCacheView:
     def decided(self, decision: Decision, prompt: Prompt) -> None:
         """The engines' own events will tell."""
 
+    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
+        """Its feed begins."""
+        self.pump.joined(rank, slot, epoch)
+
     def freed(self, slot: Slot) -> None:
         """The pump drops the slot's blocks with its feed."""
         self.pump.freed(slot)
+
+    def on_batch(self, batch: KvBatch) -> None:
+        """On to the rank's feed."""
+        self.pump.on_batch(batch)
+
+    def close(self) -> None:
+        """Stop the feeds."""
+        self.pump.close()
 
 
 class PredictedCacheView:
@@ -93,9 +124,18 @@ class PredictedCacheView:
         if decision.prefill is not None:
             self.index.touch(decision.prefill.slot, prompt, now_s)
 
+    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
+        """Events are not followed."""
+
     def freed(self, slot: Slot) -> None:
         """Forget the slot."""
         self.index.drop(slot)
+
+    def on_batch(self, batch: KvBatch) -> None:
+        """Events are not followed."""
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 def _now_s() -> float:

@@ -1,8 +1,10 @@
 """The service entrance: KV events from the event plane, through each rank's feed, into the index."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,14 @@ from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.service.observed import ModelObserved
 
 
+class FeedReading(NamedTuple):
+    """A feed's state, for how long its blocks have not been known for sure, and the age of its last batch."""
+
+    state: FeedState
+    stale_s: float
+    lag_s: float
+
+
 @dataclass(slots=True)
 class _Entrance:
     """One rank's feed, and what runs for it."""
@@ -34,6 +44,7 @@ class _Entrance:
     slot: Slot
     told: FeedState | None = None
     stale_since_s: float | None = None
+    lag_s: float = 0.0
     timer: asyncio.TimerHandle | None = None
     ask: asyncio.Task[None] | None = None
 
@@ -49,6 +60,7 @@ class EventPump:
         self._subscriber = subscriber
         self._observed = observed
         self._entrances: dict[WorkerRank, _Entrance] = {}
+        self._by_slot: dict[Slot, _Entrance] = {}
         self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._silent = 0
 
@@ -66,29 +78,29 @@ class EventPump:
         """Every rank's feed."""
         return ((entrance.slot, entrance.feed) for entrance in self._entrances.values())
 
-    def feed_states(self) -> Iterator[tuple[Slot, FeedState, float]]:
-        """Each slot's feed state, and for how many seconds its blocks have not been known for sure."""
+    def feed_readings(self) -> Iterator[tuple[Slot, FeedReading]]:
+        """What there is to tell of each slot's feed."""
         now_s = self._now_s()
         for entrance in self._entrances.values():
             since_s = now_s if entrance.stale_since_s is None else entrance.stale_since_s
-            yield entrance.slot, entrance.feed.state, now_s - since_s
+            yield entrance.slot, FeedReading(entrance.feed.state, now_s - since_s, entrance.lag_s)
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """A worker rank was discovered: ask it for what it holds."""
         self._grow(slot + 1)
-        entrance = self._entrances[rank] = _Entrance(RankFeed(rank), slot)
+        entrance = self._entrances[rank] = self._by_slot[slot] = _Entrance(RankFeed(rank), slot)
         self._silent += 1
         self._after(entrance, entrance.feed.on_new_epoch(epoch, now_s=self._now_s()))
 
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: its blocks go, and so does what runs for it."""
-        for rank, entrance in list(self._entrances.items()):
-            if entrance.slot == slot:
-                self._stop(entrance)
-                del self._entrances[rank]
-                if not self._scores[slot]:
-                    self._silent -= 1
-        if slot < len(self._scores):
+        entrance = self._by_slot.pop(slot, None)
+        if entrance is not None:
+            self._stop(entrance)
+            if self._entrances.get(entrance.feed.rank) is entrance:  # else the rank is at another slot by now
+                del self._entrances[entrance.feed.rank]
+            if not self._scores[slot]:
+                self._silent -= 1
             self._scores[slot] = False
         self._index.drop(slot)
 
@@ -96,7 +108,8 @@ class EventPump:
         """A batch arrived; of a rank that is not known yet it is let go: a snapshot will have it."""
         entrance = self._entrances.get(batch.rank)
         if entrance is not None:
-            self._observed.batch_arrived(batch)
+            if batch.published_s:
+                entrance.lag_s = max(0.0, time.time() - batch.published_s)
             self._after(entrance, entrance.feed.on_batch(batch, now_s=self._now_s()))
 
     def close(self) -> None:
@@ -131,7 +144,11 @@ class EventPump:
         self._set_timer(entrance)
 
     def _apply(self, entrance: _Entrance, events: tuple[KvEvent, ...]) -> int:
-        applied = self._index.apply(entrance.slot, events)
+        try:
+            applied = self._index.apply(entrance.slot, events)
+        except ValueError as error:  # nothing of it was applied: as unknown as after a lost parent
+            self._observed.mistaken_events(entrance.feed.rank, str(error))
+            return 1
         self._observed.events_applied(applied)
         return applied.orphaned
 
@@ -170,6 +187,7 @@ class EventPump:
         if entrance.ask is not None:
             entrance.ask.cancel()
         entrance.ask = asyncio.get_running_loop().create_task(self._answer(entrance, command))
+        entrance.ask.add_done_callback(self._answered)
 
     async def _answer(self, entrance: _Entrance, command: AskRange | AskSnapshot) -> None:
         feed = entrance.feed
@@ -186,6 +204,11 @@ class EventPump:
         if entrance.ask is asyncio.current_task():
             entrance.ask = None
         self._after(entrance, commands)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        """A mistake of ours in the task must not vanish; the feed's timer asks again."""
+        if not task.cancelled() and task.exception() is not None:
+            self._observed.mistake_in_recovery(task.exception())
 
     def _grow(self, n_slots: int) -> None:
         if n_slots > len(self._scores):

@@ -10,9 +10,15 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Self, assert_never
+from typing import Self
 
-from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, RoutingRefused
+from kvrouter.core.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KvrouterError,
+    RoutingRefused,
+)
 from kvrouter.core.requests import (
     EngineChunk,
     FinishReason,
@@ -43,10 +49,11 @@ from kvrouter.journey.words import (
 )
 from kvrouter.planes.requests.port import RequestPlane, StreamBroken, WorkerFull
 from kvrouter.routing.decision import Pick
-from kvrouter.service.attempt import Attempt, Patience, Times
+from kvrouter.service.attempt import Attempt, Times
 from kvrouter.service.legs import last_leg, prefill_leg
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.placement import Placement, Placer
+from kvrouter.service.silence import Patience, Phase, SilenceWatch, TooLong
 
 FINISHED = "finished"
 ANSWERED = "answered"
@@ -88,9 +95,7 @@ class Generation:
         self._token_s = 0.0
         self._attempt: Attempt | None = None
         self._last_placement: Placement | None = None
-        self._began_s = self._heard_s = self._loop.time()
-        self._is_reading = False
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._watch = SilenceWatch(patience, self._too_long)
         self._tail_tokens = 0
         self._closed = False
         self._told = False
@@ -131,26 +136,48 @@ class Generation:
         return self
 
     async def __anext__(self) -> EngineChunk:
-        if self._closed or self._journey.state is State.DONE:
-            if self.error is not None and not self._told:
-                self._told = True
-                raise self.error
-            raise StopAsyncIteration
         if self._attempt is None:
-            await self._perform(self._journey.begin())
+            await self._begin()
         while True:
-            if self.error is not None:
-                self._told = True
-                self.close(self.error.code)
-                raise self.error
-            if self.finish is not None:
-                self.close(FINISHED)
-                return EngineChunk(finish=self.finish)
-            if self._closed:
-                raise StopAsyncIteration  # closed while this read waited
-            chunk = await self._read()
-            if chunk is not None:
-                return chunk
+            attempt = self._attempt
+            if self.error is not None or self.finish is not None or attempt is None:
+                return self._end()
+            if attempt.decode is None:
+                raise RuntimeError("a generation without a decode stream was read")
+            watch = self._watch
+            watch.heard_s = time.monotonic()  # the time that the client took is nobody's silence
+            watch.is_reading = True
+            try:
+                chunk = await attempt.decode.__anext__()
+            except StreamBroken as error:
+                await self._lose(attempt, error.message)
+                continue
+            except StopAsyncIteration:
+                await self._lose(attempt, "the stream ended without a last chunk")
+                continue
+            finally:
+                watch.is_reading = False
+            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+                await self._lose(attempt, chunk.error or "the engine cancelled the request")
+                continue
+            self._take(attempt, chunk)
+            return chunk
+
+    async def _begin(self) -> None:
+        """Place the request, once; a request that has ended stays ended."""
+        if not self._closed and self._journey.state is not State.DONE:
+            await self._perform(self._journey.begin())
+
+    def _end(self) -> EngineChunk:
+        """There is nothing more to read: tell the error once, or the end that no engine told."""
+        if self.error is not None and not self._told:
+            self._told = True
+            self.close(self.error.code)
+            raise self.error
+        if self.finish is not None and not self._closed:
+            self.close(FINISHED)
+            return EngineChunk(finish=self.finish)
+        raise StopAsyncIteration
 
     def abort(self, error: KvrouterError) -> None:
         """End now, with ``error`` for whoever reads."""
@@ -165,9 +192,7 @@ class Generation:
         self._closed = True
         self._journey.handle(ClientLeft(reason))
         self._abandon(reason)
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
+        self._watch.stop()
         self.times.ended_s = time.monotonic()
         self._observed.request_ended(
             self.request,
@@ -182,32 +207,14 @@ class Generation:
 
     # Reading
 
-    async def _read(self) -> EngineChunk | None:
-        """Read one chunk of the last leg; None when the attempt changed and the client gets nothing."""
-        attempt = self._attempt
-        if attempt is None or attempt.decode is None:
-            raise RuntimeError("a generation without a decode stream was read")
-        self._heard_s = self._loop.time()  # time that the client took does not count as the worker's silence
-        self._is_reading = True
-        try:
-            chunk = await attempt.decode.__anext__()
-        except StreamBroken as error:
-            await self._lose(attempt, str(error))
-            return None
-        except StopAsyncIteration:
-            await self._lose(attempt, "the stream ended without a last chunk")
-            return None
-        finally:
-            self._is_reading = False
-        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-            await self._lose(attempt, chunk.error or "the engine cancelled the request")
-            return None
+    def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
+        """Note what a chunk of the last leg brings."""
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._note_cached(chunk.cached_tokens)
         if chunk.token_ids:
-            now_s = time.monotonic()
+            now_s = self._watch.heard_s = time.monotonic()
             if self._journey.state is State.DECODING:
-                await self._perform(self._journey.handle(FirstTokens()))
+                self._perform_now(self._journey.handle(FirstTokens()))
             else:
                 self._gaps_s.append(now_s - self._token_s)
             self._token_s = now_s
@@ -215,9 +222,8 @@ class Generation:
             self._count_output(attempt, len(chunk.token_ids))
         if chunk.finish is not None:
             attempt.decode = None
-            await self._perform(self._journey.handle(Finished(chunk.finish)))
+            self._perform_now(self._journey.handle(Finished(chunk.finish)))
             self.close(FINISHED)
-        return chunk
 
     async def _lose(self, attempt: Attempt, why: str) -> None:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
@@ -263,6 +269,13 @@ class Generation:
                     todo.extend(await self._send_prefill())
                 case SendDecode():
                     todo.extend(await self._send_decode(command.params))
+                case _:
+                    self._perform_now((command,))
+
+    def _perform_now(self, commands: Sequence[Command]) -> None:
+        """Do what needs no waiting."""
+        for command in commands:
+            match command:
                 case NoteFirstToken():
                     self._first_token()
                 case Abandon():
@@ -272,7 +285,7 @@ class Generation:
                 case Fail():
                     self.error = command.error
                 case _:
-                    assert_never(command)
+                    raise RuntimeError(f"{type(command).__name__} has to be awaited")
 
     async def _place(self, command: Place) -> Sequence[Command]:
         token_ids = self.request.token_ids
@@ -295,14 +308,15 @@ class Generation:
         self._tail_tokens = placement.prompt.isl_tokens % placement.block_size
         if self.times.placed_s is None:
             self.times.placed_s = time.monotonic()
-        self._heard_s = self._loop.time()
-        self._watch()
+        self._watch.enter(Phase.RESUMING if self._journey.generated else Phase.FIRST_TOKEN)
         return self._journey.handle(Placed(placement.shape))
 
     async def _send_prefill(self) -> Sequence[Command]:
         attempt = self._held()
         if attempt.placement.shape is Shape.BOOTSTRAP:
-            attempt.prefill_task = self._loop.create_task(self._run_prefill_beside(attempt))
+            task = self._loop.create_task(self._run_prefill_beside(attempt))
+            task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
+            attempt.prefill_task = task
             return []
         pick = attempt.placement.prefill_pick
         try:
@@ -320,9 +334,7 @@ class Generation:
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
         params: KvTransferParams | None = None
-        self._is_reading = True
         async for chunk in stream:
-            self._heard_s = self._loop.time()
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
                 raise StreamBroken(chunk.error or "the engine cancelled the prefill")
             if chunk.cached_tokens is not None and self._attempt is attempt:
@@ -342,6 +354,16 @@ class Generation:
             attempt.lost.append(_lost_leg(attempt.placement.prefill_pick, error))
             if attempt.decode is not None and self._journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg failed")
+
+    def _prefill_ended(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        """Nobody awaits the task: a mistake of ours in it must neither vanish nor leave decode waiting."""
+        if task.cancelled() or task.exception() is None:
+            return
+        self._observed.mistake(self.request, task.exception())
+        if attempt is self._attempt:
+            self.error = InternalError("the prefill leg could not be driven; the log has the traceback")
+            if attempt.decode is not None:
+                attempt.decode.cancel(self.error.code)
 
     async def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
         attempt = self._held()
@@ -375,7 +397,7 @@ class Generation:
         if attempt.prefill_task is None or attempt.prefill_task.done():
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
         self._placer.first_token(attempt.placement)
-        self._watch()  # from here on another limit of silence holds
+        self._watch.enter(Phase.STREAMING)
 
     def _abandon(self, reason: str) -> None:
         """Cancel both legs and close the leases of the current attempt."""
@@ -390,39 +412,17 @@ class Generation:
             attempt.prefill.cancel(reason)
         self._placer.release(attempt.placement)
 
-    # Silence
-
-    def _watch(self) -> None:
-        """Look again when the limit of silence would be reached: one timer a request, re-armed lazily."""
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-        self._watchdog = self._loop.call_at(self._silent_until_s(), self._look)
-
-    def _silent_until_s(self) -> float:
-        """When the worker will have been silent for too long, or the request's own time will be up."""
-        patience = self._patience
-        if self._journey.state is State.STREAMING:
-            return min(self._heard_s + patience.between_tokens_s, self._began_s + patience.request_s)
-        return self._began_s + min(patience.first_token_s, patience.request_s)
-
-    def _look(self) -> None:
-        self._watchdog = None
-        attempt, now_s = self._attempt, self._loop.time()
-        streaming = self._journey.state is State.STREAMING
-        if streaming and not self._is_reading:
-            self._heard_s = now_s  # it is the client who is slow
+    def _too_long(self, kind: TooLong, silent_s: float) -> None:
+        """A limit was reached: cancel the legs, and the read that meets their end tells why."""
+        attempt = self._attempt
         if attempt is None:
             return
-        if now_s < self._silent_until_s():
-            self._watch()
-            return
-        patience = self._patience
-        if now_s >= self._began_s + patience.request_s:
-            self.error = DeadlineExceeded(f"the request took longer than {patience.request_s:g} s")
-        elif not streaming:
-            self.error = DeadlineExceeded(f"no first token within {patience.first_token_s:g} s")
+        if kind is TooLong.REQUEST:
+            self.error = DeadlineExceeded(f"the request took longer than {self._patience.request_s:g} s")
+        elif kind is TooLong.FIRST_TOKEN:
+            self.error = DeadlineExceeded(f"no first token within {self._patience.first_token_s:g} s")
         else:
-            self._silence = f"no token for {now_s - self._heard_s:.3g} s"
+            self._silence = f"no token for {silent_s:.3g} s"
         for stream in (attempt.decode, attempt.prefill):
             if stream is not None:
                 stream.cancel(self._silence or "the request's time is up")

@@ -131,16 +131,19 @@ class ModelRouter:
                     continue
                 placement = self._book(wish, decision, prompt, token_ids)
                 decision_s = time.perf_counter() - started_s
-                waited_s = None if ticket is None else asyncio.get_running_loop().time() - began_s
-                if ticket is not None and ticket.room is self.domain_room:
-                    self.observed.joined_domain()
-                self.observed.placed(placement, decision_s=decision_s, waited_s=waited_s)
+                queued_s = None
+                if ticket is not None:
+                    waited_s = asyncio.get_running_loop().time() - began_s
+                    if ticket.room is self.admission_room:
+                        queued_s = waited_s
+                    else:
+                        self.observed.joined_domain(placement, waited_s=waited_s)
+                self.observed.placed(placement, decision_s=decision_s, waited_s=queued_s)
                 self._decisions.record(decision, decided_at_s=time.time())
                 return placement
         finally:
             if ticket is not None:
                 ticket.leave()
-                self.observed.waiting(len(self.admission_room))
 
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
@@ -186,8 +189,9 @@ class ModelRouter:
         self.ledger.ensure_slots(n_slots)
         if len(self._not_active) < n_slots:
             self._not_active = np.zeros(max(n_slots, 2 * len(self._not_active)), np.uint32)
-        not_active = self._not_active[:n_slots]
+        not_active = None
         if self.settings.track_active_blocks:
+            not_active = self._not_active[:n_slots]
             self.ledger.not_active(prompt, not_active)
             if own is not None and self.fleet.rank_at(own.slot) == own.rank:
                 not_active[own.slot] = 0
@@ -220,9 +224,8 @@ class ModelRouter:
                 self.observed.refused(refused, request, no_place=True)
                 raise refused
             ticket = room.enter()
-        self.observed.waiting(len(self.admission_room))
         try:
-            called = await ticket.wait(until_s=began_s + limit_s)
+            called = await ticket.wait(until_s=began_s + min(limit_s, self._config.request_timeout_s))
         except asyncio.CancelledError:
             ticket.leave()
             raise

@@ -1,11 +1,9 @@
 """What the service tells telemetry: one method for everything worth counting or a line in the log."""
 
 import logging
-import time
 from collections.abc import Sequence
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
-from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.workers import WorkerCard
@@ -19,6 +17,19 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 logger = logging.getLogger("kvrouter.router")
 
 
+_OUTCOMES = (
+    "stored",
+    "repeated",
+    "replaced",
+    "removed",
+    "unknown_removed",
+    "orphaned",
+    "cleared",
+    "over_limit",
+)
+"""What can become of a block of an event; see ``index.port.Applied``."""
+
+
 class ModelObserved:
     """The events of one model."""
 
@@ -28,12 +39,6 @@ class ModelObserved:
 
     # The feed
 
-    def batch_arrived(self, batch: KvBatch) -> None:
-        """A batch came; its age is by its sender's clock, so it feeds this gauge and nothing else."""
-        if batch.published_s:
-            age_s = max(0.0, time.time() - batch.published_s)
-            self._telemetry.event_lag.set(age_s, str(batch.rank.worker_id), str(batch.rank.dp_rank))
-
     def feed_counted(self, name: FeedCount, n: int) -> None:
         """A feed counted something."""
         self._telemetry.feed_events.inc(self._model, name.value, by=n)
@@ -41,7 +46,7 @@ class ModelObserved:
     def events_applied(self, applied: Applied) -> None:
         """Events reached the index."""
         counts = self._telemetry.feed_events
-        for outcome in ("stored", "repeated", "removed", "unknown_removed", "orphaned", "cleared"):
+        for outcome in _OUTCOMES:
             count = getattr(applied, outcome)
             if count:
                 counts.inc(self._model, f"blocks_{outcome}", by=count)
@@ -61,7 +66,7 @@ class ModelObserved:
         """Asking a worker for its events went wrong; the feed asks again."""
         log_event(
             logger,
-            Event.FEED_GAP,
+            Event.RECOVERY_FAILED,
             model=self._model,
             worker=str(rank.worker_id),
             dp_rank=rank.dp_rank,
@@ -112,13 +117,36 @@ class ModelObserved:
             reason=error.message,
         )
 
-    def joined_domain(self) -> None:
+    def joined_domain(self, placement: Placement, *, waited_s: float) -> None:
         """A request's wait for a decode worker in its domain was not in vain."""
         self._telemetry.domain_waits.inc("joined")
+        constraint = placement.decision.constraint
+        log_event(
+            logger,
+            Event.DOMAIN_WAIT,
+            request_id=placement.decision.request_id,
+            model=self._model,
+            domain=None if constraint is None else constraint.domain,
+            value=None if constraint is None else constraint.value,
+            waited_s=waited_s,
+        )
 
-    def waiting(self, requests: int) -> None:
-        """So many requests wait now."""
-        self._telemetry.queue_depth.set(requests, self._model)
+    def mistake_in_recovery(self, error: BaseException | None) -> None:
+        """A mistake of ours while events were recovered."""
+        logger.error(
+            Event.INTERNAL_ERROR.value, extra={"kvrouter_fields": {"model": self._model}}, exc_info=error
+        )
+
+    def mistaken_events(self, rank: WorkerRank, why: str) -> None:
+        """A rank's events do not make sense; what it holds is asked for."""
+        log_event(
+            logger,
+            Event.EVENTS_MISTAKEN,
+            model=self._model,
+            worker=str(rank.worker_id),
+            dp_rank=rank.dp_rank,
+            reason=why,
+        )
 
     def cached_tokens(self, *, predicted: int, actual: int) -> None:
         """An engine told how many prompt tokens it had cached."""
@@ -170,6 +198,7 @@ class ModelObserved:
             prefill_worker="-" if prefill is None else str(prefill.rank),
             prefill_overlap_blocks=0 if prefill is None else prefill.overlap_blocks,
             prefill_cost=0.0 if prefill is None else prefill.cost,
+            prefill_candidates=0 if prefill is None else prefill.candidates,
             decode_worker=str(decode.rank),
             decode_overlap_blocks=decode.overlap_blocks,
             decode_cost=decode.cost,
@@ -236,6 +265,14 @@ class ServiceObserved:
     def request_begun(self, model: str) -> None:
         """A request came."""
         self._telemetry.requests_active.add(1, model)
+
+    def mistake(self, request: GenerateRequest, error: BaseException | None) -> None:
+        """A mistake of ours ended a request."""
+        logger.error(
+            Event.INTERNAL_ERROR.value,
+            extra={"kvrouter_fields": {"request_id": request.request_id, "model": request.model}},
+            exc_info=error,
+        )
 
     def sent_again(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
         """A worker failed a request, which goes on elsewhere."""

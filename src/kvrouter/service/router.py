@@ -16,12 +16,14 @@ from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.routing.decision import Decision
-from kvrouter.service.attempt import Patience
-from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.generation import Generation
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.silence import Patience
+
+MODELS_MAX = 1024
+"""How many models one router knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,7 @@ class RouterService:
             stop()
         self._stops.clear()
         for model in self._models.values():
-            if isinstance(model.cache, EventCacheView):
-                model.cache.pump.close()
+            model.cache.close()
 
     @property
     def is_draining(self) -> bool:
@@ -157,10 +158,8 @@ class RouterService:
         previous = self._model_of.get(card.worker_id)
         if previous is not None and previous != card.model:
             self._leave(self._models[previous], card.worker_id)
-        model = self._models.get(card.model)
         try:
-            if model is None:
-                model = self._parts.make_model(card.model, card.block_size)
+            model = self._model_for(card)
             known = model.fleet.card(card.worker_id)
             change = model.fleet.join(card)
         except ConfigError as error:
@@ -177,6 +176,28 @@ class RouterService:
             observed.worker_changed(card)
         model.fleet_changed()
 
+    def _model_for(self, card: WorkerCard) -> ModelRouter:
+        """The card's model; a new one where there was none, or where all its workers left.
+
+        A model without workers stays known: its requests are refused with 503, not 404. It may come back with
+        another block size. Raises ConfigError when there are too many models.
+        """
+        model = self._models.get(card.model)
+        if model is not None and (len(model.fleet) or model.fleet.block_size == card.block_size):
+            return model
+        if model is None and len(self._models) >= MODELS_MAX:
+            self._forget_a_model()
+        return self._parts.make_model(card.model, card.block_size)
+
+    def _forget_a_model(self) -> None:
+        """Make room: the model whose workers all left, and that has been known the longest, is forgotten."""
+        for name, model in self._models.items():
+            if not len(model.fleet) and not model.waiting:
+                model.cache.close()
+                del self._models[name]
+                return
+        raise ConfigError(f"model: {MODELS_MAX} models have workers here already", param="model")
+
     def _refuse(self, card: WorkerCard, why: str) -> None:
         """A card that cannot be used. What the worker was before is gone all the same."""
         self._parts.observed.worker_refused(card, why)
@@ -189,11 +210,12 @@ class RouterService:
         for slot in change.freed:
             model.ledger.drop_slot(slot)
             model.cache.freed(slot)
-        if isinstance(model.cache, EventCacheView) and card.publishes_kv_events:
-            for slot in change.joined:
-                rank = model.fleet.rank_at(slot)
-                if rank is not None:
-                    model.cache.pump.joined(rank, slot, card.incarnation)
+        if not card.publishes_kv_events:
+            return
+        for slot in change.joined:
+            rank = model.fleet.rank_at(slot)
+            if rank is not None:
+                model.cache.joined(rank, slot, card.incarnation)
 
     def _on_gone(self, worker_id: WorkerId, incarnation: Epoch) -> None:
         name = self._model_of.get(worker_id)
@@ -217,8 +239,8 @@ class RouterService:
 
     def _on_batch(self, batch: KvBatch) -> None:
         model = self._model_of_rank(batch.rank)
-        if model is not None and isinstance(model.cache, EventCacheView):
-            model.cache.pump.on_batch(batch)
+        if model is not None:
+            model.cache.on_batch(batch)
 
     def _on_load(self, report: LoadReport) -> None:
         model = self._model_of_rank(report.rank)
