@@ -21,8 +21,8 @@ def ledger(request: pytest.FixtureRequest) -> Ledger:
     return maker(4)
 
 
-def key(request_id: str, attempt: int = 0, router_id: RouterId = HERE) -> LeaseKey:
-    return LeaseKey(router_id, RequestId(request_id), attempt)
+def key(request_id: str, leg_number: int = 0, router_id: RouterId = HERE) -> LeaseKey:
+    return LeaseKey(router_id, RequestId(request_id), leg_number)
 
 
 def prompt(*tokens: int) -> Prompt:
@@ -132,8 +132,9 @@ def test_a_key_has_one_open_lease(ledger: Ledger) -> None:
     with pytest.raises(LeaseExists) as caught:
         ledger.book(key=key("r"), slot=B, prompt=prompt(1, 1), prefill_tokens=2)
     assert caught.value.key == key("r")
+    assert str(caught.value) == "leg 0 of request 'r' is booked by router 'router-1'"
     assert load(ledger, B) == (0, 0)
-    ledger.book(key=key("r", attempt=1), slot=B, prompt=prompt(1, 1), prefill_tokens=2)
+    ledger.book(key=key("r", leg_number=1), slot=B, prompt=prompt(1, 1), prefill_tokens=2)
     ledger.book(key=key("r", router_id=RouterId("other")), slot=B, prompt=prompt(1, 1), prefill_tokens=2)
     ledger.close(lease)
     assert ledger.find(key("r")) is None

@@ -13,7 +13,7 @@ use crate::prompt::Prompt;
 pub struct LeaseKey {
     pub router_id: Box<str>,
     pub request_id: Box<str>,
-    pub attempt: u32,
+    pub leg_number: u32,
 }
 
 /// A count for each slot. Readers see it change; one that was replaced stays as it was.
@@ -251,7 +251,7 @@ mod tests {
     use crate::hashing::SEED;
 
     fn key(request: &str) -> LeaseKey {
-        LeaseKey { router_id: "r".into(), request_id: request.into(), attempt: 0 }
+        LeaseKey { router_id: "r".into(), request_id: request.into(), leg_number: 0 }
     }
 
     fn prompt(tokens: &[u32]) -> Arc<Prompt> {

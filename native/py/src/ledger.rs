@@ -116,7 +116,7 @@ impl Ledger {
             Err(NotBooked::LeaseExists) => Err(LeaseExists::new_err((
                 key.router_id.into_string(),
                 key.request_id.into_string(),
-                key.attempt,
+                key.leg_number,
             ))),
         }
     }
@@ -185,8 +185,8 @@ impl Ledger {
     }
 }
 
-fn lease_key((router_id, request_id, attempt): (String, String, u32)) -> ledger::LeaseKey {
-    ledger::LeaseKey { router_id: router_id.into(), request_id: request_id.into(), attempt }
+fn lease_key((router_id, request_id, leg_number): (String, String, u32)) -> ledger::LeaseKey {
+    ledger::LeaseKey { router_id: router_id.into(), request_id: request_id.into(), leg_number }
 }
 
 fn check_prefill_tokens(prefill_tokens: i64) -> PyResult<()> {

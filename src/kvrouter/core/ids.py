@@ -39,8 +39,12 @@ class WorkerRank(NamedTuple):
 
 
 class LeaseKey(NamedTuple):
-    """Whose claim a lease is: one attempt of one request, booked by one router incarnation."""
+    """Whose claim a lease is: one leg of one request, booked by one router incarnation.
+
+    ``leg_number`` counts the legs over all attempts of the request. Attempt ``n``, from 0, has two:
+    2·n is its prefill leg, 2·n + 1 its decode or aggregated leg.
+    """
 
     router_id: RouterId
     request_id: RequestId
-    attempt: int
+    leg_number: int

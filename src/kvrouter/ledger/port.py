@@ -18,9 +18,9 @@ BlocksColumn = npt.NDArray[np.uint32]
 class LeaseExists(Exception):
     """An open lease has this key; its fields are the key's."""
 
-    def __init__(self, router_id: str, request_id: str, attempt: int) -> None:
-        super().__init__(f"attempt {attempt} of request {request_id!r} is booked by router {router_id!r}")
-        self.key = LeaseKey(RouterId(router_id), RequestId(request_id), attempt)
+    def __init__(self, router_id: str, request_id: str, leg_number: int) -> None:
+        super().__init__(f"leg {leg_number} of request {request_id!r} is booked by router {router_id!r}")
+        self.key = LeaseKey(RouterId(router_id), RequestId(request_id), leg_number)
 
 
 class LedgerColumns(NamedTuple):
