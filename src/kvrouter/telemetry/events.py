@@ -30,8 +30,13 @@ class Event(StrEnum):
     WORKER_LEFT = "worker_left"
     WORKER_REFUSED = "worker_refused"
     FEED_STATE = "feed_state"
-    FEED_GAP = "feed_gap"
+    RECOVERY_FAILED = "recovery_failed"
+    EVENTS_MISTAKEN = "events_mistaken"
     BUSY_THRESHOLD = "busy_threshold"
+    HTTP_BAD_REQUEST = "http_bad_request"
+    HTTP_CLIENT_LEFT = "http_client_left"
+    HTTP_CUT = "http_cut"
+    HTTP_HANDLER_FAILED = "http_handler_failed"
     INTERNAL_ERROR = "internal_error"
 
 
@@ -71,8 +76,6 @@ class Fields(TypedDict, total=False):
     stage: str
     status: int
     state: str
-    first_event_id: int
-    last_event_id: int
     active_decode_blocks_threshold: float | None
     active_prefill_tokens_threshold: int | None
     host: str
@@ -83,6 +86,8 @@ class Fields(TypedDict, total=False):
     running_requests: int
     duration_s: float
     detail: str
+    started: bool
+    unsent_bytes: int
 
 
 FIELD_NAMES = frozenset(Fields.__annotations__)
@@ -122,8 +127,21 @@ EVENTS: dict[Event, EventSpec] = {
     Event.WORKER_LEFT: EventSpec(logging.WARNING, "A worker is gone."),
     Event.WORKER_REFUSED: EventSpec(logging.ERROR, "A worker's card cannot be routed to."),
     Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
-    Event.FEED_GAP: EventSpec(logging.WARNING, "KV events of a rank were lost; they are asked for again."),
+    Event.RECOVERY_FAILED: EventSpec(
+        logging.WARNING, "A worker was asked for KV events and did not give them; it is asked again."
+    ),
+    Event.EVENTS_MISTAKEN: EventSpec(
+        logging.WARNING, "A rank's KV events do not make sense; what it holds is asked for."
+    ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
+    Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),
+    Event.HTTP_CLIENT_LEFT: EventSpec(
+        logging.INFO, "A connection was lost before its answer ended; whether it had started."
+    ),
+    Event.HTTP_CUT: EventSpec(logging.WARNING, "A connection was dropped with bytes that were not yet sent."),
+    Event.HTTP_HANDLER_FAILED: EventSpec(
+        logging.ERROR, "A request was not answered, or not to its end, by a mistake of ours."
+    ),
     Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A mistake of ours, with its traceback."),
 }
 
@@ -132,7 +150,7 @@ def log_event(
     logger: logging.Logger,
     event: Event,
     *,
-    exc_info: bool | BaseException = False,
+    exc_info: bool | BaseException | None = None,
     **fields: Unpack[Fields],
 ) -> None:
     """Log ``event`` with ``fields`` at the event's own level; free where that level is not written.

@@ -203,7 +203,8 @@ class Telemetry:
     )
     feed_events = _counter(
         "kvrouter_feed_events",
-        "What happened in event streams: applied, or one of the feed's words (gaps, orphans, …).",
+        "What happened in event streams: one of the feed's words (gaps, orphans, …), or blocks_… for each "
+        "block of an event that reached the index, by what became of it (blocks_stored, blocks_removed, …).",
         "model",
         "outcome",
     )
@@ -237,7 +238,7 @@ class Telemetry:
 
     worker_up = _gauge(
         "kvrouter_worker_up",
-        "1 for a worker that is alive, 0 for one that is known and not reached.",
+        "1 for a worker that was discovered and has not left. A worker that left is not on the page.",
         "worker",
         "model",
         "role",
@@ -257,7 +258,8 @@ class Telemetry:
     http_connections = _gauge("kvrouter_http_connections", "Connections that are open.")
     http_events = _counter(
         "kvrouter_http_events",
-        "What happened on connections: requests, bad requests, clients that left or stalled.",
+        "What happened on connections: connection_opened, connection_refused, connection_closed, request, "
+        "bad_request, client_left, write_stalled, write_overflow, drain_cut or handler_failed.",
         "event",
     )
     build_info = _gauge("kvrouter_build_info", "1, with the version that runs.", "version")

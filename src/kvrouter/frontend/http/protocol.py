@@ -8,7 +8,6 @@ make the server pile them up.
 import asyncio
 import logging
 import socket
-import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
@@ -21,6 +20,8 @@ from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import BadRequest, ConnectionClosed, Event, Request, RequestHead
 from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
 from kvrouter.frontend.http.response import CONTINUE, PROCESSING, error_body, response_head
+from kvrouter.telemetry import Event as LogEvent
+from kvrouter.telemetry import log_event
 
 __all__ = ["Handler", "HttpEvent", "HttpProtocol", "ServerSide"]
 
@@ -141,7 +142,8 @@ class HttpProtocol(asyncio.Protocol):
         if responder is not None and not responder.ended:
             if responder.disconnected is None:
                 self._server.observe(HttpEvent.CLIENT_LEFT)
-                _log.info("http.client_left started=%s error=%s", responder.started, type(exc).__name__)
+                why = "closed" if exc is None else type(exc).__name__
+                log_event(_log, LogEvent.HTTP_CLIENT_LEFT, started=responder.started, reason=why)
             responder.tell(self._cut_reason or Disconnect.CLIENT_LEFT)
         self._server.closed(self)
 
@@ -233,7 +235,8 @@ class HttpProtocol(asyncio.Protocol):
         if self._lost or self._cut_reason is not None:
             return
         self._server.observe(HttpEvent(reason.value))
-        _log.warning("http.cut reason=%s unsent_bytes=%d", reason, self._transport.get_write_buffer_size())
+        unsent_bytes = self._transport.get_write_buffer_size()
+        log_event(_log, LogEvent.HTTP_CUT, reason=reason.value, unsent_bytes=unsent_bytes)
         self._cut_reason = reason
         self._closing = True
         if self._responder is not None:
@@ -252,7 +255,13 @@ class HttpProtocol(asyncio.Protocol):
                     self._requests.append(event)
                 case BadRequest():
                     self._server.observe(HttpEvent.BAD_REQUEST)
-                    _log.info("http.bad_request status=%d reason=%s", event.status, event.reason)
+                    log_event(
+                        _log,
+                        LogEvent.HTTP_BAD_REQUEST,
+                        status=event.status,
+                        code=event.code,
+                        reason=event.reason,
+                    )
                     self._fault = event
                 case ConnectionClosed():
                     self._input_ended = True
@@ -310,13 +319,12 @@ class HttpProtocol(asyncio.Protocol):
     def _has_failed(self, responder: Responder, task: "asyncio.Task[None]") -> bool:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, Disconnected):
-            # Not its message: that may quote the prompt.
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            _log.error("http.handler_failed error=%s\n%s", type(error).__name__, frames)
+            log_event(_log, LogEvent.HTTP_HANDLER_FAILED, started=responder.started, exc_info=error)
             return True
         if responder.ended or responder.disconnected is not None:
             return False
-        _log.error("http.handler_unfinished cancelled=%s started=%s", task.cancelled(), responder.started)
+        why = "cancelled" if task.cancelled() else "returned without an answer"
+        log_event(_log, LogEvent.HTTP_HANDLER_FAILED, started=responder.started, reason=why)
         return True
 
     def _refuse(self, fault: BadRequest) -> None:
