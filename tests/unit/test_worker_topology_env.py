@@ -57,7 +57,7 @@ def test_each_enforcement_is_read(enforcement: str) -> None:
 @pytest.mark.parametrize(
     ("environ", "variable", "says"),
     [
-        ({"DYN_TOPOLOGY_ENABLED": "ture"}, "DYN_TOPOLOGY_ENABLED", "'ture' is neither true"),
+        ({"DYN_TOPOLOGY_ENABLED": "ture"}, "DYN_TOPOLOGY_ENABLED", "must be true or false, not 'ture'"),
         ({"DYN_TOPOLOGY_ENABLED": "true"}, "DYN_KV_TRANSFER_DOMAIN", "must name the domain"),
         ({**ON, "DYN_KV_TRANSFER_DOMAIN": " "}, "DYN_KV_TRANSFER_DOMAIN", "must name the domain"),
         ({**ON, "DYN_KV_TRANSFER_DOMAIN": "a/b"}, "DYN_KV_TRANSFER_DOMAIN", "'a/b' cannot be"),

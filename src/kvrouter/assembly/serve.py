@@ -7,7 +7,6 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import uvloop
 
@@ -15,6 +14,7 @@ from kvrouter.assembly.address import claimed, explained
 from kvrouter.assembly.mock_fleet import MockFleet, link_table
 from kvrouter.assembly.router import build_service
 from kvrouter.config import FleetFile, Settings
+from kvrouter.config.version import installed_version
 from kvrouter.frontend.app import FrontDoor
 from kvrouter.frontend.http import HttpServer
 from kvrouter.service.router import RouterService
@@ -59,7 +59,7 @@ async def embedded(settings: Settings, fleet: FleetFile) -> AsyncIterator[Embedd
     """
     host, port = settings.frontend.http_host, settings.frontend.http_port
     telemetry = Telemetry()
-    telemetry.build_info.set(1, version("kvrouter"))
+    telemetry.build_info.set(1, installed_version())
     async with claimed(host, port) as sockets, MockFleet(fleet) as mock:
         service = build_service(
             settings.router,
@@ -94,7 +94,7 @@ async def _serve(settings: Settings, fleet: FleetFile) -> int:
     log_event(
         logger,
         Event.START,
-        version=version("kvrouter"),
+        version=installed_version(),
         models=",".join(model.name for model in fleet.models),
         workers=sum(group.replicas for group in fleet.workers),
     )

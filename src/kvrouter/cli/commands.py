@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,20 +13,13 @@ from kvrouter.config.document import Document, read_document
 from kvrouter.config.fleet_checks import default_fleet_document, load_fleet, settled
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import FLEET_VARIABLE, load_settings
+from kvrouter.config.version import installed_version
 from kvrouter.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-
-def installed_version() -> str:
-    """Return the version of the installed package; ``source`` when it runs without being installed."""
-    try:
-        return version("kvrouter")
-    except PackageNotFoundError:
-        return "source"
 
 
 @click.group(context_settings=CONTEXT)

@@ -244,7 +244,7 @@ class WorkerGroup(_Part):
     """Workers that are alike."""
 
     name: Name
-    """What the group is called in logs; its workers are numbered from 0."""
+    """What warnings call the group; no two are alike. Workers are numbered over the whole file, from 1."""
 
     model: Name | None = None
     """The model that it serves; may be left out when the file has one model."""

@@ -20,12 +20,10 @@ from kvrouter.config.problems import (
 )
 from kvrouter.config.tree import Settings
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.topology import MismatchPolicy
+from kvrouter.topology import RESERVED_TAINT_PREFIX, MismatchPolicy
 
 RANKS_MAX = 65_536
 """How many worker ranks one file may describe."""
-
-_RESERVED_TAINTS = "dynamo.topology/"
 
 
 class LoadedFleet(NamedTuple):
@@ -117,8 +115,8 @@ def _topology_problems(fleet: FleetFile) -> Iterator[Problem]:
             if must := _unknown_level(fleet, domain):
                 yield Problem(("workers", position, "domains", domain), must)
         for index, taint in enumerate(group.taints):
-            if taint.startswith(_RESERVED_TAINTS):
-                must = f"must not begin with {_RESERVED_TAINTS}: topology taints come from domains"
+            if taint.startswith(RESERVED_TAINT_PREFIX):
+                must = f"must not begin with {RESERVED_TAINT_PREFIX}: topology taints come from domains"
                 yield Problem(("workers", position, "taints", index), must)
     policy = fleet.kv_transfer
     if policy is not None:

@@ -75,10 +75,10 @@ class KvRouterConfig(Section):
             flag="--decisions-kept",
             variable="KVROUTER_DECISIONS_KEPT",
             group=Group.ROUTING,
-            unit="decisions",
+            unit="requests",
         ),
     ] = 1000
-    """How many of the last decisions can be read back by request id."""
+    """Of how many of the last requests the decisions can be read back by request id."""
 
     active_decode_blocks_threshold: Annotated[
         Fraction | None,

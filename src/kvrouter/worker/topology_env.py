@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrouter.config.setting import parse_switch
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
 
@@ -24,9 +25,6 @@ DEFAULT_TIMEOUT_S = 30.0
 
 DOMAIN_CHARS_MAX = 63
 VALUE_CHARS_MAX = 253
-
-_TRUE = frozenset({"true", "1", "on", "yes"})
-_FALSE = frozenset({"false", "0", "off", "no", ""})
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +132,11 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:
-    text = _text(environ, name).lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ConfigError(
-        f"{name}: {environ[name]!r} is neither true (1, on, yes) nor false (0, off, no)", param=name
-    )
+    text = _text(environ, name)
+    try:
+        return bool(text) and parse_switch(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}", param=name) from None
 
 
 def _domain(environ: Mapping[str, str], name: str) -> str | None:
