@@ -3,7 +3,15 @@ from math import inf, nan
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.topology import DEFAULT_LINKS, NO_SHARED_LEVEL, Distance, Link, LinkTable, distance
+from kvrouter.topology import (
+    ACROSS_LINK,
+    NO_SHARED_LEVEL,
+    SAME_LEVEL_LINK,
+    Distance,
+    Link,
+    LinkTable,
+    distance,
+)
 
 LEVELS = ("zone", "rack", "host")
 
@@ -38,8 +46,9 @@ def test_a_link_takes_its_latency_and_then_its_bandwidth() -> None:
     assert Link(0.5, 100.0).transfer_s(200.0) == 2.5
 
 
-def test_nearer_is_faster_by_default() -> None:
-    table = LinkTable()
+def test_the_narrowest_shared_level_gives_the_link() -> None:
+    host, rack, zone = Link(0.1, 4.0), Link(0.2, 3.0), Link(0.3, 2.0)
+    table = LinkTable(by_level={"host": host, "zone": zone, "rack": rack})
     here = {"zone": "a", "rack": "1", "host": "x"}
     others = [
         here,
@@ -47,17 +56,15 @@ def test_nearer_is_faster_by_default() -> None:
         {"zone": "a", "rack": "2", "host": "z"},
         {"zone": "b", "rack": "3", "host": "w"},
     ]
-    seconds = [table.link(here, other, LEVELS).transfer_s(1e9) for other in others]
-    assert seconds == sorted(seconds)
-    assert len(set(seconds)) == 4
+    assert [table.link(here, other, LEVELS) for other in others] == [host, rack, zone, ACROSS_LINK]
 
 
 def test_a_measured_pair_wins_in_either_direction() -> None:
     slow = Link(1.0, 1e6)
-    table = LinkTable(pairs={("zone", "a", "b"): slow})
+    table = LinkTable(by_level={"zone": SAME_LEVEL_LINK}, pairs={("zone", "a", "b"): slow})
     assert table.link({"zone": "a"}, {"zone": "b"}, LEVELS) is slow
     assert table.link({"zone": "b"}, {"zone": "a"}, LEVELS) is slow
-    assert table.link({"zone": "a"}, {"zone": "a"}, LEVELS) is DEFAULT_LINKS["zone"]
+    assert table.link({"zone": "a"}, {"zone": "a"}, LEVELS) is SAME_LEVEL_LINK
     assert table.link({"zone": "a"}, {"zone": "c"}, LEVELS) is table.otherwise
 
 

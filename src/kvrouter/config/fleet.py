@@ -14,6 +14,7 @@ from kvrouter.config.setting import Finite, Fraction, NonNegative, Positive, Pos
 from kvrouter.config.tree import FrontendSettings, LogSettings
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
+from kvrouter.topology import ACROSS_LINK, SAME_LEVEL_LINK, Link
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -101,11 +102,8 @@ class PairLink(LinkSpec):
     """The two values, in either order."""
 
 
-SAME_LEVEL_LINK = LinkSpec(latency_s=0.0005, bandwidth_bytes_per_s=12.5e9)
-"""100 Gbit/s: the link inside a level when the file has no links."""
-
-ACROSS_LINK = LinkSpec(latency_s=0.002, bandwidth_bytes_per_s=3.125e9)
-"""25 Gbit/s: the link between workers that share no level when the file has no links."""
+def _spec(link: Link) -> LinkSpec:
+    return LinkSpec(latency_s=link.latency_s, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
 
 
 class LinksSpec(_Part):
@@ -114,7 +112,7 @@ class LinksSpec(_Part):
     within: Mapping[DomainName, LinkSpec] = {}
     """The link of two workers that share this level. A level without one uses the next broader level's."""
 
-    across: LinkSpec = ACROSS_LINK
+    across: LinkSpec = _spec(ACROSS_LINK)
     """The link of two workers that share no level with a link."""
 
     pairs: Annotated[tuple[PairLink, ...], MaxLen(4096)] = ()
@@ -136,7 +134,7 @@ class TopologySpec(_Part):
         """The links of the file, or those that are assumed without any."""
         if self.links is not None:
             return self.links
-        return LinksSpec(within=dict.fromkeys(self.levels, SAME_LEVEL_LINK), across=ACROSS_LINK)
+        return LinksSpec(within=dict.fromkeys(self.levels, _spec(SAME_LEVEL_LINK)))
 
 
 class KvTransferSpec(_Part):

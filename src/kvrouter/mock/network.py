@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvrouter.topology.links import DEFAULT_LINKS, OTHERWISE, Link
+from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link
 
 
 class Links(msgspec.Struct, frozen=True, kw_only=True):
     """Links between values of one topology level. ``pairs`` holds two values in either order, and wins."""
 
-    same: Link = DEFAULT_LINKS["zone"]
-    cross: Link = OTHERWISE
+    same: Link = SAME_LEVEL_LINK
+    cross: Link = ACROSS_LINK
     pairs: Mapping[tuple[str, str], Link] = {}
 
     def between(self, src_domain: str, dst_domain: str) -> Link:

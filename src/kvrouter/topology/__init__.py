@@ -1,7 +1,7 @@
 """Where a worker is: domains, levels, distance, transfer policy, link cost."""
 
 from kvrouter.topology.distance import NO_SHARED_LEVEL, Distance, distance
-from kvrouter.topology.links import DEFAULT_LINKS, Link, LinkTable
+from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
 from kvrouter.topology.policy import (
     Fallback,
     MismatchPolicy,
@@ -23,9 +23,10 @@ from kvrouter.topology.taints import (
 from kvrouter.topology.validation import validate_runtime_config
 
 __all__ = [
-    "DEFAULT_LINKS",
+    "ACROSS_LINK",
     "NO_SHARED_LEVEL",
     "RESERVED_TAINT_PREFIX",
+    "SAME_LEVEL_LINK",
     "Distance",
     "Fallback",
     "Link",

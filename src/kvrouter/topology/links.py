@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from types import MappingProxyType
 
 import msgspec
 
@@ -30,15 +29,11 @@ class Link(msgspec.Struct, frozen=True):
         return self.latency_s + kv_bytes / self.bandwidth_bytes_per_s
 
 
-DEFAULT_LINKS: Mapping[str, Link] = MappingProxyType(
-    {
-        "zone": Link(0.0005, 12.5e9),  # 100 Gbit/s between racks of one zone
-        "rack": Link(0.00002, 50e9),  # 400 Gbit/s under one switch
-        "host": Link(0.00001, 400e9),  # over the host's own GPU links
-    }
-)
-OTHERWISE = Link(0.002, 3.125e9)
-"""Two workers that share no level that has a link: 25 Gbit/s between zones."""
+SAME_LEVEL_LINK = Link(0.0005, 12.5e9)
+"""What is assumed of workers that share a level: 100 Gbit/s."""
+
+ACROSS_LINK = Link(0.002, 3.125e9)
+"""What is assumed of workers that share no level: 25 Gbit/s."""
 
 
 class LinkTable(msgspec.Struct, frozen=True, eq=False):
@@ -49,8 +44,8 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
     order is taken.
     """
 
-    by_level: Mapping[str, Link] = DEFAULT_LINKS
-    otherwise: Link = OTHERWISE
+    by_level: Mapping[str, Link] = {}
+    otherwise: Link = ACROSS_LINK
     pairs: Mapping[tuple[str, str, str], Link] = {}
 
     def link(self, a: Mapping[str, str], b: Mapping[str, str], levels: Sequence[str]) -> Link:
