@@ -52,6 +52,39 @@ class Hall:
         return _request(parsed.call, token_ids, text, request_id, field=field)
 
 
+def answer_tokens(
+    isl_tokens: int,
+    max_tokens: int | None,
+    *,
+    context_length_tokens: int,
+    prompt_field: str,
+    max_tokens_field: str,
+) -> int:
+    """Return how long the answer may be, in tokens: ``max_tokens``, or None for all that the context leaves.
+
+    Raises :class:`InvalidRequest` for an empty prompt, :class:`ContextLengthExceeded` when prompt and answer
+    do not fit into the context together; both name the field to blame.
+    """
+    if isl_tokens == 0:
+        raise InvalidRequest(f"{prompt_field}: must not be empty", param=prompt_field)
+    room_tokens = context_length_tokens - isl_tokens
+    if room_tokens < 1:
+        raise ContextLengthExceeded(
+            f"{prompt_field}: {isl_tokens} tokens, and the model's context holds {context_length_tokens}, "
+            "the answer included",
+            param=prompt_field,
+        )
+    if max_tokens is None:
+        return room_tokens
+    if max_tokens > room_tokens:
+        raise ContextLengthExceeded(
+            f"{max_tokens_field}: {isl_tokens} tokens of prompt leave room for {room_tokens} in the "
+            f"model's context of {context_length_tokens}, not for {max_tokens}",
+            param=max_tokens_field,
+        )
+    return max_tokens
+
+
 async def _token_ids(parsed: ChatCall | CompletionCall, text: TextModel) -> tuple[TokenBuffer, str]:
     """Return the prompt, and the field that it came from."""
     if isinstance(parsed, ChatCall):
@@ -75,23 +108,13 @@ def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> TokenBuffer:
 def _request(
     call: Call, token_ids: TokenBuffer, text: TextModel, request_id: RequestId, *, field: str
 ) -> GenerateRequest:
-    isl_tokens, context_tokens = len(token_ids), text.context_length_tokens
-    if isl_tokens == 0:
-        raise InvalidRequest(f"{field}: must not be empty", param=field)
-    room_tokens = context_tokens - isl_tokens
-    if room_tokens < 1:
-        raise ContextLengthExceeded(
-            f"{field}: {isl_tokens} tokens, and the model's context holds {context_tokens}, "
-            "the answer included",
-            param=field,
-        )
-    max_tokens = room_tokens if call.max_tokens is None else call.max_tokens
-    if max_tokens > room_tokens:
-        raise ContextLengthExceeded(
-            f"{call.max_tokens_field}: {isl_tokens} tokens of prompt leave room for {room_tokens} in the "
-            f"model's context of {context_tokens}, not for {max_tokens}",
-            param=call.max_tokens_field,
-        )
+    max_tokens = answer_tokens(
+        len(token_ids),
+        call.max_tokens,
+        context_length_tokens=text.context_length_tokens,
+        prompt_field=field,
+        max_tokens_field=call.max_tokens_field,
+    )
     return GenerateRequest(
         request_id=request_id,
         model=call.model,

@@ -9,9 +9,9 @@ from uuid import uuid4
 import msgspec
 from msgspec import Meta
 
-from kvrouter.core.constraints import Pin, RoutingConstraints
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest
-from kvrouter.core.ids import DpRank, RequestId, WorkerId
+from kvrouter.core.constraints import RoutingConstraints
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import Sampling, TokenBuffer
 from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX
 from kvrouter.frontend.openai.schema import (
@@ -24,6 +24,7 @@ from kvrouter.frontend.openai.schema import (
     TokenId,
 )
 from kvrouter.frontend.openai.wishes import check_wishes
+from kvrouter.frontend.prepare import answer_tokens
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
 
 MAX_TOKENS_DEFAULT = 16
@@ -70,20 +71,13 @@ def token_buffer(token_ids: TokenBuffer | Sequence[int]) -> TokenBuffer:
 
 def check_length(token_ids: TokenBuffer, *, max_tokens: int, context_length_tokens: int) -> None:
     """Raise :class:`ContextLengthExceeded` when prompt and answer do not fit into the context together."""
-    isl_tokens = len(token_ids)
-    room_tokens = context_length_tokens - isl_tokens
-    if room_tokens < 1:
-        raise ContextLengthExceeded(
-            f"token_ids: {isl_tokens} tokens, and the model's context holds {context_length_tokens}, "
-            "the answer included",
-            param="token_ids",
-        )
-    if max_tokens > room_tokens:
-        raise ContextLengthExceeded(
-            f"stop_conditions.max_tokens: {isl_tokens} tokens of prompt leave room for {room_tokens} in the "
-            f"model's context of {context_length_tokens}, not for {max_tokens}",
-            param="stop_conditions.max_tokens",
-        )
+    answer_tokens(
+        len(token_ids),
+        max_tokens,
+        context_length_tokens=context_length_tokens,
+        prompt_field="token_ids",
+        max_tokens_field="stop_conditions.max_tokens",
+    )
 
 
 def sampling_of(stop_conditions: Values | None, sampling_options: Values | None) -> Sampling:
@@ -112,20 +106,8 @@ def wishes_of(
     if constraints is not None:  # its own constructor checks no types
         values["routing_constraints"] = _plain(constraints)
     nvext = converted(NvExt, values, at="")
-    try:
-        check_wishes(nvext)
-    except InvalidRequest as error:
-        # Here the fields stand by themselves.
-        message, param = (text.replace("nvext.", "") for text in (error.message, error.param or ""))
-        raise InvalidRequest(message, param=param) from None
+    check_wishes(nvext, at="")
     return nvext
-
-
-def pin_of(wishes: NvExt) -> Pin | None:
-    """The worker, and the rank of it, that are wished for."""
-    if wishes.worker_id is None:
-        return None
-    return Pin(WorkerId(wishes.worker_id), None if wishes.dp_rank is None else DpRank(wishes.dp_rank))
 
 
 def new_request_id() -> RequestId:

@@ -12,11 +12,11 @@ from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest, ShuttingDown
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
+from kvrouter.frontend.openai.parse import pin_of
 from kvrouter.library.answers import Answer, Answers, pieces_of
 from kvrouter.library.fleet_of import OfEndpoint, context_length_of, model_of
 from kvrouter.library.inputs import (
     check_length,
-    pin_of,
     request_id_of,
     sampling_of,
     token_buffer,
@@ -126,7 +126,7 @@ class KvRouter:
             sampling=sampling_of(stop_conditions, sampling_options),
             constraints=wishes.routing_constraints,
             override=wishes.router_config_override,
-            pin=pin_of(wishes),
+            pin=pin_of(wishes.worker_id, wishes.dp_rank),
         )
         _check_length(room, request)
         self._refuse_when_in_use(request.request_id)

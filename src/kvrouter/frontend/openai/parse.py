@@ -65,12 +65,12 @@ class Call:
     @property
     def pin(self) -> Pin | None:
         """The worker that must decode, or serve the whole request."""
-        return _pin(self.nvext.worker_id, self.nvext.dp_rank)
+        return pin_of(self.nvext.worker_id, self.nvext.dp_rank)
 
     @property
     def prefill_pin(self) -> Pin | None:
         """The worker that must prefill."""
-        return _pin(self.nvext.prefill_worker_id, self.nvext.prefill_dp_rank)
+        return pin_of(self.nvext.prefill_worker_id, self.nvext.prefill_dp_rank)
 
     @property
     def cache_namespace(self) -> str | None:
@@ -191,7 +191,8 @@ def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
     )
 
 
-def _pin(worker_id: int | None, dp_rank: int | None) -> Pin | None:
+def pin_of(worker_id: int | None, dp_rank: int | None) -> Pin | None:
+    """Return the worker, and the rank of it, that are wished for; None when no worker is."""
     if worker_id is None:
         return None
     return Pin(WorkerId(worker_id), None if dp_rank is None else DpRank(dp_rank))

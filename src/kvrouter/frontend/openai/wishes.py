@@ -10,33 +10,30 @@ from kvrouter.topology.taints import named_domain
 TAINTS_MAX = 32
 TAINT_CHARS_MAX = 512
 
-_CONSTRAINTS = "nvext.routing_constraints"
-_REQUIRED = f"{_CONSTRAINTS}.required_taints"
-_PREFERRED = f"{_CONSTRAINTS}.preferred_taints"
-_OVERRIDE = "nvext.router_config_override"
 
-
-def check_wishes(nvext: NvExt) -> None:
+def check_wishes(nvext: NvExt, *, at: str = "nvext.") -> None:
     """Raise :class:`InvalidRequest` naming the field of a wish that cannot be meant, or that nobody can meet.
 
-    A taint may be both required and avoided (a negative preference): that contradicts nothing.
+    ``at`` is what stands before a field's name: where the wishes are in what the caller gave. A taint may be
+    both required and avoided (a negative preference): that contradicts nothing.
     """
     constraints, override = nvext.routing_constraints, nvext.router_config_override
-    _check_taints(_REQUIRED, constraints.required_taints)
-    _check_taints(_PREFERRED, constraints.preferred_taints)
-    _check_one_value_each(constraints.required_taints)
+    required = f"{at}routing_constraints.required_taints"
+    _check_taints(required, constraints.required_taints)
+    _check_taints(f"{at}routing_constraints.preferred_taints", constraints.preferred_taints)
+    _check_one_value_each(required, constraints.required_taints)
     for field, number in (
         ("overlap_score_weight", override.overlap_score_weight),
         ("router_temperature", override.router_temperature),
     ):
         if number is not None and number < 0:
-            raise _wrong(f"{_OVERRIDE}.{field}", f"must be 0 or more, not {number}")
+            raise _wrong(f"{at}router_config_override.{field}", f"must be 0 or more, not {number}")
     for rank_field, rank, worker_field, worker in (
         ("dp_rank", nvext.dp_rank, "worker_id", nvext.worker_id),
         ("prefill_dp_rank", nvext.prefill_dp_rank, "prefill_worker_id", nvext.prefill_worker_id),
     ):
         if rank is not None and worker is None:
-            raise _wrong(f"nvext.{rank_field}", f"only together with nvext.{worker_field}")
+            raise _wrong(f"{at}{rank_field}", f"only together with {at}{worker_field}")
 
 
 def _check_taints(path: str, taints: Iterable[Taint]) -> None:
@@ -52,7 +49,7 @@ def _check_taints(path: str, taints: Iterable[Taint]) -> None:
             raise _wrong(path, f"{taint!r} must name a domain and a value, as dynamo.topology/zone=a does")
 
 
-def _check_one_value_each(required: Iterable[Taint]) -> None:
+def _check_one_value_each(path: str, required: Iterable[Taint]) -> None:
     """No worker is in two places: a domain with two required values can never be met."""
     value_of: dict[str, str] = {}
     for taint in sorted(required):
@@ -62,9 +59,7 @@ def _check_one_value_each(required: Iterable[Taint]) -> None:
         domain, value = place
         other = value_of.setdefault(domain, value)
         if other != value:
-            raise _wrong(
-                _REQUIRED, f"no worker has two values of {domain!r}: {other!r} and {value!r} contradict"
-            )
+            raise _wrong(path, f"no worker has two values of {domain!r}: {other!r} and {value!r} contradict")
 
 
 def _wrong(path: str, what: str) -> InvalidRequest:
