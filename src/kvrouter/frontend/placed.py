@@ -1,11 +1,15 @@
 """Where a request went, as its client sees it: response headers, and ``nvext`` when it asks."""
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from urllib.parse import quote
 
 from kvrouter.core.ids import WorkerRank
 from kvrouter.service.generation import Generation
 from kvrouter.service.placement import Placement
+
+QUOTED_MAX = 4096
+"""How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""
 
 
 def placed_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
@@ -77,5 +81,6 @@ def _domains(domains: Mapping[str, str]) -> bytes:
     return text.encode()
 
 
+@lru_cache(maxsize=QUOTED_MAX)
 def _quoted(text: str) -> str:
     return quote(text, safe="-._~:/@+ ")

@@ -88,7 +88,7 @@ def answer_tokens(
 async def _token_ids(parsed: ChatCall | CompletionCall, text: TextModel) -> tuple[TokenBuffer, str]:
     """Return the prompt, and the field that it came from."""
     if isinstance(parsed, ChatCall):
-        return await text.encode_chat(text.prepare_chat(parsed.messages)), "messages"
+        return await text.encode_chat(parsed.messages), "messages"
     if isinstance(parsed.prompt, str):
         return await text.encode_prompt(parsed.prompt), "prompt"
     return _checked_ids(parsed.prompt, text.tokenizer.vocab_size), "prompt"

@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import TokenBuffer
 
 OFF_LOOP_CHARS = 8_192
 """About one millisecond of encoding; a hop to a thread and back costs a tenth of that."""
+
+T = TypeVar("T")
 
 
 class EncodePoolFull(KvrouterError):
@@ -32,18 +34,22 @@ class EncodePool:
         self._prompts = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvrouter-encode")
 
-    async def encode(self, encode: Callable[[str], TokenBuffer], text: str) -> TokenBuffer:
-        """Return ``encode(text)``. ``EncodePoolFull`` when too many long prompts wait already.
+    def leaves_loop(self, chars: int) -> bool:
+        """Whether a prompt of so many characters is encoded in a thread."""
+        return chars > self._off_loop_chars
+
+    async def encode(self, encode: Callable[[T], TokenBuffer], prompt: T, *, chars: int) -> TokenBuffer:
+        """Return ``encode(prompt)``, of ``chars`` characters; ``EncodePoolFull`` if too many long ones wait.
 
         A caller that is cancelled gives its place up; encoding that has begun ends unheard.
         """
-        if len(text) <= self._off_loop_chars:
-            return encode(text)
+        if not self.leaves_loop(chars):
+            return encode(prompt)
         if self._prompts >= self._prompts_max:
             raise EncodePoolFull(f"{self._prompts} long prompts wait to be encoded")
         self._prompts += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode, text)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, encode, prompt)
         finally:
             self._prompts -= 1
 

@@ -26,6 +26,25 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
     return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
 
 
+def text_chars(messages: Sequence[object]) -> int:
+    """Return how many characters of text stand in ``messages``, well formed or not, names of fields included.
+
+    It tells, before anything is rendered, how long that will take.
+    """
+    chars = 0
+    left: list[object] = [messages]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            chars += len(value)
+        elif isinstance(value, Mapping):
+            left.extend(value.keys())
+            left.extend(value.values())
+        elif isinstance(value, Sequence):
+            left.extend(value)
+    return chars
+
+
 def _template_message(message: object, path: str) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise _wrong(path, "must be an object")

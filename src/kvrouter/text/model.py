@@ -9,6 +9,7 @@ from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.chat import ChatTemplate
 from kvrouter.text.detokenizer import Detokenizer, make_detokenizer
 from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.messages import text_chars
 from kvrouter.text.tokenizer import Tokenizer
 from kvrouter.text.words import MOCK_FOLDER
 
@@ -63,13 +64,24 @@ class TextModel:
             template_kwargs=template_kwargs,
         )
 
-    async def encode_chat(self, text: str) -> TokenBuffer:
-        """Return the ids of what ``prepare_chat`` made; the template wrote the special tokens itself."""
-        return await self.pool.encode(self.tokenizer.encode, text)
+    async def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> TokenBuffer:
+        """Return the ids of a chat, whose special tokens the template writes; raise as ``prepare_chat`` does.
+
+        A long chat is rendered in the thread that encodes it: over many short messages the template takes as
+        long as the tokenizer.
+        """
+        chars = text_chars(messages)
+        if self.pool.leaves_loop(chars):
+            return await self.pool.encode(self._encode_messages, messages, chars=chars)
+        text = self.prepare_chat(messages)
+        return await self.pool.encode(self.tokenizer.encode, text, chars=len(text))
+
+    def _encode_messages(self, messages: Sequence[Mapping[str, object]]) -> TokenBuffer:
+        return self.tokenizer.encode(self.prepare_chat(messages))
 
     async def encode_prompt(self, text: str) -> TokenBuffer:
         """Return the ids of a completion's prompt, begun as the tokenizer's post-processor begins a text."""
-        return await self.pool.encode(self.tokenizer.encode_prompt, text)
+        return await self.pool.encode(self.tokenizer.encode_prompt, text, chars=len(text))
 
     def detokenizer(self, *, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for the ids that follow ``context``."""
