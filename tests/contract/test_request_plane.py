@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
 from kvrouter.planes.requests.port import (
     EngineStream,
+    Registration,
     RequestPlane,
     RequestServer,
     StreamBroken,
@@ -75,28 +76,34 @@ class ScriptedWorker:
 
 @dataclass
 class Wire:
-    """One plane under test: ``serve`` makes a worker reachable, and returns its address and its death."""
+    """One plane under test: ``serve`` makes a worker reachable, and returns its address and its death.
+
+    ``places`` are the workers' own ends of it, by address.
+    """
 
     plane: RequestPlane
     serve: Callable[[RequestServer], Awaitable[tuple[str, Callable[[], Awaitable[None]]]]]
     nowhere: str
+    places: dict[str, Registration]
 
 
 async def memory_wire() -> Wire:
     plane = MemoryRequestPlane(open_timeout_s=0.05)
     n_workers = 0
+    places: dict[str, Registration] = {}
 
     async def serve(server: RequestServer) -> tuple[str, Callable[[], Awaitable[None]]]:
         nonlocal n_workers
         n_workers += 1
         registration = plane.serve(memory_address(WorkerId(n_workers), Epoch(1)), server)
+        places[registration.address] = registration
 
         async def die() -> None:
             registration.leave("the worker died")
 
         return registration.address, die
 
-    return Wire(plane, serve, memory_address(WorkerId(99), Epoch(1)))
+    return Wire(plane, serve, memory_address(WorkerId(99), Epoch(1)), places)
 
 
 WIRES = {"memory": memory_wire}
@@ -323,6 +330,42 @@ async def test_a_readers_own_cancellation_stays_its_own(wire: Wire) -> None:
             await stream.__anext__()
     await worker.streams[0].put(EngineChunk(token_ids=(5,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [5]
+
+
+async def test_the_worker_knows_how_many_legs_run_and_when_none_does(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    place = wire.places[address]
+    assert (place.running_legs, await place.wait_idle(0.0)) == (0, True)
+    read, left = [await wire.plane.open(address, leg(name)) for name in "xy"]
+    worker.refusal = InvalidRequest("no")
+    with pytest.raises(InvalidRequest):
+        await wire.plane.open(address, leg("z"))
+    assert (place.running_legs, await place.wait_idle(0.0)) == (2, False)
+    idle = asyncio.create_task(place.wait_idle(IN_TIME_S))
+    await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
+    await read_all(read)
+    assert (place.running_legs, idle.done()) == (1, False)
+    left.cancel("the client left")
+    left.cancel("the client left")
+    assert await idle
+    assert place.running_legs == 0
+
+
+async def test_a_leg_that_its_worker_fails_runs_no_longer(wire: Wire) -> None:
+    class Failing(ScriptedStream):
+        async def __anext__(self) -> EngineChunk:
+            raise WorkerUnreachable("the engine made a mistake")
+
+    class Worker(ScriptedWorker):
+        async def submit(self, request: EngineRequest) -> EngineStream:
+            return Failing()
+
+    address, _ = await wire.serve(Worker())
+    stream = await wire.plane.open(address, leg())
+    with pytest.raises(KvrouterError):
+        await read_all(stream)
+    assert await wire.places[address].wait_idle(IN_TIME_S)
 
 
 async def test_closing_the_plane_breaks_streams_and_tells_the_workers(wire: Wire) -> None:

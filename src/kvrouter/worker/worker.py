@@ -17,7 +17,6 @@ from kvrouter.planes.events.port import EventPublisher, RecoveryServer
 from kvrouter.planes.requests.port import EngineStream, Registration, RequestAcceptor
 from kvrouter.telemetry import Event, log_event
 from kvrouter.topology import validate_runtime_config
-from kvrouter.worker.legs import RunningLegs
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.topology import topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import TopologyEnv
@@ -55,7 +54,6 @@ class Worker:
         self._recovery = recovery
         self._topology = topology
         self._heartbeat_s = heartbeat_s
-        self._legs = RunningLegs()
         self._dp_ranks = tuple(rank.dp_rank for rank in card.ranks())
         self._tasks: list[asyncio.Task[None]] = []
         self._registration: Registration | None = None
@@ -71,7 +69,7 @@ class Worker:
     @property
     def running_legs(self) -> int:
         """How many legs run here."""
-        return self._legs.n
+        return 0 if self._registration is None else self._registration.running_legs
 
     async def start(self) -> None:
         """Learn the place, serve, then publish the card: whoever finds it can use it.
@@ -112,7 +110,7 @@ class Worker:
             raise InvalidRequest(
                 f"worker {self.card.worker_id} has no dp_rank {request.dp_rank}", param="dp_rank"
             )
-        return self._legs.follow(await self.engine.submit(request))
+        return await self.engine.submit(request)
 
     async def publish_runtime_config(self, config: ModelRuntimeConfig) -> None:
         """Publish the card again with another runtime config, as when a topology label changed."""
@@ -130,7 +128,7 @@ class Worker:
         Returns whether every leg had ended; those that had not were cut off.
         """
         await self.begin_drain()
-        is_idle = await self._legs.wait_idle(limit_s)
+        is_idle = self._registration is None or await self._registration.wait_idle(limit_s)
         await self.stop()
         return is_idle
 

@@ -42,7 +42,7 @@ class MemoryStream:
             if self._broken is not None and reader is not None and reader.uncancel() == 0:
                 raise StreamBroken(self._broken) from None
             raise
-        except (StopAsyncIteration, StreamBroken):
+        except Exception:
             self._end()
             raise
         finally:
@@ -81,8 +81,24 @@ class MemoryRegistration:
         self._plane = plane
         self._server = server
         self._streams: dict[LegKey, MemoryStream | None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._let_go: WeakSet[MemoryStream] = WeakSet()
         """Streams that ended or were cancelled: most have no reader any more, and then they are gone."""
+
+    @property
+    def running_legs(self) -> int:
+        """How many legs run here, those that are being accepted included."""
+        return len(self._streams)
+
+    async def wait_idle(self, limit_s: float) -> bool:
+        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def open(self, request: EngineRequest, open_timeout_s: float) -> MemoryStream:
         """Hand ``request`` to the worker. A leg that is open already is refused, not served twice."""
@@ -90,14 +106,15 @@ class MemoryRegistration:
         if key in self._streams:
             raise InvalidRequest(f"{request.engine_key}: this leg is open already", param="request_id")
         self._streams[key] = None
+        self._idle.clear()
         try:
             async with asyncio.timeout(open_timeout_s):
                 inner = await self._server.submit(request)
         except TimeoutError:
-            self._streams.pop(key, None)
+            self._forget(key)
             raise WorkerUnreachable(f"{self.address} did not answer in {open_timeout_s} s") from None
         except BaseException:
-            self._streams.pop(key, None)
+            self._forget(key)
             raise
         stream = MemoryStream(inner, key, self)
         if key not in self._streams:
@@ -121,14 +138,20 @@ class MemoryRegistration:
     def let_go(self, key: LegKey, stream: MemoryStream) -> None:
         """The leg has ended, or was told to: its key is free, and whoever reads on hears of a lost worker."""
         if self._streams.get(key) is stream:
-            del self._streams[key]
+            self._forget(key)
             self._let_go.add(stream)
+
+    def _forget(self, key: LegKey) -> None:
+        self._streams.pop(key, None)
+        if not self._streams:
+            self._idle.set()
 
     def _take_streams(self) -> list[MemoryStream]:
         """Every stream that someone may still read; none of them is known here afterwards."""
         streams = [stream for stream in self._streams.values() if stream is not None]
         streams.extend(self._let_go)
         self._streams.clear()
+        self._idle.set()
         self._let_go.clear()
         return streams
 

@@ -67,6 +67,13 @@ class RequestServer(Protocol):
 class Registration(Protocol):
     """A worker's place in the request plane."""
 
+    @property
+    def running_legs(self) -> int:
+        """How many legs run here: from the request to the last chunk, a failure or a cancellation."""
+
+    async def wait_idle(self, limit_s: float) -> bool:
+        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
+
     def leave(self, why: str) -> None:
         """Open streams break, new ones are refused. Idempotent."""
 
