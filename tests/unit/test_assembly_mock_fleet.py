@@ -2,7 +2,14 @@
 
 import pytest
 
-from kvrouter.assembly.mock_fleet import link_table, mock_config, mock_links, numbered_workers, worker_card
+from kvrouter.assembly.mock_fleet import (
+    MockFleet,
+    link_table,
+    mock_config,
+    mock_links,
+    numbered_workers,
+    worker_card,
+)
 from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.mock import MockConfig, Timing
@@ -51,6 +58,15 @@ def test_cards_say_where_workers_are_and_what_their_policy_is() -> None:
     assert card.runtime_config.topology_domains == {"zone": "a"}
     assert card.runtime_config.kv_transfer_domain == "zone"
     assert card.runtime_config.kv_transfer_enforcement is Enforcement.REQUIRED
+
+
+async def test_a_fleet_that_has_ended_encodes_no_more() -> None:
+    long = "x" * 100_000
+    async with MockFleet(load_fleet(default_fleet_document()).fleet) as mock:
+        (text,) = mock.texts.values()
+        assert await text.encode_prompt(long)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await text.encode_prompt(long)
 
 
 def test_links_of_the_file_are_those_of_the_mock_and_of_the_decision() -> None:

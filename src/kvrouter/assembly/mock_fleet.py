@@ -35,7 +35,8 @@ class MockFleet:
         self.discovery = MemoryDiscovery()
         self.events = MemoryEventPlane()
         self.requests = MemoryRequestPlane()
-        self.texts = load_texts(fleet, EncodePool(off_loop_chars=fleet.frontend.tokenize_inline_max_chars))
+        self._encode_pool = EncodePool(off_loop_chars=fleet.frontend.tokenize_inline_max_chars)
+        self.texts = load_texts(fleet, self._encode_pool)
         self.cluster = MockCluster(speedup=fleet.speedup, links=mock_links(fleet))
         self.workers: dict[WorkerId, Worker] = {}
         self._engines: dict[WorkerId, MockEngineHandle] = {}
@@ -57,6 +58,7 @@ class MockFleet:
         for worker in self.workers.values():
             await worker.stop()
         await self.requests.close()
+        self._encode_pool.close()
 
     async def _start(self, worker_id: WorkerId, group: WorkerGroup) -> None:
         contract = {str(name): value for name, value in group.topology_env.items()}
