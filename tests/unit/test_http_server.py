@@ -421,17 +421,17 @@ def test_the_last_answer_may_stall_too(run: Run) -> None:
 
 def test_a_slow_reader_that_reads_is_not_stalled(run: Run) -> None:
     async def handler(request: Request, responder: Responder) -> None:
-        await responder.send(200, (), b"x" * 8_000_000)
+        await responder.send(200, (), b"x" * 16_000_000)
 
     async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=0.3)) as served:
+        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=1.0)) as served:
             reader, writer = await served.connect()
             writer.write(LAST_GET)
             received = 0
             while data := await reader.read(400_000):
                 received += len(data)
-                await asyncio.sleep(0.03)
-            assert received > 8_000_000
+                await asyncio.sleep(0.03)  # about 60 times: in all longer than a stall may be
+            assert received > 16_000_000
             assert served.counts[HttpEvent.WRITE_STALLED] == 0
             writer.close()
 
@@ -520,10 +520,9 @@ def test_misuse_of_a_responder_is_an_error(run: Run) -> None:
 
 def test_idle_connections_and_slow_headers_end(run: Run) -> None:
     async def scenario() -> None:
-        async with serving(echo, Limits(sweep_s=0.02, header_s=0.1, idle_s=0.1)) as served:
-            slow = await served.exchange(GET[:-5])
+        async with serving(echo, Limits(sweep_s=0.02, header_s=1.0, idle_s=1.0)) as served:
+            slow, received = await asyncio.gather(served.exchange(GET[:-5]), served.exchange(GET))
             assert slow.startswith(b"HTTP/1.1 408 ")
-            received = await served.exchange(GET)
             assert received.startswith(b"HTTP/1.1 200 ")
             assert received.count(b"HTTP/1.1") == 1
 
