@@ -57,11 +57,11 @@ async def running(fleet: Path) -> AsyncIterator[tuple[Process, str]]:
 
 
 async def accepts(url: str) -> bool:
-    """Whether a new connection is taken."""
+    """Whether a new connection is answered; one that comes while the door closes may be taken, and no more."""
     try:
         async with httpx.AsyncClient(base_url=url) as late:
             await late.get("/health")
-    except httpx.ConnectError:
+    except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
         return False
     return True
 
