@@ -57,7 +57,7 @@ async def running(fleet: Path) -> AsyncIterator[tuple[Process, str]]:
 
 
 async def accepts(url: str) -> bool:
-    """Whether a new connection is answered; one that comes while the door closes may be taken, and no more."""
+    """Whether a new connection is answered; one that comes while the door closes may be taken and dropped."""
     try:
         async with httpx.AsyncClient(base_url=url) as late:
             await late.get("/health")
