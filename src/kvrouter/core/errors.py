@@ -27,7 +27,6 @@ from typing import ClassVar
 class Reason(StrEnum):
     """Why one worker rank was refused for one request."""
 
-    UNKNOWN_MODEL = "unknown_model"
     WRONG_ROLE = "wrong_role"
     PINNED_ELSEWHERE = "pinned_elsewhere"
     TAINT_MISSING = "taint_missing"
