@@ -133,9 +133,7 @@ class ModelObserved:
 
     def mistake_in_recovery(self, error: BaseException | None) -> None:
         """A mistake of ours while events were recovered."""
-        logger.error(
-            Event.INTERNAL_ERROR.value, extra={"kvrouter_fields": {"model": self._model}}, exc_info=error
-        )
+        log_event(logger, Event.INTERNAL_ERROR, exc_info=error, model=self._model)
 
     def mistaken_events(self, rank: WorkerRank, why: str) -> None:
         """A rank's events do not make sense; what it holds is asked for."""
@@ -268,10 +266,12 @@ class ServiceObserved:
 
     def mistake(self, request: GenerateRequest, error: BaseException | None) -> None:
         """A mistake of ours ended a request."""
-        logger.error(
-            Event.INTERNAL_ERROR.value,
-            extra={"kvrouter_fields": {"request_id": request.request_id, "model": request.model}},
+        log_event(
+            logger,
+            Event.INTERNAL_ERROR,
             exc_info=error,
+            request_id=request.request_id,
+            model=request.model,
         )
 
     def sent_again(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
