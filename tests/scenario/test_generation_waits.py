@@ -204,3 +204,21 @@ async def test_without_tracked_blocks_loads_are_told_as_if_all_were_new() -> Non
     await bench.start(card(1))
     request = generate_request()
     assert bench.model.view(bench.model.hash_prompt(request.token_ids)).not_active is None
+
+
+async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
+    plane = ScriptedPlane()
+    plane.accepts = asyncio.Event()
+    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=0.05))
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
+    )
+    async with bench.service.generate(generate_request()) as generation:
+        reading = asyncio.create_task(anext(generation))
+        await until(lambda: generation.error is not None)
+        plane.accepts.set()
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(reading, 30)
+    (prefill,) = plane.opened
+    assert prefill.cancelled_for is not None
+    assert bench.booked() == 0

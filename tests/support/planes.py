@@ -62,11 +62,14 @@ class ScriptedPlane:
         self.opened: list[ScriptedStream] = []
         self.unreachable: set[str] = set()
         self.full: set[str] = set()
+        self.accepts = asyncio.Event()
+        self.accepts.set()
         self.script = script
         self._waiters: list[asyncio.Event] = []
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         await asyncio.sleep(0)
+        await self.accepts.wait()
         if address in self.full:
             raise WorkerFull(f"{address}: its queue is full")
         if address in self.unreachable:

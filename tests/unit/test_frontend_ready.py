@@ -96,3 +96,14 @@ async def test_one_model_that_can_be_asked_is_enough() -> None:
         assert not await is_ready(house), "nobody here can tokenize for the other model"
         house.bench.discovery.put(card(3))
         assert await is_ready(house)
+
+
+async def test_a_model_whose_workers_all_left_is_not_listed_and_its_requests_may_come_again() -> None:
+    async with open_house(card(1)) as house:
+        house.bench.discovery.drop(1)
+        models = (await house.http.get("/v1/models")).json()
+        answer = await house.http.post("/v1/completions", json={"model": "mock", "prompt": "hello"})
+    assert models["data"] == []
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert answer.json()["error"]["code"] == "no_eligible_worker"

@@ -68,7 +68,7 @@ class Pages:
             if why is None:
                 return json_page({"status": "ready"})
             reasons.append(f"{name}: {why}")
-        raise NotReady("; ".join(reasons) or "no worker has registered a model that has a tokenizer here")
+        raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``, in Prometheus' text format."""

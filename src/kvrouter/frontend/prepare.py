@@ -25,9 +25,11 @@ class Hall:
         self._observed = observed
 
     def models(self) -> list[ModelName]:
-        """The models that can be asked for: some worker registered them, and their tokenizer is here."""
+        """The models that can be asked for: they have workers, and their tokenizer is here."""
         return sorted(
-            model.fleet.model for model in self._service.models() if model.fleet.model in self._texts
+            model.fleet.model
+            for model in self._service.models()
+            if len(model.fleet) and model.fleet.model in self._texts
         )
 
     def text_of(self, call: Call) -> TextModel:

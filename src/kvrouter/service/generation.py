@@ -333,6 +333,8 @@ class Generation:
         request = prefill_leg(self.request, placement, resumed_tokens=len(self._journey.generated))
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
+        if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
+            stream.cancel(self.error.code)
         params: KvTransferParams | None = None
         async for chunk in stream:
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
