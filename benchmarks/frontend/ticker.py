@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
+from kvrouter.planes.requests.port import AliveSink
 from kvrouter.text.words import FIRST_WORD_ID, mock_words
 
 N_WORDS = len(mock_words())
@@ -17,6 +18,9 @@ class TickingPlane:
         self._tick_s = tick_s
         self._streams: set[TickingStream] = set()
         self._timer: asyncio.TimerHandle | None = None
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:  # noqa: ARG002
+        return lambda: None
 
     async def open(self, address: str, request: EngineRequest) -> "TickingStream":  # noqa: ARG002
         loop = asyncio.get_running_loop()

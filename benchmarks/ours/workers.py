@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
+from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.events.port import BatchSink, LoadSink
 
 EPOCH = Epoch(1)
@@ -17,6 +18,9 @@ class QuietWorkers:
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:  # noqa: ARG002
         self.publish = on_batch
+        return lambda: None
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:  # noqa: ARG002
         return lambda: None
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:  # noqa: ARG002

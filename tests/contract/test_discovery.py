@@ -34,7 +34,7 @@ def discovery(request: pytest.FixtureRequest) -> Discovery:
 
 async def listen(discovery: Discovery) -> tuple[list[Heard], Callable[[], None]]:
     heard: list[Heard] = []
-    end = await discovery.watch(heard.append, lambda worker_id, epoch: heard.append((worker_id, epoch)))
+    end = await discovery.watch(heard.append, lambda *gone: heard.append(gone[:2]))
     return heard, end
 
 

@@ -11,7 +11,7 @@ from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.planes.discovery.port import CardSink, GoneSink
+from kvrouter.planes.discovery.port import CardSink, Gone, GoneSink, StoreSink
 from kvrouter.planes.events.port import BatchSink, LoadSink
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.model_router import ModelRouter
@@ -76,12 +76,17 @@ class HandDiscovery:
     async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
         self.drop(worker_id, incarnation)
 
-    async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
+    async def watch(
+        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
+    ) -> Callable[[], None]:
         sinks = (on_card, on_gone)
         self._sinks.append(sinks)
         for known in self.cards.values():
             on_card(known)
         return lambda: self._sinks.remove(sinks)
+
+    async def close(self) -> None:
+        self._sinks.clear()
 
     def put(self, *cards: WorkerCard) -> None:
         for each in cards:
@@ -89,10 +94,10 @@ class HandDiscovery:
             for on_card, _ in self._sinks:
                 on_card(each)
 
-    def drop(self, worker_id: int, incarnation: int = 1) -> None:
+    def drop(self, worker_id: int, incarnation: int = 1, why: Gone = Gone.WITHDRAWN) -> None:
         self.cards.pop(WorkerId(worker_id), None)
         for _, on_gone in self._sinks:
-            on_gone(WorkerId(worker_id), Epoch(incarnation))
+            on_gone(WorkerId(worker_id), Epoch(incarnation), why)
 
 
 class HandEvents:
@@ -106,6 +111,9 @@ class HandEvents:
         sinks = (on_batch, on_load)
         self._sinks.append(sinks)
         return lambda: self._sinks.remove(sinks)
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:
+        return lambda: None
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         return None

@@ -104,7 +104,7 @@ class House:
         )
 
     async def start(self) -> None:
-        await self.discovery.watch(self.cards.put_nowait, lambda _id, _epoch: self.cards.put_nowait(None))
+        await self.discovery.watch(self.cards.put_nowait, lambda *_: self.cards.put_nowait(None))
         await self.worker.start()
 
     def request(self, *, model: str = "m", dp_rank: int = 0, request_id: str = "r") -> EngineRequest:

@@ -18,7 +18,7 @@ from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
 from kvrouter.planes.requests.memory import memory_address
-from kvrouter.planes.requests.port import EngineStream, RequestPlane
+from kvrouter.planes.requests.port import AliveSink, EngineStream, RequestPlane
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.generation import Generation
 from kvrouter.service.model_router import ModelRouter
@@ -208,6 +208,9 @@ class WatchedPlane:
         stream = WatchedStream(await self.inner.open(address, request), self, request, address)
         self.opened.append(stream)
         return stream
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        return self.inner.follow(address, on_alive)
 
     async def tell(self, seen: Seen) -> None:
         if self.hook is not None:

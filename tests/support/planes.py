@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.port import AliveSink, StreamBroken, WorkerFull, WorkerUnreachable
 
 Step = EngineChunk | Exception
 
@@ -66,6 +66,9 @@ class ScriptedPlane:
         self.accepts.set()
         self.script = script
         self._waiters: list[asyncio.Event] = []
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        return lambda: None
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ import pytest
 from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.planes.requests.port import AliveSink
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, mock_text, open_house, says, token_ids
 from tests.support.planes import ScriptedStream
@@ -441,6 +442,9 @@ class EndlessPlane:
 
     def __init__(self) -> None:
         self.streams: list[EndlessStream] = []
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        return lambda: None
 
     async def open(self, address: str, request: EngineRequest) -> EndlessStream:
         self.streams.append(EndlessStream())

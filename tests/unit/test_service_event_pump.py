@@ -10,6 +10,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Re
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
+from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedState
 from kvrouter.index.native import BlockIndex
 from kvrouter.planes.events.port import BatchSink, LoadSink
@@ -35,6 +36,9 @@ class AskedSubscriber:
         self.ranges: list[tuple[EventId, EventId, asyncio.Future[KvBatch | None]]] = []
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        return lambda: None
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:
         return lambda: None
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:

@@ -50,7 +50,7 @@ def test_the_check_prints_what_the_page_shows() -> None:
 @pytest.mark.usefixtures("place")
 async def test_its_python_starts_a_worker_in_its_place() -> None:
     house = House()
-    await house.discovery.watch(house.cards.put_nowait, lambda _id, _epoch: house.cards.put_nowait(None))
+    await house.discovery.watch(house.cards.put_nowait, lambda *_: house.cards.put_nowait(None))
     names: dict[str, object] = {
         "engine": house.engine,
         "card": house.worker.card,

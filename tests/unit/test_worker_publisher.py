@@ -8,7 +8,7 @@ from kvrouter.core.columns import pack_hashes, unpack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.worker.mirror import RankMirror
 from kvrouter.worker.publisher import KvPublisher
 
@@ -22,6 +22,10 @@ TOKENS = list(range(3 * BLOCK_SIZE))
 class Wire:
     def __init__(self) -> None:
         self.batches: list[KvBatch] = []
+
+    @property
+    def source(self) -> EventSource:
+        return EventSource(EventLane.MEMORY)
 
     def publish(self, batch: KvBatch) -> None:
         self.batches.append(batch)

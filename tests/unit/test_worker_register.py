@@ -56,7 +56,7 @@ async def test_a_registered_worker_is_discovered() -> None:
     discovery = MemoryDiscovery()
     card = await register(discovery, incarnation=Epoch(8), dp_size=2)
     found: list[WorkerCard] = []
-    await discovery.watch(found.append, lambda _worker_id, _epoch: None)
+    await discovery.watch(found.append, lambda *_: None)
     assert found == [card]
     assert card.incarnation == 8
     assert card.ranks() == ((WorkerId(3), DpRank(0)), (WorkerId(3), DpRank(1)))
@@ -91,5 +91,5 @@ async def test_what_cannot_be_routed_to_is_refused_by_name() -> None:
             await refused
         assert error.value.param == name
     found: list[WorkerCard] = []
-    await discovery.watch(found.append, lambda _worker_id, _epoch: None)
+    await discovery.watch(found.append, lambda *_: None)
     assert found == []

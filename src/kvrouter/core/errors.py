@@ -14,6 +14,7 @@
     ├── ShuttingDown            503  this router drains
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
+    ├── ProtocolError           502  a peer sent what its wire does not allow; names the field
     ├── InternalError           500  a mistake of ours
     └── ConfigError                  a setting, fleet file or environment that cannot be run with
         └── TopologyUnavailable      a worker's topology source never appeared
@@ -148,6 +149,14 @@ class DeadlineExceeded(KvrouterError):
     status_hint = 504
     code = "deadline_exceeded"
     type = "timeout_error"
+
+
+class ProtocolError(KvrouterError):
+    """A peer sent what its wire does not allow; ``param`` names the field."""
+
+    status_hint = 502
+    code = "protocol_error"
+    type = "upstream_error"
 
 
 class InternalError(KvrouterError):

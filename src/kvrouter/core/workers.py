@@ -39,6 +39,26 @@ class Enforcement(StrEnum):
     FALLBACK = "fallback"
 
 
+class EventLane(StrEnum):
+    """The event plane on which one worker publishes; a fleet may have workers on several."""
+
+    MEMORY = "memory"
+    ZMQ = "zmq"
+    NATS = "nats"
+    JETSTREAM = "jetstream"
+
+
+class EventSource(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where routers hear a worker's KV events.
+
+    ``events`` and ``recovery`` are the endpoints to connect to on a lane without a broker; elsewhere empty.
+    """
+
+    lane: EventLane
+    events: str = ""
+    recovery: str = ""
+
+
 class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of a worker's card that operators set; fields that are not set are not serialised.
 
@@ -61,7 +81,11 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker."""
+    """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker.
+
+    ``tokenizer`` is the folder of the model's tokenizer as the worker sees it, or ``mock``; a frontend that
+    was given none of its own for the model loads that.
+    """
 
     worker_id: WorkerId
     incarnation: Epoch
@@ -78,6 +102,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     model_input: ModelInput = ModelInput.Tokens
     serves: ModelType = ModelType.Chat | ModelType.Completions
     publishes_kv_events: bool = True
+    event_source: EventSource = EventSource(EventLane.MEMORY)
+    tokenizer: str | None = None
     draining: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 

@@ -8,7 +8,7 @@ from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library.runtime import Endpoint
-from kvrouter.planes.discovery.port import CardSink, GoneSink
+from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, log_event
@@ -31,7 +31,9 @@ class OfEndpoint:
         """Pass on."""
         await self._endpoint.runtime.discovery.withdraw(worker_id, incarnation)
 
-    async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
+    async def watch(
+        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
+    ) -> Callable[[], None]:
         """Deliver only the cards that belong here; one with another block size is refused, and logged."""
 
         def on_any_card(card: WorkerCard) -> None:
@@ -46,7 +48,10 @@ class OfEndpoint:
                 return
             on_card(card)
 
-        return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone)
+        return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone, on_store)
+
+    async def close(self) -> None:
+        """The runtime's discovery is closed by whoever made it."""
 
 
 def model_of(service: RouterService, name: str | None) -> ModelRouter:

@@ -21,7 +21,7 @@ from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.library.answers import Answers, answers_of
 from kvrouter.library.inputs import check_length, converted, new_request_id, sampling_of, token_buffer
-from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.discovery.port import Discovery, Gone
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
 
@@ -166,7 +166,7 @@ class Client:
             self._cards[card.worker_id] = card
             self._changed.set()
 
-    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
         card = self._cards.get(worker_id)
         if card is not None and card.incarnation == incarnation:
             del self._cards[worker_id]

@@ -12,7 +12,7 @@ from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.fleet.fleet import Change
-from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.discovery.port import Discovery, Gone
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.routing.decision import Decision
@@ -217,7 +217,7 @@ class RouterService:
             if rank is not None:
                 model.cache.joined(rank, slot, card.incarnation)
 
-    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
         name = self._model_of.get(worker_id)
         if name is None:
             return

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.port import CardSink, GoneSink
+from kvrouter.planes.discovery.port import CardSink, Gone, GoneSink, StoreSink
 
 REPLACED_MAX = 1024
 """How many replaced incarnations are remembered, over all workers."""
@@ -30,7 +30,7 @@ class MemoryDiscovery:
         known = self._cards.get(card.worker_id)
         if known is not None and known.incarnation != card.incarnation:
             self._replaced.append((known.worker_id, known.incarnation))
-            self._remove(known)
+            self._remove(known, Gone.REPLACED)
         self._cards[card.worker_id] = card
         for on_card, _ in tuple(self._watchers.values()):
             on_card(card)
@@ -39,9 +39,14 @@ class MemoryDiscovery:
         """Remove the card; idempotent; a newer incarnation's card stays."""
         known = self._cards.get(worker_id)
         if known is not None and known.incarnation == incarnation:
-            self._remove(known)
+            self._remove(known, Gone.WITHDRAWN)
 
-    async def watch(self, on_card: CardSink, on_gone: GoneSink) -> Callable[[], None]:
+    async def watch(
+        self,
+        on_card: CardSink,
+        on_gone: GoneSink,
+        on_store: StoreSink | None = None,  # noqa: ARG002 - this store is never lost
+    ) -> Callable[[], None]:
         """Deliver every present card, then every change, in order; return the function that ends it."""
         for card in tuple(self._cards.values()):
             on_card(card)
@@ -53,7 +58,11 @@ class MemoryDiscovery:
 
         return end
 
-    def _remove(self, card: WorkerCard) -> None:
+    async def close(self) -> None:
+        """Watch nothing any more."""
+        self._watchers.clear()
+
+    def _remove(self, card: WorkerCard, why: Gone) -> None:
         del self._cards[card.worker_id]
         for _, on_gone in tuple(self._watchers.values()):
-            on_gone(card.worker_id, card.incarnation)
+            on_gone(card.worker_id, card.incarnation, why)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.planes.events.port import BatchSink, LoadSink, RecoverySource
 
 
@@ -18,6 +18,15 @@ class MemoryEventPlane:
     def __init__(self) -> None:
         self._subscribers: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._sources: dict[WorkerId, RecoverySource] = {}
+
+    @property
+    def source(self) -> EventSource:
+        """What a card says."""
+        return EventSource(EventLane.MEMORY)
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:  # noqa: ARG002 - every worker here is heard
+        """Nothing to do: who publishes here is heard."""
+        return lambda: None
 
     def publish(self, batch: KvBatch) -> None:
         """Hand a batch to every subscriber."""

@@ -1,12 +1,19 @@
 """The request plane inside one process: a stream goes straight from the worker's engine to the reader."""
 
 import asyncio
+from collections.abc import Callable
 from weakref import WeakSet
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
-from kvrouter.planes.requests.port import EngineStream, RequestServer, StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests.port import (
+    AliveSink,
+    EngineStream,
+    RequestServer,
+    StreamBroken,
+    WorkerUnreachable,
+)
 
 LegKey = tuple[RequestId, int, Leg]
 
@@ -162,6 +169,7 @@ class MemoryRequestPlane:
     def __init__(self, *, open_timeout_s: float = 5.0) -> None:
         self._open_timeout_s = open_timeout_s
         self._registrations: dict[str, MemoryRegistration] = {}
+        self._followers: dict[str, dict[object, AliveSink]] = {}
         self._closed = False
 
     def serve(self, address: str, server: RequestServer) -> MemoryRegistration:
@@ -169,11 +177,30 @@ class MemoryRequestPlane:
         if address in self._registrations:
             raise ConfigError(f"{address} is served already", param="address")
         registration = self._registrations[address] = MemoryRegistration(self, address, server)
+        self._tell(address, is_alive=True)
         return registration
 
     def forget(self, address: str) -> None:
         """Nobody serves ``address`` any more."""
-        self._registrations.pop(address, None)
+        if self._registrations.pop(address, None) is not None:
+            self._tell(address, is_alive=False)
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        """Tell when the worker at ``address`` leaves, and when it serves again."""
+        key = object()
+        self._followers.setdefault(address, {})[key] = on_alive
+
+        def end() -> None:
+            followers = self._followers.get(address, {})
+            followers.pop(key, None)
+            if not followers:
+                self._followers.pop(address, None)
+
+        return end
+
+    def _tell(self, address: str, *, is_alive: bool) -> None:
+        for on_alive in tuple(self._followers.get(address, {}).values()):
+            on_alive(is_alive)
 
     async def open(self, address: str, request: EngineRequest) -> EngineStream:
         """Send ``request``; return once the worker accepted it. WorkerUnreachable when nobody is there."""

@@ -1,10 +1,13 @@
 """The request plane: how one leg of a request reaches a worker, and how its tokens come back."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest
+
+AliveSink = Callable[[bool], None]
+"""Whether a worker answers."""
 
 
 class WorkerUnreachable(KvrouterError):
@@ -51,6 +54,14 @@ class RequestPlane(Protocol):
         """Send ``request``; return once the worker accepted it.
 
         Raises :class:`WorkerUnreachable` when it did not, in bounded time.
+        """
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        """Keep watch over the worker at ``address``; return the function that ends it, idempotent.
+
+        Until it is told otherwise the caller may take the worker to be alive. ``on_alive(False)`` when it is
+        found not to answer, in bounded time, ``on_alive(True)`` when it answers again; never the same twice
+        in a row. The plane goes on trying for as long as it follows.
         """
 
     async def close(self) -> None:
