@@ -1,8 +1,14 @@
-"""How every test runs: Hypothesis profiles that depend on no clock, so that a slow machine fails nothing."""
+"""How every test runs: Hypothesis profiles that depend on no clock, so that a slow machine fails nothing, and
+the fixtures that any test may take.
+"""
 
 import os
 
 from hypothesis import HealthCheck, settings
+
+from tests.support.nats_server import own_nats, shared_nats
+
+__all__ = ["own_nats", "shared_nats"]
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
