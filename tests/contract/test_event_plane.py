@@ -1,17 +1,16 @@
 """What every event plane promises to workers and routers."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from uuid import uuid4
 
 import pytest
 
 from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import KvBatch, KvSnapshot, Stored
-from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Removed, Stored
+from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber
+from tests.support.event_ends import ENDS, Ends, eventually
 
 RANK = WorkerRank(WorkerId(4), DpRank(1))
 OTHER = WorkerRank(WorkerId(5), DpRank(0))
@@ -28,6 +27,7 @@ class Source:
     """A worker that has everything, or nothing any more."""
 
     has: bool = True
+    held: tuple[Held, ...] = ()
     asked: list[tuple[object, ...]] = field(default_factory=list)
 
     def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
@@ -36,32 +36,15 @@ class Source:
 
     def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         self.asked.append((rank,))
-        return KvSnapshot(rank, EPOCH, EventId(9), ()) if self.has else None
+        return KvSnapshot(rank, EPOCH, EventId(9), self.held) if self.has else None
 
 
-class Ends(Protocol):
-    """Both ends of one plane, as a test needs them."""
-
-    publisher: EventPublisher
-    subscriber: EventSubscriber
-
-    def serve_recovery(self, worker_id: WorkerId, source: Source) -> Callable[[], None]: ...
-
-
-class MemoryEnds:
-    def __init__(self) -> None:
-        self.plane = MemoryEventPlane()
-        self.publisher: EventPublisher = self.plane
-        self.subscriber: EventSubscriber = self.plane
-
-    def serve_recovery(self, worker_id: WorkerId, source: Source) -> Callable[[], None]:
-        return self.plane.serve_recovery(worker_id, source)
-
-
-@pytest.fixture(params=[MemoryEnds])
-def ends(request: pytest.FixtureRequest) -> Ends:
-    made: Ends = request.param()
-    return made
+@pytest.fixture(params=list(ENDS))
+async def ends(request: pytest.FixtureRequest) -> AsyncIterator[Ends]:
+    kind = ENDS[request.param]
+    url = request.getfixturevalue("shared_nats").url if kind.needs_nats else ""
+    async with kind.open(url, f"test-{uuid4().hex}") as opened:
+        yield opened
 
 
 class Received:
@@ -75,20 +58,52 @@ async def test_every_subscriber_gets_every_batch_in_order(ends: Ends) -> None:
     first, second = Received(ends), Received(ends)
     for event_id in range(5):
         ends.publisher.publish(batch(event_id))
+    await eventually(lambda: len(first.batches) == len(second.batches) == 5)
     assert first.batches == second.batches == [batch(event_id) for event_id in range(5)]
+
+
+async def test_every_kind_of_event_arrives_as_it_was(ends: Ends) -> None:
+    received = Received(ends)
+    hashes, largest = pack_hashes([1, 2**64 - 1]), EngineHash(2**64 - 1)
+    sent = KvBatch(
+        RANK,
+        EPOCH,
+        EventId(2**40),
+        (Stored(largest, hashes, hashes, Medium.DISK), Removed(hashes, Medium.CPU), Cleared()),
+        1.5,
+    )
+    ends.publisher.publish(sent)
+    await eventually(lambda: bool(received.batches))
+    assert received.batches == [sent]
 
 
 async def test_a_batch_without_events_arrives_too(ends: Ends) -> None:
     received = Received(ends)
     ends.publisher.publish(batch(3, 0))
+    await eventually(lambda: bool(received.batches))
     assert received.batches == [batch(3, 0)]
 
 
-async def test_the_newest_load_arrives(ends: Ends) -> None:
+async def test_a_batch_of_any_size_arrives_whole_or_in_parts(ends: Ends) -> None:
+    received = Received(ends)
+    column = pack_hashes(range(5_000))
+    large = KvBatch(RANK, EPOCH, EventId(7), (Stored(None, column, column),) * 60)
+    ends.publisher.publish(large)
+    await eventually(lambda: sum(len(part.events) for part in received.batches) == 60)
+    next_id = 7
+    for part in received.batches:
+        assert (part.rank, part.epoch, part.first_event_id) == (RANK, EPOCH, next_id)
+        next_id = part.next_event_id
+    assert tuple(event for part in received.batches for event in part.events) == large.events
+
+
+async def test_the_newest_load_of_each_rank_arrives(ends: Ends) -> None:
     received = Received(ends)
     for active_blocks in (1, 2, 3):
-        ends.publisher.publish_load(LoadReport(RANK, active_blocks, 100))
-    assert received.loads[-1] == LoadReport(RANK, 3, 100)
+        for rank in (RANK, OTHER):
+            ends.publisher.publish_load(LoadReport(rank, active_blocks, 100))
+    newest = {RANK: 3, OTHER: 3}
+    await eventually(lambda: {load.rank: load.active_blocks for load in received.loads} == newest)
 
 
 async def test_what_has_ended_gets_nothing_and_may_end_twice(ends: Ends) -> None:
@@ -96,19 +111,23 @@ async def test_what_has_ended_gets_nothing_and_may_end_twice(ends: Ends) -> None
     ended.end()
     ended.end()
     ends.publisher.publish(batch(0))
+    await eventually(lambda: bool(stays.batches))
     assert (ended.batches, stays.batches) == ([], [batch(0)])
 
 
 async def test_a_subscriber_may_end_another_while_a_batch_is_delivered(ends: Ends) -> None:
+    seen: list[KvBatch] = []
     later: list[Received] = []
 
-    def end_later(_batch: KvBatch) -> None:
+    def end_later(batch: KvBatch) -> None:
+        seen.append(batch)
         later[0].end()
 
     ends.subscriber.subscribe(end_later, lambda _report: None)
     later.append(Received(ends))
     ends.publisher.publish(batch(0))
     ends.publisher.publish(batch(1))
+    await eventually(lambda: len(seen) == 2)
     assert batch(1) not in later[0].batches
 
 
@@ -123,6 +142,14 @@ async def test_recovery_is_answered_by_the_worker_itself(ends: Ends) -> None:
     assert await ends.subscriber.recover_range(RANK, EventId(2), EventId(4)) == batch(2, 3)
     assert await ends.subscriber.recover_snapshot(RANK) == KvSnapshot(RANK, EPOCH, EventId(9), ())
     assert source.asked == [(RANK, 2, 4), (RANK,)]
+
+
+async def test_a_snapshot_of_a_rank_that_holds_very_much_arrives_whole(ends: Ends) -> None:
+    names = pack_hashes(range(300_000))
+    held = (Held(names, names), Held(names, names, Medium.CPU))
+    ends.serve_recovery(RANK.worker_id, Source(held=held))
+    snapshot = await ends.subscriber.recover_snapshot(RANK)
+    assert snapshot == KvSnapshot(RANK, EPOCH, EventId(9), held)
 
 
 async def test_no_worker_and_no_history_are_none(ends: Ends) -> None:

@@ -1,0 +1,49 @@
+"""Both ends of every event plane, by name, for the tests that hold over all of them."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from tests.support.event_ends_memory import memory_ends
+
+LIMIT_S = 30.0
+
+
+class Ends(Protocol):
+    """One worker process and one router on one plane, which deliver to each other already."""
+
+    @property
+    def publisher(self) -> EventPublisher: ...
+    @property
+    def subscriber(self) -> EventSubscriber: ...
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]: ...
+
+
+@dataclass(frozen=True)
+class EndsKind:
+    """``open`` takes the URL of a nats-server, or "" where none is needed, and a namespace of its own.
+
+    Its router follows the workers 4 and 5.
+    """
+
+    open: Callable[[str, str], AbstractAsyncContextManager[Ends]]
+    needs_nats: bool = False
+
+
+ENDS: dict[str, EndsKind] = {
+    "memory": EndsKind(memory_ends),
+}
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Return once ``condition`` holds; delivery between processes takes its time."""
+    loop = asyncio.get_running_loop()
+    last_s = loop.time() + LIMIT_S
+    while not condition():
+        assert loop.time() < last_s, "what the test waits for does not come"
+        await asyncio.sleep(0.001)
