@@ -15,13 +15,16 @@ from kvrouter.config.fleet import (
     WorkerGroup,
 )
 from kvrouter.config.fleet_checks import LoadedFleet, default_fleet_document, load_fleet
+from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.sources import Loaded, load_settings
 from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSettings, Settings
 from kvrouter.topology import MismatchPolicy
 
 __all__ = [
+    "DiscoveryBackend",
     "Document",
+    "EventPlaneKind",
     "FleetFile",
     "FrontendSettings",
     "Handoff",
@@ -39,6 +42,8 @@ __all__ = [
     "MockTiming",
     "ModelSpec",
     "PairLink",
+    "PlaneSettings",
+    "RequestPlaneKind",
     "Settings",
     "TopologySpec",
     "WorkerGroup",

@@ -9,6 +9,7 @@ from annotated_types import Interval, MaxLen, MinLen
 from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import Finite, Fraction, NonNegative, Positive, PositiveCount, Switch, Whole
 from kvrouter.config.tree import FrontendSettings, LogSettings
@@ -300,6 +301,9 @@ class FleetFile(_Part):
 
     frontend: FrontendSettings = FrontendSettings()
     """Settings of the front door."""
+
+    planes: PlaneSettings = PlaneSettings()
+    """Settings of what lies between processes."""
 
     log: LogSettings = LogSettings()
     """Settings of the logs."""

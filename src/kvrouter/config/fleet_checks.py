@@ -41,12 +41,7 @@ def default_fleet_document() -> Document:
 
 def load_fleet(document: Document) -> LoadedFleet:
     """Validate a fleet file; raise ConfigError with one line, file and line number per mistake."""
-    try:
-        fleet = FleetFile.model_validate(document.content)
-    except ValidationError as error:
-        problems = innermost([problem_of(item, FleetFile) for item in error.errors()])
-        problems.sort(key=lambda problem: document.line_of(problem.path))
-        raise config_error(problems, document.place) from error
+    fleet = _validated(document)
     raise_problems(
         [
             *_name_problems(fleet),
@@ -59,13 +54,34 @@ def load_fleet(document: Document) -> LoadedFleet:
     return _with_warnings(fleet)
 
 
+def load_part(document: Document) -> FleetFile:
+    """Validate a part of a fleet, such as one worker: who decodes may be elsewhere. Raises ConfigError."""
+    fleet = _validated(document)
+    raise_problems([*_name_problems(fleet), *_topology_problems(fleet)], document.place)
+    return fleet
+
+
+def _validated(document: Document) -> FleetFile:
+    try:
+        return FleetFile.model_validate(document.content)
+    except ValidationError as error:
+        problems = innermost([problem_of(item, FleetFile) for item in error.errors()])
+        problems.sort(key=lambda problem: document.line_of(problem.path))
+        raise config_error(problems, document.place) from error
+
+
 def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
     """Return ``fleet`` under the settings that flags and variables have made of the file's own.
 
     Raises ConfigError where the two together cannot be run.
     """
     fleet = fleet.model_copy(
-        update={"router": settings.router, "frontend": settings.frontend, "log": settings.log}
+        update={
+            "router": settings.router,
+            "frontend": settings.frontend,
+            "planes": settings.planes,
+            "log": settings.log,
+        }
     )
     raise_problems(list(_router_problems(fleet)), dotted)
     return _with_warnings(fleet)

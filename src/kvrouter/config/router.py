@@ -4,6 +4,7 @@ from typing import Annotated
 
 from annotated_types import Interval, MaxLen
 
+from kvrouter.config.planes import PlainName
 from kvrouter.config.setting import (
     Count,
     Finite,
@@ -240,3 +241,38 @@ class KvRouterConfig(Section):
         ),
     ] = 600.0
     """How long a request may take in all; then it fails and its workers are told to stop."""
+
+    replica_sync: Annotated[
+        Switch,
+        Setting(flag="--router-replica-sync", variable="DYN_ROUTER_REPLICA_SYNC", group=Group.REPLICAS),
+    ] = False
+    """Tell the other routers of the namespace, over NATS, which requests run where, and count theirs as load
+    too. Without it each router knows its own requests alone. Cached blocks are not shared this way: every
+    router hears the workers' KV events itself."""
+
+    replica_name: Annotated[
+        PlainName | None,
+        Setting(flag="--router-replica-name", variable="KVROUTER_REPLICA_NAME", group=Group.REPLICAS),
+    ] = None
+    """What this router is called among its replicas: its durable consumer carries the name, so that a
+    restart under the same name goes on where it was. Unset: the host's name and the HTTP port."""
+
+    snapshot_threshold: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--router-snapshot-threshold",
+            variable="DYN_ROUTER_SNAPSHOT_THRESHOLD",
+            group=Group.REPLICAS,
+            unit="messages",
+        ),
+    ] = 1_000_000
+    """With more messages than this in the JetStream stream, one router saves the index to the object store
+    and purges what the saved index covers."""
+
+    reset_states: Annotated[
+        Switch,
+        Setting(flag="--router-reset-states", variable="DYN_ROUTER_RESET_STATES", group=Group.REPLICAS),
+    ] = False
+    """At start, empty the JetStream stream and delete the saved index. Only for the first router of a
+    component: routers that run already would lose what they have not read. A new namespace is the safer
+    clean slate."""

@@ -36,6 +36,8 @@ class Group(StrEnum):
     CACHE = "Cache prediction (without KV events)"
     RECOVERY = "Retries and deadlines"
     FRONT_DOOR = "Front door"
+    REPLICAS = "Replicas"
+    PLANES = "Between processes"
     LOGS = "Logs"
 
 

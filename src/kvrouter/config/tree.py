@@ -6,6 +6,7 @@ from typing import Annotated
 from annotated_types import Interval
 from pydantic import SecretStr
 
+from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import (
     Count,
@@ -227,6 +228,9 @@ class Settings(Section):
     router: KvRouterConfig = KvRouterConfig()
     """The router."""
 
+    planes: PlaneSettings = PlaneSettings()
+    """What lies between processes."""
+
     log: LogSettings = LogSettings()
     """The logs."""
 
@@ -234,6 +238,7 @@ class Settings(Section):
 SETTINGS: tuple[SettingSpec, ...] = (
     *settings_of("router", KvRouterConfig),
     *settings_of("frontend", FrontendSettings),
+    *settings_of("planes", PlaneSettings),
     *settings_of("log", LogSettings),
 )
 """Every setting, in the order in which ``--help`` and the documentation list them."""

@@ -16,8 +16,12 @@ def fleet_json(service: RouterService) -> Json:
         of_model = list(read_workers(model))
         models.append(_model_json(model, workers=len(of_model)))
         default = model.settings.topology_default
-        workers.extend(_worker_json(worker, default) for worker in of_model)
+        workers.extend(
+            {**_worker_json(worker, default), "lapsed": service.has_lapsed(worker.card.worker_id)}
+            for worker in of_model
+        )
     return {
+        "discovery": {"reachable": service.store_lost is None, "why": service.store_lost},
         "draining": service.is_draining,
         "running_requests": service.running,
         "models": models,

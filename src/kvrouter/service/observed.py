@@ -215,6 +215,7 @@ class ServiceObserved:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
+        telemetry.discovery_up.set(1.0)
 
     def of_model(self, model: str) -> ModelObserved:
         """The events of one model."""
@@ -233,6 +234,22 @@ class ServiceObserved:
     def worker_gone(self, card: WorkerCard) -> None:
         """A worker left."""
         self._log_worker(Event.WORKER_LEFT, card)
+
+    def worker_alive(self, card: WorkerCard, *, is_alive: bool) -> None:
+        """A worker stopped answering, or answers again."""
+        self._log_worker(Event.WORKER_ANSWERS if is_alive else Event.WORKER_SILENT, card)
+
+    def worker_lapsed(self, card: WorkerCard) -> None:
+        """A worker's lease ran out, and it is kept because it answers."""
+        self._log_worker(Event.WORKER_LAPSED, card)
+
+    def discovery(self, *, is_reachable: bool, why: str) -> None:
+        """Discovery was lost, or is back."""
+        self._telemetry.discovery_up.set(float(is_reachable))
+        if is_reachable:
+            log_event(logger, Event.DISCOVERY_BACK)
+        else:
+            log_event(logger, Event.DISCOVERY_LOST, reason=why)
 
     def worker_refused(self, card: WorkerCard, why: str) -> None:
         """A worker's card cannot be used."""

@@ -16,6 +16,7 @@ from kvrouter.planes.discovery.port import Discovery, Gone
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.routing.decision import Decision
+from kvrouter.service.contacts import Contacts
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.generation import Generation
 from kvrouter.service.model_router import ModelRouter
@@ -53,7 +54,15 @@ class RouterService:
         self._idle.set()
         self._is_draining = False
         self._stops: list[Callable[[], None]] = []
+        self._store_lost: str | None = None
         config = parts.config
+        self._contacts = Contacts(
+            parts.plane,
+            parts.subscriber,
+            hears_events=config.kv_events and config.router_mode is RouterMode.KV,
+            on_alive=self._on_alive,
+            on_lapsed_and_dead=self._on_lapsed_and_dead,
+        )
         self._patience = Patience(
             first_token_s=config.ttft_timeout_s or config.request_timeout_s,
             between_tokens_s=config.stall_timeout_s,
@@ -65,7 +74,7 @@ class RouterService:
     async def start(self) -> None:
         """Begin to follow the fleet."""
         self._stops.append(self._parts.subscriber.subscribe(self._on_batch, self._on_load))
-        self._stops.append(await self._parts.discovery.watch(self._on_card, self._on_gone))
+        self._stops.append(await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store))
 
     async def drain(self, limit_s: float) -> int:
         """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
@@ -85,6 +94,7 @@ class RouterService:
         for stop in self._stops:
             stop()
         self._stops.clear()
+        self._contacts.close()
         for model in self._models.values():
             model.cache.close()
 
@@ -92,6 +102,15 @@ class RouterService:
     def is_draining(self) -> bool:
         """Whether new requests are refused."""
         return self._is_draining
+
+    @property
+    def store_lost(self) -> str | None:
+        """Why discovery cannot be reached, and the fleet is frozen as it was; None while it can."""
+        return self._store_lost
+
+    def has_lapsed(self, worker_id: WorkerId) -> bool:
+        """Whether a worker is here only because it answers: its lease at discovery ran out."""
+        return self._contacts.has_lapsed(worker_id)
 
     @property
     def running(self) -> int:
@@ -169,6 +188,9 @@ class RouterService:
         self._model_of[card.worker_id] = card.model
         for warning in change.warnings:
             observed.worker_warned(card, warning)
+        odd = self._contacts.follow(card)
+        if odd is not None:
+            observed.worker_warned(card, odd)
         self._apply(model, card, change)
         if known is None or known.incarnation != card.incarnation:
             observed.worker_joined(card)
@@ -217,17 +239,46 @@ class RouterService:
             if rank is not None:
                 model.cache.joined(rank, slot, card.incarnation)
 
-    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
+    def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
         name = self._model_of.get(worker_id)
         if name is None:
             return
         model = self._models[name]
         card = model.fleet.card(worker_id)
-        if card is not None and card.incarnation == incarnation:
-            self._leave(model, worker_id)
+        if card is None or card.incarnation != incarnation:
+            return
+        if why is Gone.EXPIRED and self._contacts.lapsed(worker_id):
+            self._parts.observed.worker_lapsed(card)
+            return
+        self._leave(model, worker_id)
+
+    def _on_alive(self, card: WorkerCard, is_alive: bool) -> None:
+        """A worker stopped answering, or answers again; one that does not gets no new requests."""
+        model = self._model_with(card)
+        if model is not None and model.fleet.set_alive(card.worker_id, is_alive):
+            self._parts.observed.worker_alive(card, is_alive=is_alive)
+            model.fleet_changed()
+
+    def _on_lapsed_and_dead(self, card: WorkerCard) -> None:
+        model = self._model_with(card)
+        if model is not None:
+            self._leave(model, card.worker_id)
+
+    def _on_store(self, is_reachable: bool, why: str) -> None:
+        """Discovery was lost, or is back. Until it is back the fleet stays as it was."""
+        self._store_lost = None if is_reachable else why
+        self._parts.observed.discovery(is_reachable=is_reachable, why=why)
+
+    def _model_with(self, card: WorkerCard) -> ModelRouter | None:
+        """The model that holds this very incarnation of the worker."""
+        name = self._model_of.get(card.worker_id)
+        model = None if name is None else self._models[name]
+        known = None if model is None else model.fleet.card(card.worker_id)
+        return model if known is not None and known.incarnation == card.incarnation else None
 
     def _leave(self, model: ModelRouter, worker_id: WorkerId) -> None:
         self._model_of.pop(worker_id, None)
+        self._contacts.drop(worker_id)
         card = model.fleet.card(worker_id)
         if card is None:
             return

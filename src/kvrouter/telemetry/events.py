@@ -29,6 +29,17 @@ class Event(StrEnum):
     WORKER_DRAINING = "worker_draining"
     WORKER_LEFT = "worker_left"
     WORKER_REFUSED = "worker_refused"
+    WORKER_SILENT = "worker_silent"
+    WORKER_ANSWERS = "worker_answers"
+    WORKER_LAPSED = "worker_lapsed"
+    DISCOVERY_LOST = "discovery_lost"
+    DISCOVERY_BACK = "discovery_back"
+    PLANE_LOST = "plane_lost"
+    PLANE_BACK = "plane_back"
+    PLANE_REFUSED = "plane_refused"
+    TOKENIZER_FAILED = "tokenizer_failed"
+    PROCESS_STARTED = "process_started"
+    PROCESS_ENDED = "process_ended"
     FEED_STATE = "feed_state"
     RECOVERY_FAILED = "recovery_failed"
     EVENTS_MISTAKEN = "events_mistaken"
@@ -88,6 +99,9 @@ class Fields(TypedDict, total=False):
     detail: str
     started: bool
     unsent_bytes: int
+    plane: str
+    process: str
+    exit_code: int
 
 
 FIELD_NAMES = frozenset(Fields.__annotations__)
@@ -126,6 +140,27 @@ EVENTS: dict[Event, EventSpec] = {
     Event.WORKER_DRAINING: EventSpec(logging.INFO, "A worker takes no new requests."),
     Event.WORKER_LEFT: EventSpec(logging.WARNING, "A worker is gone."),
     Event.WORKER_REFUSED: EventSpec(logging.ERROR, "A worker's card cannot be routed to."),
+    Event.WORKER_SILENT: EventSpec(
+        logging.WARNING, "A worker does not answer on the request plane: it gets no new requests."
+    ),
+    Event.WORKER_ANSWERS: EventSpec(logging.INFO, "A worker answers on the request plane again."),
+    Event.WORKER_LAPSED: EventSpec(
+        logging.WARNING, "A worker's lease at discovery ran out; it is kept for as long as it answers."
+    ),
+    Event.DISCOVERY_LOST: EventSpec(
+        logging.ERROR, "Discovery cannot be reached: the fleet stays as it was, and nobody new is seen."
+    ),
+    Event.DISCOVERY_BACK: EventSpec(logging.INFO, "Discovery can be reached again."),
+    Event.PLANE_LOST: EventSpec(logging.ERROR, "The connection to NATS was lost; it is tried again."),
+    Event.PLANE_BACK: EventSpec(logging.INFO, "The connection to NATS is back."),
+    Event.PLANE_REFUSED: EventSpec(
+        logging.WARNING, "A peer was refused or cut off: its token, its version or its frame is wrong."
+    ),
+    Event.TOKENIZER_FAILED: EventSpec(
+        logging.ERROR, "A model's tokenizer could not be loaded here: its requests are refused."
+    ),
+    Event.PROCESS_STARTED: EventSpec(logging.INFO, "A process of the fleet was started."),
+    Event.PROCESS_ENDED: EventSpec(logging.WARNING, "A process of the fleet ended."),
     Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
     Event.RECOVERY_FAILED: EventSpec(
         logging.WARNING, "A worker was asked for KV events and did not give them; it is asked again."

@@ -255,6 +255,15 @@ class Telemetry:
         "which",
     )
 
+    discovery_up = _gauge(
+        "kvrouter_discovery_up", "1 while discovery can be reached; at 0 the fleet is frozen as it was."
+    )
+    planes_refused = _counter(
+        "kvrouter_planes_refused",
+        "Peers that were refused or cut off between processes: a wrong token, version or frame.",
+        "plane",
+    )
+
     http_connections = _gauge("kvrouter_http_connections", "Connections that are open.")
     http_events = _counter(
         "kvrouter_http_events",

@@ -1,0 +1,90 @@
+"""One worker, described by flags: the same words as in a fleet file, and the same checks."""
+
+from collections.abc import Mapping, Sequence
+
+from kvrouter.config.document import Document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_part
+from kvrouter.config.problems import Path, dotted
+from kvrouter.core.errors import ConfigError
+
+FLAGS: Mapping[str, Path] = {
+    "model": ("models", 0, "name"),
+    "tokenizer": ("models", 0, "tokenizer"),
+    "block_size": ("models", 0, "block_size"),
+    "context_length": ("models", 0, "context_length"),
+    "role": ("workers", 0, "role"),
+    "dp_size": ("workers", 0, "dp_size"),
+    "taint": ("workers", 0, "taints"),
+    "domain": ("workers", 0, "domains"),
+    "total_kv_blocks": ("workers", 0, "engine", "total_kv_blocks"),
+    "max_num_seqs": ("workers", 0, "engine", "max_num_seqs"),
+    "max_num_batched_tokens": ("workers", 0, "engine", "max_num_batched_tokens"),
+    "handoff": ("workers", 0, "engine", "handoff"),
+    "kv_events": ("workers", 0, "engine", "kv_events"),
+    "kv_load_failure_policy": ("workers", 0, "engine", "kv_load_failure_policy"),
+    "kv_transfer_domain": ("kv_transfer", "domain"),
+    "kv_transfer_enforcement": ("kv_transfer", "enforcement"),
+    "kv_transfer_preferred_weight": ("kv_transfer", "preferred_weight"),
+    "speedup": ("speedup",),
+    "seed": ("seed",),
+}
+"""Where in a fleet file the value of each flag stands; the flag is ``--`` and the name with dashes."""
+
+
+class _FlagDocument(Document):
+    """A fleet file that was never written: mistakes are placed at their flags."""
+
+    def place(self, path: Path) -> str:
+        """Return the flag that the value came from."""
+        for name, at in FLAGS.items():
+            if path[: len(at)] == at or (path and at[: len(path)] == path):
+                return flag_of(name)
+        return dotted(path)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a name in :data:`FLAGS`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
+    """Return a fleet file with the one worker that the flags describe; raise ConfigError that names the flag.
+
+    ``given`` has the values of those flags that were given, by the names of :data:`FLAGS`; ``domain`` is a
+    sequence of ``level=value``, the broadest level first.
+    """
+    content: dict[str, object] = {
+        "version": 1,
+        "models": [{"name": "mock"}],
+        "workers": [{"name": "worker", "engine": {}}],
+    }
+    domains = _domains(given.get("domain", ()))
+    if domains:
+        content["topology"] = {"levels": list(domains)}
+    for name, value in given.items():
+        _put(content, FLAGS[name], domains if name == "domain" else value)
+    return load_part(_FlagDocument("flags", content, {}))
+
+
+def _domains(pairs: object) -> dict[str, str]:
+    domains: dict[str, str] = {}
+    for pair in pairs if isinstance(pairs, Sequence) else ():
+        level, equals, value = str(pair).partition("=")
+        if not equals or not value.strip():
+            raise ConfigError(f"--domain: must be level=value, as zone=a, not {pair!r}", param="domain")
+        if level in domains:
+            raise ConfigError(f"--domain: {level} is given twice", param="domain")
+        domains[level] = value
+    return domains
+
+
+def _put(content: dict[str, object], path: Path, value: object) -> None:
+    here: object = content
+    for part in path[:-1]:
+        if isinstance(here, list) and isinstance(part, int):
+            here = here[part]
+        elif isinstance(here, dict):
+            here = here.setdefault(part, {})
+    if isinstance(here, dict):
+        here[path[-1]] = value

@@ -1,0 +1,178 @@
+"""The settings of what lies between processes: discovery, the request plane, the event plane, security."""
+
+import os
+import re
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Interval, MaxLen
+from pydantic import AfterValidator, SecretStr
+from pydantic_core import PydanticCustomError
+
+from kvrouter.config.setting import Group, Positive, Section, Setting, Whole
+
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?")
+
+
+def _check_plain_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise PydanticCustomError("name", "must be letters, digits, dashes and underscores")
+    return name
+
+
+PlainName = Annotated[str, MaxLen(63), AfterValidator(_check_plain_name)]
+"""A name that may stand in a subject, a stream, a bucket and a path."""
+
+
+class DiscoveryBackend(StrEnum):
+    """Where workers are announced."""
+
+    FILE = "file"
+    NATS = "nats"
+
+
+class RequestPlaneKind(StrEnum):
+    """How requests reach workers."""
+
+    TCP = "tcp"
+    HTTP = "http"
+    NATS = "nats"
+
+
+class EventPlaneKind(StrEnum):
+    """How KV events reach routers."""
+
+    AUTO = "auto"
+    JETSTREAM = "jetstream"
+    NATS = "nats"
+    ZMQ = "zmq"
+
+
+class PlaneSettings(Section):
+    """What frontends and workers of one fleet agree on; one process alone needs none of it."""
+
+    namespace: Annotated[
+        PlainName, Setting(flag="--namespace", variable="DYN_NAMESPACE", group=Group.PLANES)
+    ] = "default"
+    """Which fleet this process belongs to: it is part of every discovery key, subject, stream and bucket. A
+    new namespace is a clean slate."""
+
+    discovery: Annotated[
+        DiscoveryBackend,
+        Setting(flag="--discovery", variable="DYN_DISCOVERY_BACKEND", group=Group.PLANES),
+    ] = DiscoveryBackend.NATS
+    """Where workers announce themselves: in a directory of this host, or in NATS."""
+
+    discovery_dir: Annotated[
+        str | None,
+        Setting(flag="--discovery-dir", variable="KVROUTER_DISCOVERY_DIR", group=Group.PLANES),
+    ] = None
+    """The directory of ``--discovery file``. Unset: one of this user's, in the folder for temporary files."""
+
+    lease_s: Annotated[
+        Annotated[Positive, Interval(ge=0.5, le=3600)],
+        Setting(flag="--lease-s", variable="KVROUTER_LEASE_S", group=Group.PLANES, unit="seconds"),
+    ] = 10.0
+    """How long a worker that renews nothing stays announced. It is renewed three times in this time."""
+
+    request_plane: Annotated[
+        RequestPlaneKind,
+        Setting(flag="--request-plane", variable="DYN_REQUEST_PLANE", group=Group.PLANES),
+    ] = RequestPlaneKind.TCP
+    """How requests reach workers: one connection for all streams of a frontend and a worker, an HTTP request
+    for each, or over NATS. Workers and frontends must agree."""
+
+    event_plane: Annotated[
+        EventPlaneKind, Setting(flag="--event-plane", variable="DYN_EVENT_PLANE", group=Group.PLANES)
+    ] = EventPlaneKind.AUTO
+    """How a worker's KV events reach routers. ``auto`` is ZeroMQ with ``--discovery file``; else NATS Core
+    for a worker with a local indexer and JetStream for one without. Routers hear each worker on its own."""
+
+    nats_server: Annotated[str, Setting(flag="--nats-server", variable="NATS_SERVER", group=Group.PLANES)] = (
+        "nats://localhost:4222"
+    )
+    """The NATS servers, with commas between; ``tls://`` encrypts."""
+
+    nats_username: Annotated[
+        str | None, Setting(flag=None, variable="NATS_AUTH_USERNAME", group=Group.PLANES)
+    ] = None
+    """The user at NATS."""
+
+    nats_password: Annotated[
+        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_PASSWORD", group=Group.PLANES)
+    ] = None
+    """The user's password at NATS."""
+
+    nats_token: Annotated[
+        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_TOKEN", group=Group.PLANES)
+    ] = None
+    """The token that NATS asks for."""
+
+    nats_credentials: Annotated[
+        str | None,
+        Setting(flag="--nats-credentials", variable="NATS_AUTH_CREDENTIALS_FILE", group=Group.PLANES),
+    ] = None
+    """A NATS credentials file."""
+
+    plane_token: Annotated[
+        SecretStr | None, Setting(flag=None, variable="KVROUTER_PLANE_TOKEN", group=Group.PLANES)
+    ] = None
+    """The secret that frontends and workers share: who does not know it is refused before anything that it
+    sent is read. It has no flag, because the list of processes shows flags."""
+
+    tls_cert: Annotated[
+        str | None, Setting(flag="--tls-cert", variable="KVROUTER_TLS_CERT", group=Group.PLANES)
+    ] = None
+    """This process's certificate, a PEM file: the tcp and http planes are encrypted."""
+
+    tls_key: Annotated[
+        str | None, Setting(flag="--tls-key", variable="KVROUTER_TLS_KEY", group=Group.PLANES)
+    ] = None
+    """The key of the certificate, a PEM file."""
+
+    tls_ca: Annotated[
+        str | None, Setting(flag="--tls-ca", variable="KVROUTER_TLS_CA", group=Group.PLANES)
+    ] = None
+    """The authority that signed the certificates of the others, a PEM file. Also for NATS."""
+
+    listen_host: Annotated[
+        str, Setting(flag="--listen-host", variable="KVROUTER_LISTEN_HOST", group=Group.PLANES)
+    ] = "127.0.0.1"
+    """The address on which a worker takes requests and questions. 0.0.0.0 is every interface: set a plane
+    token then."""
+
+    listen_port: Annotated[
+        Annotated[Whole, Interval(ge=0, le=65535)],
+        Setting(flag="--listen-port", variable="KVROUTER_LISTEN_PORT", group=Group.PLANES),
+    ] = 0
+    """The port on which a worker takes requests; at 0 the system picks a free one, which the card tells."""
+
+    advertise_host: Annotated[
+        str | None, Setting(flag="--advertise-host", variable="KVROUTER_ADVERTISE_HOST", group=Group.PLANES)
+    ] = None
+    """The name under which others reach this worker. Unset: the listen address, or this host's name where
+    that is every interface."""
+
+    open_timeout_s: Annotated[
+        Positive,
+        Setting(
+            flag="--open-timeout-s", variable="KVROUTER_OPEN_TIMEOUT_S", group=Group.PLANES, unit="seconds"
+        ),
+    ] = 5.0
+    """How long a worker may take to accept a request; then it is sent elsewhere."""
+
+    dead_after_s: Annotated[
+        Positive,
+        Setting(flag="--dead-after-s", variable="KVROUTER_DEAD_AFTER_S", group=Group.PLANES, unit="seconds"),
+    ] = 5.0
+    """How long a worker's connection may be silent, heartbeats included, until the worker counts as dead."""
+
+    @property
+    def discovery_path(self) -> Path:
+        """The directory of ``--discovery file``."""
+        if self.discovery_dir is not None:
+            return Path(self.discovery_dir)
+        runtime = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+        return Path(runtime) / f"kvrouter-{os.getuid()}"

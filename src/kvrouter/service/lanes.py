@@ -1,0 +1,56 @@
+"""One event subscriber over several lanes: each worker is heard on the lane that its card names."""
+
+from collections.abc import Callable, Mapping
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.planes.events.port import BatchSink, EventSubscriber, LoadSink
+
+
+class LaneSubscriber:
+    """Hears a mixed fleet. A question goes to the lane on which the worker is followed."""
+
+    def __init__(self, lanes: Mapping[EventLane, EventSubscriber]) -> None:
+        self._lanes = lanes
+        self._lane_of: dict[WorkerId, EventSubscriber] = {}
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        """Begin to deliver what comes on every lane; return the function that ends it."""
+        ends = [lane.subscribe(on_batch, on_load) for lane in self._lanes.values()]
+
+        def end() -> None:
+            for end_one in ends:
+                end_one()
+
+        return end
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:
+        """Listen to this worker on its lane. Raises ConfigError for a lane that this router does not hear."""
+        lane = self._lanes.get(card.event_source.lane)
+        if lane is None:
+            raise ConfigError(
+                f"event_source: this router does not hear the {card.event_source.lane} lane on which worker "
+                f"{card.worker_id} publishes: its cache stays unknown here",
+                param="event_source",
+            )
+        end_there = lane.follow(card)
+        self._lane_of[card.worker_id] = lane
+
+        def end() -> None:
+            end_there()
+            if self._lane_of.get(card.worker_id) is lane:
+                del self._lane_of[card.worker_id]
+
+        return end
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last`` (inclusive), or None when there is no one to ask."""
+        lane = self._lane_of.get(rank.worker_id)
+        return None if lane is None else await lane.recover_range(rank, first, last)
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        """The rank's whole state, or None when there is no one to ask."""
+        lane = self._lane_of.get(rank.worker_id)
+        return None if lane is None else await lane.recover_snapshot(rank)
