@@ -2,23 +2,15 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 
 import pytest
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError
-from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
+from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.planes.requests.port import (
-    EngineStream,
-    Registration,
-    RequestPlane,
-    RequestServer,
-    StreamBroken,
-    WorkerUnreachable,
-)
+from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerUnreachable
+from tests.support.wires import WIRES, Wire
 
 IN_TIME_S = 5.0
 """How long a test waits for what must happen; a plane that hangs fails it."""
@@ -74,46 +66,11 @@ class ScriptedWorker:
         return self.streams[-1]
 
 
-@dataclass
-class Wire:
-    """One plane under test: ``serve`` makes a worker reachable, and returns its address and its death.
-
-    ``places`` are the workers' own ends of it, by address.
-    """
-
-    plane: RequestPlane
-    serve: Callable[[RequestServer], Awaitable[tuple[str, Callable[[], Awaitable[None]]]]]
-    nowhere: str
-    places: dict[str, Registration]
-
-
-async def memory_wire() -> Wire:
-    plane = MemoryRequestPlane(open_timeout_s=0.05)
-    n_workers = 0
-    places: dict[str, Registration] = {}
-
-    async def serve(server: RequestServer) -> tuple[str, Callable[[], Awaitable[None]]]:
-        nonlocal n_workers
-        n_workers += 1
-        registration = plane.serve(memory_address(WorkerId(n_workers), Epoch(1)), server)
-        places[registration.address] = registration
-
-        async def die() -> None:
-            registration.leave("the worker died")
-
-        return registration.address, die
-
-    return Wire(plane, serve, memory_address(WorkerId(99), Epoch(1)), places)
-
-
-WIRES = {"memory": memory_wire}
-
-
 @pytest.fixture(params=sorted(WIRES))
 async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
-    of: Wire = await WIRES[request.param]()
+    of = await WIRES[request.param]()
     yield of
-    await of.plane.close()
+    await of.close()
 
 
 def leg(name: str = "x", *, attempt: int = 0, which: Leg = Leg.AGGREGATED) -> EngineRequest:

@@ -1,0 +1,12 @@
+"""The wires that the request plane's contract runs over: a name, and what brings one up for one test."""
+
+from collections.abc import Awaitable, Callable
+
+from tests.support.wire import Wire
+from tests.support.wires_memory import memory_wire
+
+__all__ = ["WIRES", "Wire"]
+
+WIRES: dict[str, Callable[[], Awaitable[Wire]]] = {
+    "memory": memory_wire,
+}
