@@ -39,6 +39,13 @@ class Prompt:
         seed: int = 1337,
         mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> Prompt: ...
+    @staticmethod
+    def from_blocks(block_hashes: bytes, *, isl_tokens: int, block_size: int) -> Prompt:
+        """A prompt whose tokens are elsewhere, from the hash of each of its leading full blocks.
+
+        Full blocks beyond those have no hashes, as a partial tail has none. Raises ValueError (a column that
+        is not a multiple of 8 bytes, fewer tokens than blocks, block_size below 1) or OverflowError.
+        """
     @property
     def isl_tokens(self) -> int:
         """The number of token ids."""
@@ -47,7 +54,7 @@ class Prompt:
         """Tokens a block."""
     @property
     def n_blocks(self) -> int:
-        """The number of full blocks, which are the ones that have hashes."""
+        """The number of full blocks that have hashes: all of them, unless made from fewer."""
     @property
     def total_blocks(self) -> int:
         """The number of blocks that the prompt occupies, a partial tail included."""

@@ -114,6 +114,18 @@ def test_blocks_are_not_tracked_on_demand(ledger: Ledger) -> None:
     assert load(ledger, B) == (0, 0)
 
 
+def test_a_prompt_made_from_blocks_shares_them(ledger: Ledger) -> None:
+    whole = prompt(1, 1, 2, 2, 3, 3, 4)
+    ledger.book(key=key("a"), slot=A, prompt=whole, prefill_tokens=0)
+    there = Prompt.from_blocks(whole.block_hashes[:16], isl_tokens=7, block_size=2)
+    lease = ledger.book(key=key("b", router_id=RouterId("other")), slot=A, prompt=there, prefill_tokens=3)
+    assert load(ledger, A) == (3, 6)  # two blocks shared; one without a name and the tail are its own
+    ledger.move(lease, B, 0)
+    assert (load(ledger, A), load(ledger, B)) == ((0, 4), (0, 4))
+    ledger.close(lease)
+    assert load(ledger, B) == (0, 0)
+
+
 def test_a_move_takes_everything_along(ledger: Ledger) -> None:
     p = prompt(1, 1, 2, 2, 3)
     lease = ledger.book(key=key("r"), slot=A, prompt=p, prefill_tokens=5)

@@ -14,7 +14,18 @@ from kvrouter.ledger.port import LeaseExists
 
 N_SLOTS = 6
 SLOTS = st.integers(0, N_SLOTS - 1).map(Slot)
-PROMPTS = st.lists(st.integers(0, 1), max_size=11).map(lambda tokens: Prompt(tokens, block_size=2))
+TOKENS = st.lists(st.integers(0, 1), max_size=11)
+
+
+def heard_of(tokens: list[int], n_named: int) -> Prompt:
+    """The prompt as another router tells of it, the first blocks by name."""
+    named = Prompt(tokens, block_size=2).block_hashes[: 8 * n_named]
+    return Prompt.from_blocks(named, isl_tokens=len(tokens), block_size=2)
+
+
+PROMPTS = st.one_of(
+    TOKENS.map(lambda tokens: Prompt(tokens, block_size=2)), st.builds(heard_of, TOKENS, st.integers(0, 5))
+)
 KEYS = st.builds(
     LeaseKey,
     st.sampled_from([RouterId("here"), RouterId("there")]),

@@ -151,3 +151,35 @@ def test_a_prompt_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         prompt.block_size = 3  # type: ignore[misc]
     assert unpack_hashes(pack_hashes([1])) == (1,)
+
+
+def test_a_prompt_is_the_same_from_its_blocks() -> None:
+    whole = Prompt(range(11), block_size=4, seed=7)
+    rebuilt = Prompt.from_blocks(whole.block_hashes, isl_tokens=11, block_size=4)
+    assert rebuilt.sequence_hashes == whole.sequence_hashes
+    assert rebuilt.block_hashes == whole.block_hashes
+    assert (rebuilt.isl_tokens, rebuilt.block_size) == (11, 4)
+    assert (rebuilt.n_blocks, rebuilt.total_blocks) == (2, 3)
+
+
+def test_a_prompt_may_name_its_leading_blocks_alone() -> None:
+    whole = Prompt(range(17), block_size=4)
+    named = Prompt.from_blocks(whole.block_hashes[:16], isl_tokens=17, block_size=4)
+    assert named.sequence_hashes == whole.sequence_hashes[:16]
+    assert (named.n_blocks, named.total_blocks) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("column", "isl_tokens", "block_size", "named"),
+    [
+        (b"1234567", 8, 4, "block_hashes"),
+        (bytes(24), 11, 4, "isl_tokens"),
+        (b"", -1, 4, "isl_tokens"),
+        (b"", 0, 0, "block_size"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused_by_name(
+    column: bytes, isl_tokens: int, block_size: int, named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        Prompt.from_blocks(column, isl_tokens=isl_tokens, block_size=block_size)

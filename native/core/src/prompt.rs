@@ -17,17 +17,26 @@ impl Prompt {
     /// # Panics
     /// When `block_size` is 0.
     pub fn new(tokens: &[u32], block_size: usize, seed: u64, mm_hashes: &[Vec<u64>]) -> Self {
-        let block_hashes = hashing::block_hashes(tokens, block_size, seed, mm_hashes);
+        Self::from_blocks(
+            hashing::block_hashes(tokens, block_size, seed, mm_hashes),
+            tokens.len(),
+            block_size,
+        )
+    }
+
+    /// A prompt whose tokens are elsewhere, from the hashes of its leading full blocks. Full blocks beyond
+    /// those are like a tail: they have no names here.
+    pub fn from_blocks(block_hashes: Vec<u64>, isl_tokens: usize, block_size: usize) -> Self {
         let sequence_hashes = hashing::sequence_hashes(&block_hashes);
         Prompt {
-            isl_tokens: tokens.len(),
+            isl_tokens,
             block_size,
             block_hashes: block_hashes.into(),
             sequence_hashes: sequence_hashes.into(),
         }
     }
 
-    /// The number of full blocks.
+    /// The number of full blocks that have hashes.
     pub fn n_blocks(&self) -> usize {
         self.sequence_hashes.len()
     }

@@ -33,6 +33,23 @@ impl Prompt {
         Ok(Prompt { inner: Arc::new(prompt) })
     }
 
+    #[staticmethod]
+    #[pyo3(signature = (block_hashes, *, isl_tokens, block_size))]
+    fn from_blocks(block_hashes: &[u8], isl_tokens: i64, block_size: i64) -> PyResult<Self> {
+        let block_size = checked_block_size(block_size)?;
+        let mut hashes = Vec::with_capacity(block_hashes.len() / 8);
+        extend_from_column(&mut hashes, block_hashes, "block_hashes")?;
+        let full_blocks = usize::try_from(isl_tokens).map_or(0, |tokens| tokens / block_size);
+        if isl_tokens < 0 || hashes.len() > full_blocks {
+            return Err(PyValueError::new_err(format!(
+                "isl_tokens: at least the {} blocks of {block_size} tokens, not {isl_tokens}",
+                hashes.len()
+            )));
+        }
+        let prompt = prompt::Prompt::from_blocks(hashes, isl_tokens as usize, block_size);
+        Ok(Prompt { inner: Arc::new(prompt) })
+    }
+
     #[getter]
     fn isl_tokens(&self) -> usize {
         self.inner.isl_tokens
