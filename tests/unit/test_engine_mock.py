@@ -250,7 +250,9 @@ async def test_refusals() -> None:
 async def test_a_clock_that_asks_too_much_slips_and_nothing_else_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvrouter.engines.mock.TURN_MAX_S", 0.0)  # every turn is too short for its work
+    monkeypatch.setattr(
+        "kvrouter.engines.mock.cluster.TURN_MAX_S", 0.0
+    )  # every turn is too short for its work
     cluster = MockCluster(speedup=1e6)
     handle, _ = await started(cluster, MockConfig())
     readers = [

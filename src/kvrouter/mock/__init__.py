@@ -3,18 +3,37 @@
 from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy, MockConfig, Timing
 from kvrouter.mock.engine import EngineFull, MockEngine, Outputs
 from kvrouter.mock.fabric import Fabric, FabricOutputs
-from kvrouter.mock.handoff import Party
+from kvrouter.mock.handoff import Party, RemoteSink
 from kvrouter.mock.network import Carried, DomainPair, Links, Network
+from kvrouter.mock.remote import (
+    Done,
+    Failed,
+    GiveUp,
+    Join,
+    Peer,
+    PullId,
+    Ready,
+    RemoteOutput,
+    SinkWord,
+    SourceWord,
+    ToSink,
+    ToSource,
+    Want,
+)
 from kvrouter.mock.sequence import UNLIMITED_CREDIT, SequenceKey
 
 __all__ = [
     "UNLIMITED_CREDIT",
     "Carried",
     "DomainPair",
+    "Done",
     "EngineFull",
     "EngineHashing",
     "Fabric",
     "FabricOutputs",
+    "Failed",
+    "GiveUp",
+    "Join",
     "KvLoadFailurePolicy",
     "Links",
     "MockConfig",
@@ -22,6 +41,16 @@ __all__ = [
     "Network",
     "Outputs",
     "Party",
+    "Peer",
+    "PullId",
+    "Ready",
+    "RemoteOutput",
+    "RemoteSink",
     "SequenceKey",
+    "SinkWord",
+    "SourceWord",
     "Timing",
+    "ToSink",
+    "ToSource",
+    "Want",
 ]

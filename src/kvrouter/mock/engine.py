@@ -78,12 +78,16 @@ class PinnedKv(NamedTuple):
 
 
 class MockEngine:
-    """One engine with ``config.dp_size`` ranks. ``engine_id`` tells it from its own earlier lives."""
+    """One engine with ``config.dp_size`` ranks. ``engine_id`` tells it from its own earlier lives.
+
+    ``kv_address`` (host, port) is where other processes come for the KV of its prefill legs, if they may.
+    """
 
     def __init__(self, config: MockConfig, *, worker_id: WorkerId, engine_id: str) -> None:
         self.config = config
         self.worker_id = worker_id
         self.engine_id = engine_id
+        self.kv_address: tuple[str, int] | None = None
         self._model = TokenModel(
             model_seed=config.model_seed,
             token_ids=config.token_ids,
@@ -121,6 +125,13 @@ class MockEngine:
         scheduler.waiting.append(sequence)
         scheduler.wake(now)
         return sequence.key
+
+    def is_source_for(self, request: EngineRequest) -> bool:
+        """Whether the KV that a decode leg comes for is or will be here, in this life of the engine."""
+        config, bootstrap = self.config, request.bootstrap
+        if bootstrap is not None:
+            return (bootstrap.host, bootstrap.port) == (config.bootstrap_host, config.bootstrap_port)
+        return (request.kv_transfer_params or {}).get("remote_engine_id") == self.engine_id
 
     def cancel(self, now: float, key: SequenceKey, reason: str) -> bool:
         """End a leg and free what it holds; its last chunk says so. False when it is not running here."""
@@ -291,11 +302,14 @@ class MockEngine:
 
     def _transfer_params(self, sequence: EngineSequence) -> dict[str, object]:
         """What a decode engine is told about the KV that waits here, in the words of vLLM's NixlConnector."""
+        host, port = self.kv_address or (None, None)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id,
             "remote_request_id": str(sequence.key),
+            "remote_host": host,
+            "remote_port": port,
             "remote_dp_rank": int(sequence.request.dp_rank),
             "remote_num_tokens": len(sequence.request.token_ids),
         }

@@ -1,7 +1,8 @@
-"""Mock engines and the links between them, on one hand-turned clock.
+"""Mock engines of one process and the links between them, on one hand-turned clock.
 
 The fabric is where prefill and decode legs meet. It keeps the order of all that happens at all engines and on
 all links, so that the same inputs at the same seconds give the same outputs, however rarely it is advanced.
+Legs of other processes take part by words that are heard here, and that are taken from here to be told.
 """
 
 from dataclasses import dataclass, field
@@ -23,9 +24,28 @@ from kvrouter.mock.handoff import (
     Party,
     Pull,
     Release,
+    RemoteSink,
+    Sink,
     StopPull,
 )
 from kvrouter.mock.network import Carried, DomainPair, Links, Network
+from kvrouter.mock.remote import (
+    REASON_CHARS_MAX,
+    Done,
+    Failed,
+    GiveUp,
+    Join,
+    Peer,
+    PullId,
+    Pulls,
+    Ready,
+    RemoteOutput,
+    RemotePull,
+    SinkWord,
+    SourceWord,
+    Want,
+    source_peer,
+)
 from kvrouter.mock.sequence import UNLIMITED_CREDIT, sequence_key
 
 
@@ -48,14 +68,22 @@ class _Member:
 
 
 class Fabric:
-    """All engines of one process. ``now`` is seconds on the caller's clock and never goes back."""
+    """All engines of one process. ``now`` is seconds on the caller's clock and never goes back.
 
-    def __init__(self, links: Links) -> None:
+    ``clock_rate`` is how many of those seconds pass in one second outside: what waits for others, who live
+    outside, waits for its ``kv_wait_expiry_s`` on both clocks. ``life`` tells this process from others.
+    """
+
+    def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "") -> None:
+        self.address: Peer | None = None
+        self._patience = max(1.0, clock_rate)
+        self._life = life
         self._members: dict[WorkerId, _Member] = {}
         self._ids: dict[str, WorkerId] = {}
         self._due: list[tuple[float, int, WorkerId]] = []
         self._network = Network(links)
         self._handoffs = Handoffs()
+        self._pulls = Pulls()
         self._added = 0
 
     def add(self, config: MockConfig, *, worker_id: WorkerId, domain: str) -> MockEngine:
@@ -63,7 +91,9 @@ class Fabric:
         if worker_id in self._members:
             raise InvalidRequest(f"worker {worker_id} is in the fabric already", param="worker_id")
         self._added += 1
-        engine = MockEngine(config, worker_id=worker_id, engine_id=f"mock-{worker_id}-{self._added}")
+        engine_id = f"mock-{worker_id}-{self._life}{self._added}"
+        engine = MockEngine(config, worker_id=worker_id, engine_id=engine_id)
+        engine.kv_address = self.address
         self._members[worker_id] = _Member(engine, domain, self._added)
         self._ids[engine.engine_id] = worker_id
         return engine
@@ -79,6 +109,9 @@ class Fabric:
         del self._ids[member.engine.engine_id]
         for party in self._handoffs.parties_of(worker_id):
             self._do(now, self._handoffs.leg_ended(now, party, f"worker {worker_id} is gone", lost=True))
+        for pull in self._pulls.of_worker(worker_id):
+            self._end_pull(now, pull)
+            self._pulls.tell_source(pull, None)
 
     def submit(
         self,
@@ -87,27 +120,74 @@ class Fabric:
         request: EngineRequest,
         *,
         credit_tokens: int = UNLIMITED_CREDIT,
+        source_at: Peer | None = None,
     ) -> Party:
-        """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused."""
+        """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused.
+
+        ``source_at`` is the process that a decode leg's KV comes from, when it is not this one.
+        """
         self.advance_before(now)
         member = self._members[worker_id]
         party = Party(worker_id, sequence_key(request))
         name = self._meeting_name(member.engine, request)
-        if name is not None:
+        if name is not None and source_at is None:
             self._handoffs.may_join(name, as_source=request.leg is Leg.PREFILL)
         member.engine.submit(now, request, credit_tokens=credit_tokens)
         self._touch(member)
         if name is not None:
-            expiry_s = member.engine.config.kv_wait_expiry_s
-            if request.leg is Leg.PREFILL:
-                self._handoffs.source_joins(name, party, expiry_s=expiry_s)
-            else:
-                may_follow = request.bootstrap is not None
-                self._do(
-                    now,
-                    self._handoffs.sink_joins(name, party, expiry_s=expiry_s, source_may_follow=may_follow),
-                )
+            self._meet(now, member, party, request, name, source_at)
         return party
+
+    def source_elsewhere(self, request: EngineRequest) -> Peer | None:
+        """Return the process that keeps the KV which a decode leg comes for; None when it is this one, or
+        when the request does not say.
+        """
+        peer = source_peer(request)
+        here = peer == self.address or any(m.engine.is_source_for(request) for m in self._members.values())
+        return None if here else peer
+
+    def hear_sink(self, now: float, sink: RemoteSink, word: SinkWord | None) -> None:
+        """A decode leg of another process said ``word``, or the way to it is lost; nothing when its meeting
+        has ended.
+        """
+        self.advance_before(now)
+        match word:
+            case Join(name, expiry_s, may_follow):
+                try:
+                    self._handoffs.may_join(MeetingName(name), as_source=False)
+                except InvalidRequest as taken:
+                    self._pulls.tell_sink(sink, Failed(taken.message[:REASON_CHARS_MAX]))
+                else:
+                    self._sink_joins(now, MeetingName(name), sink, expiry_s, may_follow)
+            case Want(kv_tokens):
+                if self._handoffs.is_in(sink):
+                    self._do(now, self._handoffs.kv_wanted(now, sink, kv_tokens))
+            case Done():
+                self._do(now, self._handoffs.remote_pulled(sink))
+            case GiveUp(reason):
+                self._do(now, self._handoffs.leg_ended(now, sink, reason, lost=False))
+            case None:
+                self._do(now, self._handoffs.leg_ended(now, sink, "the way to it is lost", lost=True))
+
+    def hear_source(self, now: float, pull_id: PullId, word: SourceWord) -> None:
+        """The source of a pull said ``word``, or the way to it is lost; nothing when the pull has ended."""
+        self.advance_before(now)
+        pull = self._pulls.of_id(pull_id)
+        if pull is None:
+            return
+        match word:
+            case Ready(_, kv_bytes, src_domain):
+                if not pull.moving:
+                    pull.moving = True
+                    dst_domain = self._members[pull.sink.worker_id].domain
+                    self._network.start(now, pull.key, src_domain, dst_domain, kv_bytes)
+            case Failed(reason):
+                self._end_pull(now, pull)
+                self._do(now, [Fail(pull.sink, reason)])
+
+    def take_remote(self) -> list[RemoteOutput]:
+        """Return what other processes are to be told since the last call, in order."""
+        return self._pulls.take_outputs()
 
     def cancel(self, now: float, party: Party, reason: str) -> None:
         """End a leg. For a prefill leg that has ended: give up its KV, unless a decode leg came for it."""
@@ -173,8 +253,8 @@ class Fabric:
 
     @property
     def idle(self) -> bool:
-        """True when no leg runs or waits anywhere and no KV waits to be pulled."""
-        return all(member.engine.idle for member in self._members.values())
+        """True when no leg runs or waits anywhere, no KV waits, and no process waits for KV from here."""
+        return not self._handoffs.has_remote_sinks and all(m.engine.idle for m in self._members.values())
 
     def check_integrity(self) -> list[str]:
         """Return what is wrong with anyone's books; when all engines are idle nothing may be left over."""
@@ -186,6 +266,8 @@ class Fabric:
         if self.idle:
             if len(self._handoffs):
                 problems.append(f"idle, and {len(self._handoffs)} handoffs are open")
+            if len(self._pulls):
+                problems.append(f"idle, and {len(self._pulls)} pulls from other processes are open")
             if len(self._network):
                 problems.append(f"idle, and {len(self._network)} transfers are in flight")
         return problems
@@ -193,7 +275,13 @@ class Fabric:
     def _live(self, time: float) -> None:
         """Do all that is due at ``time``."""
         for arrived in self._network.advance(time):
-            self._do(time, self._handoffs.pulled(MeetingName(arrived.key)))
+            pull = self._pulls.of_key(arrived.key)
+            if pull is None:
+                self._do(time, self._handoffs.pulled(MeetingName(arrived.key)))
+            else:
+                self._pulls.close(pull)
+                self._pulls.tell_source(pull, Done())
+                self._do(time, [Deliver(pull.sink)])
         self._do(time, self._handoffs.expire(time))
         while (due := self._next_due()) is not None and due <= time:
             _, _, worker_id = heappop(self._due)
@@ -207,32 +295,77 @@ class Fabric:
         self._touch(member)
         for notice in member.engine.take_notices():
             party = Party(member.engine.worker_id, notice.key)
+            pull = self._pulls.of_sink(party)
             match notice:
                 case KvReady():
                     self._do(now, self._handoffs.kv_ready(now, party))
+                case KvWanted(_, kv_tokens) if pull is not None:
+                    self._pulls.tell_source(pull, Want(kv_tokens))
                 case KvWanted(_, kv_tokens):
                     self._do(now, self._handoffs.kv_wanted(now, party, kv_tokens))
+                case LegEnded(_, reason) if pull is not None:
+                    self._end_pull(now, pull)
+                    self._pulls.tell_source(pull, GiveUp(reason[:REASON_CHARS_MAX]))
                 case LegEnded(_, reason):
                     self._do(now, self._handoffs.leg_ended(now, party, reason, lost=False))
+
+    def _meet(
+        self,
+        now: float,
+        member: _Member,
+        party: Party,
+        request: EngineRequest,
+        name: MeetingName,
+        source_at: Peer | None,
+    ) -> None:
+        """A leg that was accepted takes its side of the handoff."""
+        expiry_s = member.engine.config.kv_wait_expiry_s
+        may_follow = request.bootstrap is not None
+        if request.leg is Leg.PREFILL:
+            self._handoffs.source_joins(name, party, expiry_s=expiry_s * self._patience)
+        elif source_at is None:
+            self._sink_joins(now, name, party, expiry_s, may_follow)
+        else:
+            self._pulls.open(party, source_at, Join(name, expiry_s, may_follow))
+
+    def _sink_joins(
+        self, now: float, name: MeetingName, sink: Sink, expiry_s: float, may_follow: bool
+    ) -> None:
+        patience_s = expiry_s * self._patience
+        self._do(
+            now, self._handoffs.sink_joins(name, sink, expiry_s=patience_s, source_may_follow=may_follow)
+        )
+
+    def _end_pull(self, now: float, pull: RemotePull) -> None:
+        self._network.cancel(now, pull.key)
+        self._pulls.close(pull)
 
     def _do(self, now: float, commands: list[Command]) -> None:
         for command in commands:
             match command:
                 case Pull(name, source, sink, kv_tokens):
-                    src, dst = self._members[source.worker_id], self._members[sink.worker_id]
+                    src = self._members[source.worker_id]
                     kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
-                    self._network.start(now, name, src.domain, dst.domain, kv_bytes)
+                    if isinstance(sink, RemoteSink):
+                        self._pulls.tell_sink(sink, Ready(kv_tokens, kv_bytes, src.domain))
+                    else:
+                        dst_domain = self._members[sink.worker_id].domain
+                        self._network.start(now, name, src.domain, dst_domain, kv_bytes)
                 case StopPull(name):
                     self._network.cancel(now, name)
                 case Release(party):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.release_kv(now, party.key)
                         self._touch(member)
-                case Deliver(party):
+                case Deliver(RemoteSink()):
+                    pass  # its own process said so
+                case Fail(RemoteSink() as sink, reason):
+                    self._pulls.tell_sink(sink, Failed(reason[:REASON_CHARS_MAX]))
+                case Deliver(Party() as party):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.kv_arrived(now, party.key)
                         self._touch(member)
-                case Fail(party, reason):
+                case Fail(Party() as party, reason):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.kv_failed(now, party.key, reason)
                         self._settle(now, member)

@@ -1,8 +1,9 @@
 """KV handoffs as a state machine: a prefill leg's KV (the source), a decode leg that pulls it (the sink).
 
 They meet under one name: the bootstrap address and room, or what the prefill answer's ``kv_transfer_params``
-say. Either may come first in a bootstrap handoff. A meeting ends when the KV arrived, when one side gave up,
-or when it waited for too long; in every ending the source's KV is released.
+say. Either may come first in a bootstrap handoff. The sink may be in another process. A meeting ends when
+the KV arrived, when one side gave up, or when it waited for too long; in every ending the source's KV is
+released.
 
 ========================  ==========================================================================
 what happens              what follows
@@ -37,12 +38,21 @@ class Party(NamedTuple):
     key: SequenceKey
 
 
+class RemoteSink(NamedTuple):
+    """A decode leg at an engine of another process; a number is given once."""
+
+    number: int
+
+
+Sink = Party | RemoteSink
+
+
 class Pull(NamedTuple):
     """Move ``kv_tokens`` tokens' KV from the source to the sink."""
 
     meeting: MeetingName
     source: Party
-    sink: Party
+    sink: Sink
     kv_tokens: int
 
 
@@ -61,13 +71,13 @@ class Release(NamedTuple):
 class Deliver(NamedTuple):
     """The KV is in the sink's memory."""
 
-    sink: Party
+    sink: Sink
 
 
 class Fail(NamedTuple):
     """The sink's KV will never come."""
 
-    sink: Party
+    sink: Sink
     reason: str
 
 
@@ -78,7 +88,7 @@ Command = Pull | StopPull | Release | Deliver | Fail
 class _Meeting:
     name: MeetingName
     source: Party | None = None
-    sink: Party | None = None
+    sink: Sink | None = None
     source_expiry_s: float = 0.0
     sink_expiry_s: float = 0.0
     kv_ready: bool = False
@@ -93,7 +103,7 @@ class Handoffs:
 
     def __init__(self) -> None:
         self._meetings: dict[MeetingName, _Meeting] = {}
-        self._by_party: dict[Party, _Meeting] = {}
+        self._by_party: dict[Sink, _Meeting] = {}
         self._deadlines: list[tuple[float, MeetingName]] = []
 
     def __len__(self) -> int:
@@ -108,7 +118,8 @@ class Handoffs:
 
     def parties_of(self, worker_id: WorkerId) -> list[Party]:
         """Return the legs of one worker that are in a meeting."""
-        return [party for party in self._by_party if party.worker_id == worker_id]
+        parties = (party for party in self._by_party if isinstance(party, Party))
+        return [party for party in parties if party.worker_id == worker_id]
 
     def source_joins(self, name: MeetingName, source: Party, *, expiry_s: float) -> None:
         """A prefill leg was accepted; its KV will wait ``expiry_s`` at most for a sink."""
@@ -118,7 +129,7 @@ class Handoffs:
         self._by_party[source] = meeting
 
     def sink_joins(
-        self, name: MeetingName, sink: Party, *, expiry_s: float, source_may_follow: bool
+        self, name: MeetingName, sink: Sink, *, expiry_s: float, source_may_follow: bool
     ) -> list[Command]:
         """A decode leg was accepted; it waits ``expiry_s`` at most for a source to join."""
         meeting = self._meetings.get(name)
@@ -140,7 +151,7 @@ class Handoffs:
         self._expire_at(meeting, now + meeting.source_expiry_s)
         return self._pull(meeting)
 
-    def kv_wanted(self, now: float, sink: Party, kv_tokens: int) -> list[Command]:
+    def kv_wanted(self, now: float, sink: Sink, kv_tokens: int) -> list[Command]:
         """The decode leg has memory for the ``kv_tokens`` tokens that it lacks."""
         meeting = self._by_party[sink]
         meeting.wanted_tokens = kv_tokens
@@ -150,7 +161,23 @@ class Handoffs:
 
     def pulled(self, name: MeetingName) -> list[Command]:
         """The transfer ended."""
-        meeting = self._meetings[name]
+        return self._pulled(self._meetings[name])
+
+    def remote_pulled(self, sink: RemoteSink) -> list[Command]:
+        """The transfer to another process ended there; nothing when none was under way."""
+        meeting = self._by_party.get(sink)
+        return self._pulled(meeting) if meeting is not None and meeting.pulling else []
+
+    def is_in(self, sink: RemoteSink) -> bool:
+        """True from the moment when a sink joins until its meeting ends, or it does."""
+        return sink in self._by_party
+
+    @property
+    def has_remote_sinks(self) -> bool:
+        """True when a decode leg of another process takes part in a meeting here."""
+        return any(isinstance(party, RemoteSink) for party in self._by_party)
+
+    def _pulled(self, meeting: _Meeting) -> list[Command]:
         meeting.pulling = False
         commands: list[Command] = []
         if meeting.source is not None:
@@ -159,7 +186,7 @@ class Handoffs:
             commands.append(Deliver(meeting.sink))
         return [*commands, *self._close(meeting)]
 
-    def leg_ended(self, now: float, party: Party, reason: str, *, lost: bool) -> list[Command]:
+    def leg_ended(self, now: float, party: Sink, reason: str, *, lost: bool) -> list[Command]:
         """A leg was cancelled, or ``lost`` with its engine; what memory it held is free already."""
         meeting = self._by_party.get(party)
         if meeting is None:

@@ -10,93 +10,28 @@ the engine leaves it out of its steps until the reader goes on, and takes its me
 """
 
 import asyncio
-from collections import deque
+from collections.abc import Callable
+from functools import partial
 from math import isfinite
+from secrets import token_hex
 from time import monotonic
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank, WorkerId
-from kvrouter.core.requests import EngineChunk, EngineRequest
+from kvrouter.core.requests import EngineRequest
+from kvrouter.engines.mock.connection import TransferCounts, TransferSettings
+from kvrouter.engines.mock.stream import MockStream
+from kvrouter.engines.mock.transfer import Transfers
 from kvrouter.engines.port import EventsSink, LoadSink
-from kvrouter.mock import Carried, DomainPair, EngineFull, Fabric, Links, MockConfig, Party
+from kvrouter.mock import Carried, DomainPair, EngineFull, Fabric, Links, MockConfig, Party, Peer
 from kvrouter.mock.engine import MockEngine
 from kvrouter.mock.sequence import sequence_key
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.port import WorkerFull, WorkerUnreachable
 
 TURN_MAX_S = 0.005
 MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK = 16
-
-
-class MockStream:
-    """The answer to one leg at a mock engine."""
-
-    def __init__(self, cluster: "MockCluster", party: Party, tokens_max: int) -> None:
-        self._cluster = cluster
-        self._party = party
-        self._refill_tokens = max(1, tokens_max // 2)
-        self._chunks: deque[EngineChunk] = deque()
-        self._read_tokens = 0
-        self._ended = False
-        self._broken: str | None = None
-        self._reader: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> "MockStream":
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        while not self._chunks:
-            if self._broken is not None:
-                raise StreamBroken(self._broken)
-            if self._ended:
-                raise StopAsyncIteration
-            if self._reader is not None:
-                raise RuntimeError("a stream has one reader")
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        chunk = self._chunks.popleft() if len(self._chunks) == 1 else self._merge()
-        self._read_tokens += len(chunk.token_ids)
-        if self._read_tokens >= self._refill_tokens and not self._ended:
-            self._cluster.give_credit(self._party, self._read_tokens)
-            self._read_tokens = 0
-        return chunk
-
-    def cancel(self, reason: str) -> None:
-        """End the leg; a prefill leg that has ended gives up its KV unless a decode leg came for it."""
-        if self._broken is None:
-            self._cluster.cancel(self._party, reason)
-
-    def push(self, chunk: EngineChunk) -> None:
-        """The engine generated more."""
-        self._chunks.append(chunk)
-        self._ended = self._ended or chunk.finish is not None
-        self._wake()
-
-    def break_off(self, why: str) -> None:
-        """The engine is gone; what it generated before is still read."""
-        if not self._ended and self._broken is None:
-            self._broken = why
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    def _merge(self) -> EngineChunk:
-        """Return all chunks that wait as one: only the first tells cached tokens, only the last an end."""
-        last = self._chunks[-1]
-        merged = EngineChunk(
-            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
-            finish=last.finish,
-            cached_tokens=self._chunks[0].cached_tokens,
-            kv_transfer_params=last.kv_transfer_params,
-            error=last.error,
-        )
-        self._chunks.clear()
-        return merged
+EVERY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - nothing is bound to it here
 
 
 class MockEngineHandle:
@@ -158,7 +93,11 @@ class MockEngineHandle:
 
 
 class MockCluster:
-    """Mock engines that share links and a clock. Use it from one event loop."""
+    """Mock engines of one process that share links and a clock. Use it from one event loop.
+
+    With ``transfers``, decode legs come for KV that other processes keep, and after :meth:`listen` other
+    processes come for the KV that is kept here; without, all legs of a request meet here.
+    """
 
     def __init__(
         self,
@@ -167,6 +106,7 @@ class MockCluster:
         links: Links | None = None,
         stream_tokens_max: int = 512,
         tick_s: float = 0.001,
+        transfers: TransferSettings | None = None,
     ) -> None:
         if not (isfinite(speedup) and speedup > 0.0):
             raise ConfigError(f"speedup: {speedup} is not finite and above 0", param="speedup")
@@ -176,7 +116,8 @@ class MockCluster:
         self._speedup = speedup
         self._stream_tokens_max = stream_tokens_max
         self._tick_s = tick_s
-        self._fabric = Fabric(links or Links())
+        self._fabric = Fabric(links or Links(), clock_rate=speedup, life=f"{token_hex(4)}-")
+        self._transfers = None if transfers is None else Transfers(transfers, self._fabric, self._at_now)
         self._sinks: dict[WorkerId, tuple[EventsSink, LoadSink]] = {}
         self._streams: dict[Party, MockStream] = {}
         self._origin_s = monotonic()
@@ -188,8 +129,41 @@ class MockCluster:
         """Return an engine in ``domain`` (a value of the level that links are between), not started yet."""
         return MockEngineHandle(self, config, worker_id, domain)
 
+    @property
+    def advertise(self) -> Peer | None:
+        """Where other processes come for KV that is kept here; None until :meth:`listen`."""
+        return self._fabric.address
+
+    async def listen(self, host: str, port: int = 0, *, advertise_host: str | None = None) -> Peer:
+        """Let other processes come for KV that is kept here; return the address that they are told.
+
+        Engines start afterwards. One that takes bootstrap handoffs has this address in its configuration.
+        Raises ConfigError when it cannot listen there, or when ``host`` is every address of the machine and
+        none to tell others is given.
+        """
+        if self._transfers is None:
+            raise ConfigError("transfers: listening needs them", param="transfers")
+        if self._fabric.address is not None or self._sinks:
+            raise ConfigError("listen: once, and before an engine starts", param="host")
+        told = advertise_host or host
+        if told in EVERY_ADDRESS:
+            raise ConfigError(f"advertise_host: {told or 'no host'} is no address", param="advertise_host")
+        self._fabric.address = Peer(told, await self._transfers.listen(host, port))
+        return self._fabric.address
+
+    async def close(self) -> None:
+        """Cut the connections to other processes, as the end of this one would. Idempotent."""
+        if self._transfers is not None:
+            await self._transfers.close()
+
+    def transfer_counts(self) -> TransferCounts:
+        """Pulls from and by other processes so far, and the connections that were refused."""
+        return TransferCounts() if self._transfers is None else self._transfers.counts
+
     def carried(self) -> dict[DomainPair, Carried]:
-        """Transfers and bytes between each pair of domains so far."""
+        """Transfers and bytes between each pair of domains so far, by decode legs of this process: whoever
+        pulls counts, wherever the KV was kept.
+        """
         return self._fabric.carried()
 
     def check_integrity(self) -> list[str]:
@@ -202,19 +176,28 @@ class MockCluster:
         return self._fabric.idle
 
     def join(self, handle: MockEngineHandle, on_events: EventsSink, on_load: LoadSink) -> MockEngine:
-        """Bring an engine to life. InvalidRequest when its worker id is taken."""
+        """Bring an engine to life. InvalidRequest when its worker id is taken, ConfigError when others are
+        sent elsewhere for its KV.
+        """
+        told, address = (handle.config.bootstrap_host, handle.config.bootstrap_port), self.advertise
+        if address is not None and told not in (address, (None, None)):
+            raise ConfigError(
+                f"bootstrap_host: {told[0]}:{told[1]} is not {address.host}:{address.port}",
+                param="bootstrap_host",
+            )
         engine = self._fabric.add(handle.config, worker_id=handle.worker_id, domain=handle.domain)
         self._sinks[handle.worker_id] = (on_events, on_load)
         self._turn_soon()
         return engine
 
     def leave(self, worker_id: WorkerId, why: str) -> None:
-        """Take an engine away; its streams break."""
+        """Take an engine away; its streams break, and others learn that its KV is lost."""
         now = self._catch_up()
         del self._sinks[worker_id]
         self._fabric.remove(now, worker_id)
         for party in [party for party in self._streams if party.worker_id == worker_id]:
             self._streams.pop(party).break_off(f"worker {worker_id}: {why}")
+        self._tell_others()
         self._turn_soon()
 
     def submit(self, worker_id: WorkerId, request: EngineRequest) -> MockStream:
@@ -222,20 +205,18 @@ class MockCluster:
         now = self._catch_up()
         if Party(worker_id, sequence_key(request)) in self._streams:
             self.deliver()  # an earlier leg of this name may have ended, and its reader was not told yet
-        party = self._fabric.submit(now, worker_id, request, credit_tokens=self._stream_tokens_max)
-        stream = self._streams[party] = MockStream(self, party, self._stream_tokens_max)
+        source_at = None if self._transfers is None else self._fabric.source_elsewhere(request)
+        party = self._fabric.submit(
+            now, worker_id, request, credit_tokens=self._stream_tokens_max, source_at=source_at
+        )
+        stream = self._streams[party] = MockStream(
+            tokens_max=self._stream_tokens_max,
+            on_credit=partial(self._give_credit, party),
+            on_cancel=partial(self._cancel, party),
+        )
+        self._tell_others()
         self._turn_soon()
         return stream
-
-    def cancel(self, party: Party, reason: str) -> None:
-        """End a leg."""
-        self._fabric.cancel(self._catch_up(), party, reason)
-        self._turn_soon()
-
-    def give_credit(self, party: Party, tokens: int) -> None:
-        """The reader of a leg made room for ``tokens`` more."""
-        self._fabric.give_credit(self._catch_up(), party, tokens)
-        self._turn_soon()
 
     def deliver(self) -> None:
         """Tell what happened: KV events first, then load, then tokens."""
@@ -248,12 +229,29 @@ class MockCluster:
             stream = self._streams[party] if chunk.finish is None else self._streams.pop(party)
             stream.push(chunk)
 
+    def _cancel(self, party: Party, reason: str) -> None:
+        self._at_now(lambda now: self._fabric.cancel(now, party, reason))
+
+    def _give_credit(self, party: Party, tokens: int) -> None:
+        self._at_now(lambda now: self._fabric.give_credit(now, party, tokens))
+
+    def _at_now(self, act: Callable[[float], None]) -> None:
+        """Have something happen at this moment, and others learn what follows."""
+        act(self._catch_up())
+        self._tell_others()
+        self._turn_soon()
+
+    def _tell_others(self) -> None:
+        if self._transfers is not None:
+            self._transfers.tell(self._fabric.take_remote())
+
     def _turn(self) -> None:
         """Simulate up to now, tell what happened, and arm the timer for what comes next."""
         self._timer = None
         began_s = monotonic()
         try:
             self._catch_up()
+            self._tell_others()
             self.deliver()
         finally:
             ended_s = monotonic()

@@ -1,0 +1,142 @@
+"""Two clusters of mock engines as two processes would have them: each its own, with sockets between them."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvrouter.core.events import KvEvent
+from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
+from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
+from kvrouter.core.workers import LoadReport, Role
+from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
+from kvrouter.mock import KvLoadFailurePolicy, Links, MockConfig, Peer
+from kvrouter.topology.links import Link
+
+IN_TIME_S = 20.0
+TOKEN = "sesame"
+N_PROMPT = 100
+# Quick engines: what a test waits for is the link, where it says so.
+SPEEDUP = 100.0
+SETTINGS = TransferSettings(token=TOKEN)
+SLOW_LINKS = Links(same=Link(0.0, 1.0), cross=Link(0.0, 1.0))
+"""Over which no transfer ends while a test runs."""
+
+
+@dataclass
+class Seen:
+    """What an engine told."""
+
+    events: list[tuple[DpRank, KvEvent]] = field(default_factory=list)
+    loads: list[LoadReport] = field(default_factory=list)
+
+    def on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
+        self.events += [(dp_rank, event) for event in events]
+
+    def on_load(self, report: LoadReport) -> None:
+        self.loads.append(report)
+
+
+@dataclass
+class Pair:
+    """A prefill process in domain a, and a decode process in domain b that pulls from it."""
+
+    prefill_cluster: MockCluster
+    decode_cluster: MockCluster
+    prefill: MockEngineHandle
+    decode: MockEngineHandle
+    peer: Peer
+    streams: list[MockStream] = field(default_factory=list)
+
+    async def send(
+        self,
+        which: Leg,
+        name: str = "x",
+        *,
+        room: int | None = None,
+        params: Mapping[str, object] | None = None,
+        max_tokens: int = 20,
+        n_prompt: int = N_PROMPT,
+    ) -> MockStream:
+        """Send one leg to the engine that serves it."""
+        request = EngineRequest(
+            request_id=RequestId(name),
+            attempt=0,
+            leg=which,
+            model=ModelName("m"),
+            token_ids=array("I", range(n_prompt)),
+            sampling=Sampling(max_tokens=1 if which is Leg.PREFILL else max_tokens),
+            bootstrap=None if room is None else Bootstrap(self.peer.host, self.peer.port, room),
+            kv_transfer_params=params,
+        )
+        return await (self.prefill if which is Leg.PREFILL else self.decode).submit(request)
+
+    async def until_idle(self) -> None:
+        """Wait until neither process holds anything, and look at everyone's books."""
+        await until(lambda: self.prefill_cluster.idle and self.decode_cluster.idle)
+        assert self.prefill_cluster.check_integrity() == []
+        assert self.decode_cluster.check_integrity() == []
+
+    async def until_pulling(self) -> None:
+        """Wait until the decode process pulls."""
+        await until(lambda: any(carried.transfers for carried in self.decode_cluster.carried().values()))
+
+    async def until_joined(self, n: int = 1) -> None:
+        """Wait until the prefill process knows of ``n`` decode legs."""
+        await until(lambda: self.prefill_cluster.transfer_counts().incoming == n)
+
+
+@asynccontextmanager
+async def processes(
+    *,
+    policy: KvLoadFailurePolicy = KvLoadFailurePolicy.FAIL,
+    links: Links | None = None,
+    speedup: float = SPEEDUP,
+    expiry_s: float = 600.0,
+    prefill_settings: TransferSettings = SETTINGS,
+    decode_settings: TransferSettings = SETTINGS,
+    decode_blocks: int = 1_000,
+) -> AsyncIterator[Pair]:
+    prefill_cluster = MockCluster(speedup=speedup, links=links, transfers=prefill_settings)
+    decode_cluster = MockCluster(speedup=speedup, links=links, transfers=decode_settings)
+    peer = await prefill_cluster.listen("127.0.0.1")
+    both = MockConfig(block_size=16, kv_load_failure_policy=policy, kv_wait_expiry_s=expiry_s)
+    prefill = prefill_cluster.add(
+        msgspec.structs.replace(both, role=Role.PREFILL, bootstrap_host=peer.host, bootstrap_port=peer.port),
+        worker_id=WorkerId(1),
+        domain="a",
+    )
+    decode = decode_cluster.add(
+        msgspec.structs.replace(both, role=Role.DECODE, total_kv_blocks=decode_blocks),
+        worker_id=WorkerId(2),
+        domain="b",
+    )
+    for handle in (prefill, decode):
+        seen = Seen()
+        await handle.start(seen.on_events, seen.on_load)
+    try:
+        yield Pair(prefill_cluster, decode_cluster, prefill, decode, peer)
+    finally:
+        prefill.kill("the test ends")
+        decode.kill("the test ends")
+        await prefill_cluster.close()
+        await decode_cluster.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until ``holds`` does; fail when that takes far too long."""
+    async with asyncio.timeout(IN_TIME_S):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+async def read_all(stream: MockStream) -> tuple[tuple[int, ...], EngineChunk]:
+    """Return all tokens of a stream and its last chunk."""
+    chunks: list[EngineChunk] = []
+    async with asyncio.timeout(IN_TIME_S):
+        async for chunk in stream:
+            chunks.append(chunk)
+    return tuple(token for chunk in chunks for token in chunk.token_ids), chunks[-1]
