@@ -10,7 +10,8 @@ from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Removed, Stored
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from tests.support.event_ends import ENDS, Ends, eventually
+from tests.support.event_ends import ENDS, Ends
+from tests.support.event_waits import eventually
 
 RANK = WorkerRank(WorkerId(4), DpRank(1))
 OTHER = WorkerRank(WorkerId(5), DpRank(0))

@@ -1,6 +1,5 @@
 """Both ends of every event plane, by name, for the tests that hold over all of them."""
 
-import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -9,8 +8,7 @@ from typing import Protocol
 from kvrouter.core.ids import WorkerId
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
 from tests.support.event_ends_memory import memory_ends
-
-LIMIT_S = 30.0
+from tests.support.event_ends_zmq import zmq_ends
 
 
 class Ends(Protocol):
@@ -37,13 +35,5 @@ class EndsKind:
 
 ENDS: dict[str, EndsKind] = {
     "memory": EndsKind(memory_ends),
+    "zmq": EndsKind(zmq_ends),
 }
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Return once ``condition`` holds; delivery between processes takes its time."""
-    loop = asyncio.get_running_loop()
-    last_s = loop.time() + LIMIT_S
-    while not condition():
-        assert loop.time() < last_s, "what the test waits for does not come"
-        await asyncio.sleep(0.001)

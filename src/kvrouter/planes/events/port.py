@@ -9,6 +9,8 @@ from kvrouter.core.workers import EventSource, LoadReport, WorkerCard
 
 BatchSink = Callable[[KvBatch], None]
 LoadSink = Callable[[LoadReport], None]
+MalformedSink = Callable[[str], None]
+"""Told of each frame that could not be read, and why; the frame is let go."""
 
 
 class EventPublisher(Protocol):

@@ -3,10 +3,13 @@
 Hash columns travel as they are: 8 bytes a hash. Whatever cannot be read is a :class:`ProtocolError`.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
+from kvrouter.core.columns import HASH_BYTES
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.events import KvBatch, KvSnapshot, Removed
 from kvrouter.core.ids import EventId, WorkerRank
 from kvrouter.core.workers import LoadReport
 
@@ -18,6 +21,9 @@ BATCH_MAX_BYTES = 8 * 1024 * 1024
 
 SNAPSHOT_MAX_BYTES = 512 * 1024 * 1024
 """The largest snapshot of one rank: 16 bytes a block, 32 million blocks."""
+
+EVENT_ID_MAX = 2**62
+"""No stream of events comes this far: a larger id is a mistake."""
 
 
 class RangeQuestion(msgspec.Struct, frozen=True, tag="range"):
@@ -34,12 +40,73 @@ class SnapshotQuestion(msgspec.Struct, frozen=True, tag="snapshot"):
     rank: WorkerRank
 
 
-Question = RangeQuestion | SnapshotQuestion
+class PieceQuestion(msgspec.Struct, frozen=True, tag="piece"):
+    """Ask for the piece ``number``, from 1, of an answer whose :class:`FirstPiece` came before."""
+
+    transfer: int
+    number: int
+
+
+Question = RangeQuestion | SnapshotQuestion | PieceQuestion
+
+
+class Whole(msgspec.Struct, frozen=True, tag="whole"):
+    """An answer that one frame can carry; ``body`` as by :func:`encode_range` or :func:`encode_snapshot`."""
+
+    body: bytes
+
+
+class FirstPiece(msgspec.Struct, frozen=True, tag="first"):
+    """The beginning of an answer of ``total_bytes`` bytes. The other pieces are asked for, one after another.
+
+    All pieces but the last are as long as this one; ``crc32`` is that of the whole.
+    """
+
+    transfer: int
+    total_bytes: int
+    crc32: int
+    body: bytes
+
+
+class Piece(msgspec.Struct, frozen=True, tag="piece"):
+    """A further piece of an answer."""
+
+    number: int
+    body: bytes
+
+
+class Busy(msgspec.Struct, frozen=True, tag="busy"):
+    """Too many large answers are under way: ask again in a moment."""
+
+
+class Gone(msgspec.Struct, frozen=True, tag="gone"):
+    """The piece's transfer is over, or was given up: nobody asked for its next piece in time."""
+
+
+Answer = Whole | FirstPiece | Piece | Busy | Gone
 
 
 def encode_batch(batch: KvBatch) -> bytes:
     """Return ``batch`` as msgpack."""
     return _encoder.encode(batch)
+
+
+def encode_parts(batch: KvBatch, *, max_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Yield ``batch`` as frames of at most ``max_bytes`` with consecutive ids, each with its count of events.
+
+    An event that is too large by itself still is a frame of its own, which no wire takes: receivers see the
+    gap and ask, and an answer comes in pieces.
+    """
+    frame = encode_batch(batch)
+    n_events = len(batch.events)
+    if len(frame) <= max_bytes or n_events < 2:
+        yield frame, n_events
+        return
+    half = n_events // 2
+    rest = EventId(batch.first_event_id + half)
+    yield from encode_parts(msgspec.structs.replace(batch, events=batch.events[:half]), max_bytes=max_bytes)
+    later = msgspec.structs.replace(batch, first_event_id=rest, events=batch.events[half:])
+    yield from encode_parts(later, max_bytes=max_bytes)
 
 
 def decode_batch(frame: bytes | memoryview) -> KvBatch:
@@ -48,9 +115,7 @@ def decode_batch(frame: bytes | memoryview) -> KvBatch:
         batch = _batch.decode(frame)
     except (msgspec.MsgspecError, ValueError) as error:
         raise _unreadable("batch", error) from error
-    if batch.first_event_id < 0:
-        raise ProtocolError("batch: first_event_id: must be 0 or more", param="first_event_id")
-    return batch
+    return _checked(batch)
 
 
 def encode_snapshot(snapshot: KvSnapshot | None) -> bytes:
@@ -61,9 +126,12 @@ def encode_snapshot(snapshot: KvSnapshot | None) -> bytes:
 def decode_snapshot(frame: bytes | memoryview) -> KvSnapshot | None:
     """Return the snapshot in ``frame``; raise ProtocolError."""
     try:
-        return _snapshot.decode(frame)
+        snapshot = _snapshot.decode(frame)
     except (msgspec.MsgspecError, ValueError) as error:
         raise _unreadable("snapshot", error) from error
+    if snapshot is not None and not 0 <= snapshot.next_event_id <= EVENT_ID_MAX:
+        raise ProtocolError("snapshot: next_event_id: out of range", param="next_event_id")
+    return snapshot
 
 
 def encode_range(batch: KvBatch | None) -> bytes:
@@ -74,9 +142,10 @@ def encode_range(batch: KvBatch | None) -> bytes:
 def decode_range(frame: bytes | memoryview) -> KvBatch | None:
     """Return the answer in ``frame``; raise ProtocolError."""
     try:
-        return _range.decode(frame)
+        batch = _range.decode(frame)
     except (msgspec.MsgspecError, ValueError) as error:
         raise _unreadable("batch", error) from error
+    return None if batch is None else _checked(batch)
 
 
 def encode_load(report: LoadReport) -> bytes:
@@ -105,6 +174,28 @@ def decode_question(frame: bytes | memoryview) -> Question:
         raise _unreadable("question", error) from error
 
 
+def encode_answer(answer: Answer) -> bytes:
+    """Return ``answer`` as msgpack."""
+    return _encoder.encode(answer)
+
+
+def decode_answer(frame: bytes | memoryview) -> Answer:
+    """Return the answer in ``frame``; raise ProtocolError."""
+    try:
+        return _answer.decode(frame)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _unreadable("answer", error) from error
+
+
+def _checked(batch: KvBatch) -> KvBatch:
+    if not 0 <= batch.first_event_id <= EVENT_ID_MAX:
+        raise ProtocolError("batch: first_event_id: out of range", param="first_event_id")
+    for event in batch.events:
+        if isinstance(event, Removed) and len(event.engine_hashes) % HASH_BYTES:
+            raise ProtocolError("batch: engine_hashes: a column of 8-byte hashes", param="engine_hashes")
+    return batch
+
+
 def _unreadable(what: str, error: Exception) -> ProtocolError:
     return ProtocolError(f"{what}: {error}", param=what)
 
@@ -115,3 +206,4 @@ _range: msgspec.msgpack.Decoder[KvBatch | None] = msgspec.msgpack.Decoder(KvBatc
 _snapshot: msgspec.msgpack.Decoder[KvSnapshot | None] = msgspec.msgpack.Decoder(KvSnapshot | None)
 _load = msgspec.msgpack.Decoder(LoadReport)
 _question: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answer: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

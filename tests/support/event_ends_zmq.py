@@ -1,0 +1,37 @@
+"""Both ends of the zmq event plane, over a loopback connection."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
+from tests.support.event_waits import card, until_heard
+
+TOKEN = "a token that both ends share"
+
+
+class ZmqEnds:
+    def __init__(self) -> None:
+        self.malformed: list[str] = []
+        self.zmq_publisher = ZmqEventPublisher("127.0.0.1", token=TOKEN, on_malformed=self.malformed.append)
+        self.zmq_subscriber = ZmqEventSubscriber(token=TOKEN, on_malformed=self.malformed.append)
+        self.publisher: EventPublisher = self.zmq_publisher
+        self.subscriber: EventSubscriber = self.zmq_subscriber
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
+        return self.zmq_publisher.serve_recovery(worker_id, source)
+
+
+@asynccontextmanager
+async def zmq_ends(_nats_url: str, _namespace: str) -> AsyncIterator[ZmqEnds]:
+    ends = ZmqEnds()
+    try:
+        for worker_id in (WorkerId(4), WorkerId(5)):
+            ends.subscriber.follow(card(worker_id, ends.publisher.source))
+            await until_heard(ends.publisher, ends.subscriber, worker_id)
+        yield ends
+        assert ends.malformed == []
+    finally:
+        await ends.zmq_subscriber.close()
+        await ends.zmq_publisher.close()
