@@ -1,0 +1,187 @@
+"""KV events over NATS Core: fire and forget. What is lost shows as a gap, and the worker is asked for it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, WorkerRank
+from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
+from kvrouter.planes.events.port import BatchSink, LoadSink, MalformedSink, RecoveryClient
+from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, loads_subject
+from kvrouter.planes.events.wire import decode_batch, decode_load, encode_load, encode_parts
+
+QUEUE_MAX_BYTES = 16 * 1024 * 1024
+"""How much of what was published may wait to be sent."""
+
+UNREAD_MAX_BYTES = 64 * 1024 * 1024
+UNREAD_MAX_MESSAGES = 65_536
+"""How much may wait in a router to be read; what comes then is let go, and feeds see the gap."""
+
+
+class NatsEventPublisher:
+    """Publishes for the workers of one component. Make it on the event loop.
+
+    Publishing never waits: while the connection is down, or ``queue_max_bytes`` wait to be sent, events are
+    let go and counted in ``dropped_events``.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        component: str,
+        queue_max_bytes: int = QUEUE_MAX_BYTES,
+        loads_interval_s: float = LOADS_INTERVAL_S,
+    ) -> None:
+        self.dropped_events = 0
+        self._client = client
+        self._namespace = namespace
+        self._component = component
+        self._queue_max_bytes = queue_max_bytes
+        self._queue: deque[tuple[str, bytes, int]] = deque()
+        self._queued_bytes = 0
+        self._more = asyncio.Event()
+        self._loads = LatestLoads(self._send_load, interval_s=loads_interval_s)
+        self._sender = asyncio.get_running_loop().create_task(self._send())
+
+    @property
+    def source(self) -> EventSource:
+        """What a card says."""
+        return EventSource(EventLane.NATS)
+
+    def publish(self, batch: KvBatch) -> None:
+        """Send a batch, in parts when it is larger than the server takes."""
+        subject = events_subject(self._namespace, self._component, batch.rank)
+        for frame, n_events in encode_parts(batch, max_bytes=self._client.max_payload):
+            self._enqueue(subject, frame, n_events)
+
+    def publish_load(self, report: LoadReport) -> None:
+        """Send the latest load of one rank; only the newest matters."""
+        self._loads.publish(report)
+
+    async def close(self) -> None:
+        """Publish nothing any more."""
+        self._loads.close()
+        self._sender.cancel()
+        await asyncio.gather(self._sender, return_exceptions=True)
+
+    def _send_load(self, report: LoadReport) -> None:
+        subject = loads_subject(self._namespace, self._component, report.rank)
+        self._enqueue(subject, encode_load(report), 0)
+
+    def _enqueue(self, subject: str, frame: bytes, n_events: int) -> None:
+        waiting = self._queued_bytes + len(frame)
+        if (
+            not self._client.is_connected
+            or len(frame) > self._client.max_payload
+            or waiting > self._queue_max_bytes
+        ):
+            self.dropped_events += n_events
+            return
+        self._queue.append((subject, frame, n_events))
+        self._queued_bytes = waiting
+        self._more.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._more.wait()
+            while self._queue:
+                subject, frame, n_events = self._queue.popleft()
+                try:
+                    await self._client.publish(subject, frame)
+                except (NatsError, OSError):
+                    self.dropped_events += n_events
+                self._queued_bytes -= len(frame)
+            self._more.clear()
+
+
+class NatsEventSubscriber:
+    """Hears every worker of a namespace; questions go to ``recovery``. :meth:`start` before anything arrives.
+
+    The client subscribes again by itself after its connection broke; what was missed meanwhile shows as a
+    gap at the latest with a worker's next heartbeat.
+    """
+
+    def __init__(
+        self, client: Client, recovery: RecoveryClient, *, namespace: str, on_malformed: MalformedSink
+    ) -> None:
+        self._client = client
+        self._recovery = recovery
+        self._namespace = namespace
+        self._on_malformed = on_malformed
+        self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Begin to hear the workers."""
+        for subject, on_message in (
+            (all_events(self._namespace), self._on_events),
+            (all_loads(self._namespace), self._on_load),
+        ):
+            self._subscriptions.append(
+                await self._client.subscribe(
+                    subject,
+                    cb=on_message,
+                    pending_msgs_limit=UNREAD_MAX_MESSAGES,
+                    pending_bytes_limit=UNREAD_MAX_BYTES,
+                )
+            )
+
+    async def close(self) -> None:
+        """Hear nothing any more."""
+        for subscription in self._subscriptions:
+            try:
+                await subscription.unsubscribe()
+            except NatsError:
+                continue  # the connection is closed, and the subscription with it
+        self._subscriptions.clear()
+        self._sinks.clear()
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        """Begin to deliver; return the function that ends it."""
+        key = object()
+        self._sinks[key] = (on_batch, on_load)
+
+        def end() -> None:
+            self._sinks.pop(key, None)
+
+        return end
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:  # noqa: ARG002 - the port's signature
+        """Nothing to do: every worker of the namespace is heard."""
+        return lambda: None
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
+        return await self._recovery.recover_range(rank, first, last)
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        """The rank's whole state, or None when its worker does not answer."""
+        return await self._recovery.recover_snapshot(rank)
+
+    async def _on_events(self, message: Msg) -> None:
+        try:
+            batch = decode_batch(message.data)
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            return
+        for on_batch, _ in tuple(self._sinks.values()):
+            on_batch(batch)
+
+    async def _on_load(self, message: Msg) -> None:
+        try:
+            report = decode_load(message.data)
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            return
+        for _, on_load in tuple(self._sinks.values()):
+            on_load(report)

@@ -1,0 +1,142 @@
+"""Questions to workers and their answers over NATS, for every lane that goes over it."""
+
+import asyncio
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.port import MalformedSink, RecoverySource
+from kvrouter.planes.events.recovery import (
+    ANSWER_TIMEOUT_S,
+    QUESTION_MAX_BYTES,
+    AnswerDesk,
+    Ask,
+    recover_range,
+    recover_snapshot,
+)
+from kvrouter.planes.events.subjects import recovery_subject
+
+QUESTIONS_UNREAD_MAX = 1_024
+
+NOBODY_RETRY_S = 0.2
+"""When nobody answers for a worker, it may be about to: its card can be faster than its subscription."""
+
+
+class NatsRecovery:
+    """Both ends of one process: it answers for its own workers and asks others. Make it on the event loop."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        on_malformed: MalformedSink,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._on_malformed = on_malformed
+        self._answer_timeout_s = answer_timeout_s
+        self._desk = AnswerDesk()
+        self._subscribing: dict[WorkerId, asyncio.Task[Subscription | None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
+        """Let ``source`` answer for the worker; return the function that ends it."""
+        end_source = self._desk.serve(worker_id, source)
+        if worker_id not in self._subscribing:
+            self._subscribing[worker_id] = asyncio.get_running_loop().create_task(self._subscribe(worker_id))
+
+        def end() -> None:
+            end_source()
+            if not self._desk.serves(worker_id) and worker_id in self._subscribing:
+                ending = asyncio.get_running_loop().create_task(
+                    _unsubscribe(self._subscribing.pop(worker_id))
+                )
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+
+        return end
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
+        return await recover_range(self._ask(rank), rank, first, last, timeout_s=self._answer_timeout_s)
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        """The rank's whole state, or None when its worker does not answer."""
+        return await recover_snapshot(self._ask(rank), rank, timeout_s=self._answer_timeout_s)
+
+    async def close(self) -> None:
+        """Answer nothing any more."""
+        tasks = [_unsubscribe(subscribing) for subscribing in self._subscribing.values()]
+        self._subscribing.clear()
+        await asyncio.gather(*tasks, *self._ending)
+
+    def _ask(self, rank: WorkerRank) -> Ask:
+        subject = recovery_subject(self._namespace, rank.worker_id)
+
+        async def ask(question: bytes) -> bytes | None:
+            try:
+                return await self._request(subject, question)
+            except NoRespondersError:
+                await asyncio.sleep(NOBODY_RETRY_S)
+            try:
+                return await self._request(subject, question)
+            except NoRespondersError:
+                return None
+
+        return ask
+
+    async def _request(self, subject: str, question: bytes) -> bytes | None:
+        if not self._client.is_connected:
+            return None
+        try:
+            answer = await self._client.request(subject, question, timeout=self._answer_timeout_s)
+        except NoRespondersError:
+            raise
+        except (NatsError, OSError):  # the connection broke, or it takes too long
+            return None
+        data: bytes = answer.data
+        return data
+
+    async def _subscribe(self, worker_id: WorkerId) -> Subscription | None:
+        try:
+            return await self._client.subscribe(
+                recovery_subject(self._namespace, worker_id),
+                cb=self._asked,
+                pending_msgs_limit=QUESTIONS_UNREAD_MAX,
+            )
+        except NatsError:
+            return None  # the connection is closed for good: there is nobody to answer
+
+    async def _asked(self, message: Msg) -> None:
+        if len(message.data) > QUESTION_MAX_BYTES or not message.reply:
+            self._on_malformed(f"question: {len(message.data)} bytes, to be answered at {message.reply!r}")
+            return
+        now_s = asyncio.get_running_loop().time()
+        try:
+            answer = self._desk.answer(message.data, frame_max_bytes=self._client.max_payload, now_s=now_s)
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            return
+        try:
+            await message.respond(answer)
+        except (NatsError, OSError):
+            return  # the connection broke; the router asks again
+
+
+async def _unsubscribe(subscribing: "asyncio.Task[Subscription | None]") -> None:
+    subscription = await subscribing
+    if subscription is None:
+        return
+    try:
+        await subscription.unsubscribe()
+    except NatsError:
+        return  # the connection is closed, and the subscription with it

@@ -1,0 +1,59 @@
+"""Both ends of the NATS Core event plane, each with a connection of its own."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import nats
+from nats.aio.client import Client
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.planes.events.nats import NatsEventPublisher, NatsEventSubscriber
+from kvrouter.planes.events.nats_recovery import NatsRecovery
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from tests.support.event_waits import card, until_heard
+
+
+class NatsEnds:
+    def __init__(self, worker: Client, router: Client, namespace: str) -> None:
+        self.malformed: list[str] = []
+        heard = self.malformed.append
+        self.worker, self.router = worker, router
+        self.nats_publisher = NatsEventPublisher(worker, namespace=namespace, component="backend")
+        self.server = NatsRecovery(worker, namespace=namespace, on_malformed=heard)
+        self.asker = NatsRecovery(router, namespace=namespace, on_malformed=heard)
+        self.nats_subscriber = NatsEventSubscriber(
+            router, self.asker, namespace=namespace, on_malformed=heard
+        )
+        self.publisher: EventPublisher = self.nats_publisher
+        self.subscriber: EventSubscriber = self.nats_subscriber
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
+        return self.server.serve_recovery(worker_id, source)
+
+    async def close(self) -> None:
+        await self.nats_publisher.close()
+        await self.nats_subscriber.close()
+        await self.server.close()
+        await self.asker.close()
+
+
+async def connect(url: str) -> Client:
+    """A connection that is made again for as long as it takes, and soon."""
+    return await nats.connect(url, max_reconnect_attempts=-1, reconnect_time_wait=0.05)
+
+
+@asynccontextmanager
+async def nats_ends(nats_url: str, namespace: str) -> AsyncIterator[NatsEnds]:
+    worker, router = await connect(nats_url), await connect(nats_url)
+    try:
+        ends = NatsEnds(worker, router, namespace)
+        await ends.nats_subscriber.start()
+        for worker_id in (WorkerId(4), WorkerId(5)):
+            ends.subscriber.follow(card(worker_id, ends.publisher.source))
+            await until_heard(ends.publisher, ends.subscriber, worker_id)
+        yield ends
+        await ends.close()
+        assert ends.malformed == []
+    finally:
+        await worker.close()
+        await router.close()
