@@ -17,13 +17,14 @@ $(VENV)/.ready: pyproject.toml $(NATIVE)
 	@command -v cargo >/dev/null || { echo "make setup: needs Rust (cargo) on PATH: https://rustup.rs"; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	cargo build --quiet --release --manifest-path native/Cargo.toml -p kvrouter-c
 	@touch $@
 
 serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 	$(BIN)/kvrouter up
 
 test: setup ## Run every test that needs no network
-	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core
+	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
 	$(BIN)/python -m pytest -n $(JOBS) -m "not nightly"
 
 test-nightly: setup ## Run the long laws too: a million decisions

@@ -40,6 +40,9 @@ class Event(StrEnum):
     TOKENIZER_FAILED = "tokenizer_failed"
     PROCESS_STARTED = "process_started"
     PROCESS_ENDED = "process_ended"
+    ENGINE_JOINED = "engine_joined"
+    ENGINE_LEFT = "engine_left"
+    ENGINE_REFUSED = "engine_refused"
     FEED_STATE = "feed_state"
     RECOVERY_FAILED = "recovery_failed"
     EVENTS_MISTAKEN = "events_mistaken"
@@ -161,6 +164,13 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.PROCESS_STARTED: EventSpec(logging.INFO, "A process of the fleet was started."),
     Event.PROCESS_ENDED: EventSpec(logging.WARNING, "A process of the fleet ended."),
+    Event.ENGINE_JOINED: EventSpec(
+        logging.INFO, "An engine of another process tells its worker what it holds."
+    ),
+    Event.ENGINE_LEFT: EventSpec(
+        logging.WARNING, "An engine of another process is gone; what it told of is cleared."
+    ),
+    Event.ENGINE_REFUSED: EventSpec(logging.WARNING, "Who knocked at the engine door was not let in."),
     Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
     Event.RECOVERY_FAILED: EventSpec(
         logging.WARNING, "A worker was asked for KV events and did not give them; it is asked again."

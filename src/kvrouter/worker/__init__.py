@@ -1,11 +1,13 @@
 """What runs beside an engine: register, serve, publish, and read the topology files."""
 
+from kvrouter.worker.engine_door import EngineDoor
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.register import new_incarnation, register_llm
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 from kvrouter.worker.worker import Worker
 
 __all__ = [
+    "EngineDoor",
     "KvPublisher",
     "TopologyEnv",
     "Worker",

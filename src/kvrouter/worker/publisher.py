@@ -11,6 +11,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Me
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
+from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.port import EventPublisher
 from kvrouter.worker.mirror import RankMirror
 
@@ -57,8 +58,8 @@ class KvPublisher:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.epoch = epoch
+        self.worker_id = worker_id
         self._events = events
-        self._worker_id = worker_id
         self._block_size = block_size
         self._snapshot = snapshot
         self._ring_events_max = ring_events_max
@@ -117,6 +118,31 @@ class KvPublisher:
         """Say that the rank holds nothing any more."""
         self.publish(dp_rank, (Cleared(),))
 
+    def publish_load(
+        self,
+        *,
+        active_blocks: int,
+        total_blocks: int,
+        active_prefill_tokens: int = 0,
+        running_requests: int = 0,
+        waiting_requests: int = 0,
+        dp_rank: DpRank = FIRST_RANK,
+    ) -> None:
+        """Say how busy the rank is; only the latest report matters."""
+        if self._is_closed:
+            return
+        rank = WorkerRank(self.worker_id, dp_rank)
+        self._events.publish_load(
+            LoadReport(
+                rank=rank,
+                active_blocks=active_blocks,
+                total_blocks=total_blocks,
+                active_prefill_tokens=active_prefill_tokens,
+                running_requests=running_requests,
+                waiting_requests=waiting_requests,
+            )
+        )
+
     def flush(self) -> None:
         """Send what is pending now."""
         self._is_flush_due = False
@@ -135,7 +161,7 @@ class KvPublisher:
     def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last`` (inclusive), or None when the ring has lost some of it."""
         stream = self._ranks.get(rank.dp_rank)
-        if self._is_closed or stream is None or rank.worker_id != self._worker_id:
+        if self._is_closed or stream is None or rank.worker_id != self.worker_id:
             return None
         ring_first = stream.next_event_id - len(stream.ring)
         if not ring_first <= first <= last < stream.next_event_id:
@@ -145,7 +171,7 @@ class KvPublisher:
 
     def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         """The rank's whole state, or None when it is another worker's."""
-        if self._is_closed or rank.worker_id != self._worker_id:
+        if self._is_closed or rank.worker_id != self.worker_id:
             return None
         held = self._held(rank.dp_rank)
         stream = self._rank(rank.dp_rank)
@@ -169,7 +195,7 @@ class KvPublisher:
         rank = self._ranks.get(dp_rank)
         if rank is None:
             rank = self._ranks[dp_rank] = _Rank(
-                WorkerRank(self._worker_id, dp_rank),
+                WorkerRank(self.worker_id, dp_rank),
                 ring_events_max=self._ring_events_max,
                 mirror=None if self._snapshot is not None else RankMirror(),
             )

@@ -1,0 +1,93 @@
+/*
+ * An engine in C tells its worker which KV blocks it holds.
+ *
+ *     cc -o publish publish.c -I ../../native/c/include -L ../../native/target/release -lkvrouter
+ *     KVR_TOKEN=… ./publish unix:/run/worker.sock 16 < token-ids
+ *
+ * Reads a line of token ids, stores their blocks, and says so; a second line removes them, a third ends it.
+ */
+#include <inttypes.h>
+#include <kvrouter.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+enum { TOKENS_MAX = 8192, WAIT_MS = 30000 };
+
+static uint32_t token_ids[TOKENS_MAX];
+static uint64_t engine_hashes[TOKENS_MAX];
+
+static size_t read_token_ids(void)
+{
+    size_t n_tokens = 0;
+    char after = ' ';
+    while (after != '\n' && n_tokens < TOKENS_MAX) {
+        if (scanf("%" SCNu32 "%c", &token_ids[n_tokens], &after) != 2) {
+            break;
+        }
+        n_tokens++;
+    }
+    return n_tokens;
+}
+
+static void wait_for_a_line(void)
+{
+    int c;
+    do {
+        c = getchar();
+    } while (c != '\n' && c != EOF);
+}
+
+static int tell(kvr_publisher *publisher, const char *what, size_t n_blocks, int code)
+{
+    if (code == KVR_OK) {
+        code = kvr_flush(publisher, WAIT_MS); /* only so that the line below is true: an engine need not wait */
+    }
+    if (code != KVR_OK) {
+        kvr_state state = KVR_STATE_INIT;
+        kvr_status(publisher, &state);
+        fprintf(stderr, "%s: %s (%s)\n", what, kvr_message(code), state.error);
+        return EXIT_FAILURE;
+    }
+    printf("%s %zu blocks\n", what, n_blocks);
+    fflush(stdout);
+    return EXIT_SUCCESS;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc != 3) {
+        fprintf(stderr, "usage: %s ADDRESS BLOCK_SIZE\n", argv[0]);
+        return EXIT_FAILURE;
+    }
+    kvr_config config = KVR_CONFIG_INIT;
+    config.address = argv[1];
+    config.block_size = (uint32_t)strtoul(argv[2], NULL, 10);
+    config.token = getenv("KVR_TOKEN");
+
+    char error[256];
+    kvr_publisher *publisher = kvr_publisher_open(&config, error, sizeof error);
+    if (publisher == NULL) {
+        fprintf(stderr, "kvr_publisher_open: %s\n", error);
+        return EXIT_FAILURE;
+    }
+
+    /* The engine's own names for its blocks: any numbers that differ. */
+    size_t n_blocks = read_token_ids() / config.block_size;
+    for (size_t i = 0; i < n_blocks; i++) {
+        engine_hashes[i] = 1000 + i;
+    }
+    size_t n_tokens = n_blocks * config.block_size;
+    int code = kvr_stored(publisher, 0, token_ids, n_tokens, engine_hashes, n_blocks, NULL, NULL, NULL, KVR_GPU);
+    int status = tell(publisher, "stored", n_blocks, code);
+
+    if (status == EXIT_SUCCESS) {
+        wait_for_a_line();
+        code = kvr_removed(publisher, 0, engine_hashes, n_blocks, KVR_GPU);
+        status = tell(publisher, "removed", n_blocks, code);
+    }
+    if (status == EXIT_SUCCESS) {
+        wait_for_a_line();
+    }
+    kvr_close(publisher);
+    return status;
+}

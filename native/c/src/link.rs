@@ -1,0 +1,267 @@
+//! The thread beside the engine: connects to the worker's door, sends, and begins anew when that breaks.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::os::unix::net::UnixStream;
+use std::panic::{catch_unwind, AssertUnwindSafe};
+use std::sync::PoisonError;
+use std::time::Duration;
+
+use crate::address::Address;
+use crate::frames::{self, Load, Reply};
+use crate::mirror::Mirror;
+use crate::publisher::{Shared, State};
+
+/// How often an idle connection is asked whether it still is one.
+const BEAT: Duration = Duration::from_secs(1);
+/// A door that takes nothing, or does not answer, for this long is gone.
+const SILENCE: Duration = Duration::from_secs(10);
+const CONNECT_LIMIT: Duration = Duration::from_secs(2);
+const PAUSE_MIN: Duration = Duration::from_millis(50);
+const PAUSE_MAX: Duration = Duration::from_secs(2);
+/// Frames are gathered up to about this size, then written at once.
+const WRITE_BYTES: usize = 64 * 1024;
+
+/// A connection to a door.
+pub(crate) enum Socket {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Socket {
+    fn connect(address: &Address) -> io::Result<Self> {
+        match address {
+            Address::Unix(path) => {
+                let socket = UnixStream::connect(path)?;
+                socket.set_read_timeout(Some(SILENCE))?;
+                socket.set_write_timeout(Some(SILENCE))?;
+                Ok(Socket::Unix(socket))
+            }
+            Address::Tcp(place) => {
+                let mut refused = io::Error::new(io::ErrorKind::NotFound, "the host has no address");
+                for address in place.to_socket_addrs()? {
+                    match TcpStream::connect_timeout(&address, CONNECT_LIMIT) {
+                        Ok(socket) => {
+                            socket.set_nodelay(true)?;
+                            socket.set_read_timeout(Some(SILENCE))?;
+                            socket.set_write_timeout(Some(SILENCE))?;
+                            return Ok(Socket::Tcp(socket));
+                        }
+                        Err(error) => refused = error,
+                    }
+                }
+                Err(refused)
+            }
+        }
+    }
+
+    fn try_clone(&self) -> io::Result<Self> {
+        Ok(match self {
+            Socket::Unix(socket) => Socket::Unix(socket.try_clone()?),
+            Socket::Tcp(socket) => Socket::Tcp(socket.try_clone()?),
+        })
+    }
+
+    /// Ends every read and write. One that has ended already cannot be shut: that is as good.
+    pub fn shut(&self) {
+        let (Ok(()) | Err(_)) = match self {
+            Socket::Unix(socket) => socket.shutdown(Shutdown::Both),
+            Socket::Tcp(socket) => socket.shutdown(Shutdown::Both),
+        };
+    }
+}
+
+impl Read for Socket {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Socket::Unix(socket) => socket.read(into),
+            Socket::Tcp(socket) => socket.read(into),
+        }
+    }
+}
+
+impl Write for Socket {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        match self {
+            Socket::Unix(socket) => socket.write(from),
+            Socket::Tcp(socket) => socket.write(from),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// What is next on a connection.
+enum Step {
+    Replace(u32, Mirror),
+    Send { queue: Vec<u8>, loads: Vec<(u32, Load)>, told: u64 },
+    Close,
+}
+
+/// Connects and sends until the publisher closes.
+pub(crate) fn run(shared: &Shared) {
+    mask_signals();
+    let mut pause = PAUSE_MIN;
+    while !shared.lock().closing {
+        let ended = catch_unwind(AssertUnwindSafe(|| serve(shared)));
+        let why = match ended {
+            Ok(Ok(())) => String::new(),
+            Ok(Err(error)) => told(&error),
+            Err(_) => "a mistake of the library's".to_owned(),
+        };
+        let mut state = shared.lock();
+        pause = if state.connected { PAUSE_MIN } else { (2 * pause).min(PAUSE_MAX) };
+        state.leave(why);
+        shared.progress.notify_all();
+        // Work that comes in the pause wakes the thread; it waits on all the same, so as not to knock in a loop.
+        let paused = shared.work.wait_timeout_while(state, pause, |state| !state.closing);
+        drop(paused.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// One connection, from its greeting to its end.
+fn serve(shared: &Shared) -> io::Result<()> {
+    let settings = &shared.settings;
+    let mut socket = Socket::connect(&settings.address)?;
+    {
+        let mut state = shared.lock();
+        if state.closing {
+            return Ok(());
+        }
+        state.socket = Some(socket.try_clone()?);
+    }
+    let mut greeting = Vec::new();
+    frames::token(&mut greeting, &settings.token);
+    frames::hello(&mut greeting, settings.block_size);
+    // A door that refuses may close before it has read everything: what it says counts, not that.
+    let greeted = socket.write_all(&greeting);
+    match frames::read_reply(&mut socket) {
+        Ok(Reply::Welcome) => greeted?,
+        Ok(Reply::Refused(why)) => return Err(refusal(&why)),
+        Ok(Reply::Synced(_)) => return Err(io::Error::other("the door answers what was not asked")),
+        Err(error) => return Err(error),
+    }
+    shared.lock().join();
+    shared.progress.notify_all();
+    loop {
+        match next_step(shared) {
+            Step::Replace(dp_rank, mirror) => replace(&mut socket, dp_rank, &mirror)?,
+            Step::Send { queue, loads, told } => {
+                send(&mut socket, queue, &loads, told)?;
+                shared.lock().arrived = told;
+                shared.progress.notify_all();
+            }
+            Step::Close => return Ok(()),
+        }
+    }
+}
+
+/// Ranks that must be told anew come first, one at a time: a call waits for no more than one copy of a mirror.
+fn next_step(shared: &Shared) -> Step {
+    let mut state = shared.lock();
+    let mut is_beat = false;
+    loop {
+        if state.closing {
+            return Step::Close;
+        }
+        let State { ranks, counts, .. } = &mut *state;
+        if let Some((&dp_rank, rank)) = ranks.iter_mut().find(|(_, rank)| rank.must_replace) {
+            rank.must_replace = false;
+            counts.replacements += 1;
+            return Step::Replace(dp_rank, rank.mirror.clone());
+        }
+        if is_beat || state.told != state.arrived {
+            return state.take();
+        }
+        let waited = shared.work.wait_timeout(state, BEAT);
+        let (back, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        state = back;
+        is_beat = timeout.timed_out();
+    }
+}
+
+fn replace(socket: &mut Socket, dp_rank: u32, mirror: &Mirror) -> io::Result<()> {
+    let mut out = Vec::with_capacity(2 * WRITE_BYTES);
+    frames::replace(&mut out, dp_rank);
+    mirror.tell(frames::FRAME_BLOCKS_MAX, |run| {
+        frames::stored(&mut out, dp_rank, run.medium, run.parent, &run.engine_hashes, &run.block_hashes);
+        if out.len() < WRITE_BYTES {
+            return Ok(());
+        }
+        let written = socket.write_all(&out);
+        out.clear();
+        written
+    })?;
+    socket.write_all(&out)
+}
+
+/// Sends, and waits until the worker says that it took it.
+fn send(socket: &mut Socket, mut queue: Vec<u8>, loads: &[(u32, Load)], told: u64) -> io::Result<()> {
+    for (dp_rank, load) in loads {
+        frames::load(&mut queue, *dp_rank, load);
+    }
+    frames::sync(&mut queue, told);
+    socket.write_all(&queue)?;
+    match frames::read_reply(socket)? {
+        Reply::Synced(goal) if goal == told => Ok(()),
+        Reply::Refused(why) => Err(refusal(&why)),
+        _ => Err(io::Error::other("the door answers what was not asked")),
+    }
+}
+
+fn refusal(why: &str) -> io::Error {
+    io::Error::other(format!("refused: {why}"))
+}
+
+fn told(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the door closed the connection".to_owned(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "the door does not answer".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
+impl State {
+    /// The door has let us in: it holds nothing of ours, whatever it held before.
+    fn join(&mut self) {
+        self.connected = true;
+        self.arrived = 0;
+        self.counts.connections += 1;
+        self.error.clear();
+        self.replace_all();
+        for rank in self.ranks.values_mut() {
+            rank.load_is_news = rank.load.is_some();
+        }
+    }
+
+    fn leave(&mut self, why: String) {
+        self.connected = false;
+        self.socket = None;
+        self.error = why;
+        self.replace_all();
+    }
+
+    fn take(&mut self) -> Step {
+        let mut loads = Vec::new();
+        for (&dp_rank, rank) in &mut self.ranks {
+            if std::mem::take(&mut rank.load_is_news) {
+                loads.extend(rank.load.map(|load| (dp_rank, load)));
+            }
+        }
+        self.queued_events = 0;
+        Step::Send { queue: std::mem::take(&mut self.queue), loads, told: self.told }
+    }
+}
+
+/// A write to a door that is gone must be an error here, not the signal that ends the engine; and the engine's
+/// own signals are for the engine's threads.
+fn mask_signals() {
+    // SAFETY: the set is initialised before it is used, and only this thread's own mask changes.
+    unsafe {
+        let mut signals = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+        libc::sigfillset(signals.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_BLOCK, signals.as_ptr(), std::ptr::null_mut());
+    }
+}

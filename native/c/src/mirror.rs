@@ -1,0 +1,248 @@
+//! What one rank of the engine holds: enough to tell a worker the whole of it again, from nothing.
+
+use hashbrown::HashMap;
+use kvrouter_core::hashing::chain;
+
+pub const MEDIA: usize = 4;
+
+#[derive(Clone, Copy)]
+struct Block {
+    block_hash: u64,
+    sequence_hash: u64,
+    parent: Option<u64>,
+    stores: u32,
+}
+
+/// Blocks of each medium by engine hash. A clone is one copy of the tables.
+#[derive(Clone, Default)]
+pub struct Mirror {
+    media: [HashMap<u64, Block>; MEDIA],
+}
+
+/// Consecutive blocks, as one store tells them.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Run {
+    pub medium: usize,
+    pub parent: Option<u64>,
+    pub engine_hashes: Vec<u64>,
+    pub block_hashes: Vec<u64>,
+}
+
+impl Mirror {
+    /// How many blocks are held, one for each engine hash of each medium.
+    pub fn blocks(&self) -> usize {
+        self.media.iter().map(HashMap::len).sum()
+    }
+
+    /// Notes consecutive blocks. False, and nothing is noted, when the parent is not held in any medium.
+    ///
+    /// A name that stood for other content stands for the new one alone, as in the routers' index.
+    pub fn store(&mut self, medium: usize, parent: Option<u64>, engine: &[u64], blocks: &[u64]) -> bool {
+        let mut sequence = None;
+        if let Some(name) = parent {
+            sequence = self.sequence_of(medium, name);
+            if sequence.is_none() {
+                return false;
+            }
+        }
+        let held = &mut self.media[medium];
+        let mut parent = parent;
+        for (&name, &block_hash) in engine.iter().zip(blocks) {
+            let sequence_hash = chain(sequence, block_hash);
+            let block = Block { block_hash, sequence_hash, parent, stores: 1 };
+            held.entry(name)
+                .and_modify(|old| {
+                    let stores = if old.sequence_hash == sequence_hash { old.stores } else { 0 };
+                    *old = Block { stores: stores.saturating_add(1), ..block };
+                })
+                .or_insert(block);
+            (sequence, parent) = (Some(sequence_hash), Some(name));
+        }
+        true
+    }
+
+    /// Takes back one store of each name; returns how many names were not held.
+    pub fn remove(&mut self, medium: usize, engine: &[u64]) -> u64 {
+        let held = &mut self.media[medium];
+        let mut unknown = 0;
+        for name in engine {
+            match held.get_mut(name) {
+                None => unknown += 1,
+                Some(block) if block.stores > 1 => block.stores -= 1,
+                Some(_) => {
+                    held.remove(name);
+                }
+            }
+        }
+        unknown
+    }
+
+    pub fn clear(&mut self) {
+        self.media = Default::default();
+    }
+
+    /// Gives every held block to `tell`, parents first, in stores of at most `blocks_max` blocks.
+    ///
+    /// A block whose parent is gone begins a store of its own under its sequence hash, which chains like a
+    /// first block's own hash. A block that was stored `n` times is told `n` times. Ends at the first error.
+    pub fn tell<E>(&self, blocks_max: usize, mut tell: impl FnMut(Run) -> Result<(), E>) -> Result<(), E> {
+        for (medium, held) in self.media.iter().enumerate() {
+            tell_medium(medium, held, blocks_max, &mut tell)?;
+        }
+        Ok(())
+    }
+
+    /// The sequence hash that the rank calls `name`: in this medium, or in any other.
+    fn sequence_of(&self, medium: usize, name: u64) -> Option<u64> {
+        let in_medium = |medium: usize| Some(self.media[medium].get(&name)?.sequence_hash);
+        in_medium(medium).or_else(|| (0..MEDIA).find_map(in_medium))
+    }
+}
+
+fn tell_medium<E>(
+    medium: usize,
+    held: &HashMap<u64, Block>,
+    blocks_max: usize,
+    tell: &mut impl FnMut(Run) -> Result<(), E>,
+) -> Result<(), E> {
+    let mut children: HashMap<u64, Vec<u64>> = HashMap::new();
+    let mut starts: Vec<(Option<u64>, u64)> = Vec::new();
+    for (&name, block) in held {
+        match block.parent.filter(|parent| follows(held, *parent, block)) {
+            Some(parent) => children.entry(parent).or_default().push(name),
+            None => starts.push((None, name)),
+        }
+    }
+    while let Some((parent, first)) = starts.pop() {
+        let mut run = begin(medium, held, parent, first);
+        let mut last = first;
+        while let Some(mut next) = children.remove(&last) {
+            let Some(name) = next.pop() else { break };
+            starts.extend(next.into_iter().map(|other| (Some(last), other)));
+            if run.engine_hashes.len() == blocks_max {
+                tell(std::mem::replace(&mut run, begin(medium, held, Some(last), name)))?;
+            } else {
+                run.engine_hashes.push(name);
+                run.block_hashes.push(held[&name].block_hash);
+            }
+            last = name;
+        }
+        tell(run)?;
+    }
+    for (&name, block) in held {
+        for _ in 1..block.stores {
+            tell(begin(medium, held, None, name))?;
+        }
+    }
+    Ok(())
+}
+
+/// A store that begins with `name`: after `parent`, or, without one, under the block's sequence hash.
+fn begin(medium: usize, held: &HashMap<u64, Block>, parent: Option<u64>, name: u64) -> Run {
+    let block = &held[&name];
+    let hash = if parent.is_some() { block.block_hash } else { block.sequence_hash };
+    Run { medium, parent, engine_hashes: vec![name], block_hashes: vec![hash] }
+}
+
+/// Whether the engine's name for the parent still stands for what the block was stored after.
+fn follows(held: &HashMap<u64, Block>, parent: u64, block: &Block) -> bool {
+    held.get(&parent)
+        .is_some_and(|parent| chain(Some(parent.sequence_hash), block.block_hash) == block.sequence_hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvrouter_core::hashing::sequence_hashes;
+    use std::collections::BTreeMap;
+
+    /// (medium, engine hash) → (sequence hash, stores), seen from outside.
+    fn content(mirror: &Mirror) -> BTreeMap<(usize, u64), (u64, u32)> {
+        let rows = mirror.media.iter().enumerate();
+        rows.flat_map(|(medium, held)| {
+            held.iter().map(move |(&name, block)| ((medium, name), (block.sequence_hash, block.stores)))
+        })
+        .collect()
+    }
+
+    fn told_again(mirror: &Mirror, blocks_max: usize) -> Mirror {
+        let mut other = Mirror::default();
+        let told: Result<(), ()> = mirror.tell(blocks_max, |run| {
+            assert!(run.engine_hashes.len() <= blocks_max);
+            assert!(other.store(run.medium, run.parent, &run.engine_hashes, &run.block_hashes));
+            Ok(())
+        });
+        told.unwrap();
+        other
+    }
+
+    #[test]
+    fn a_parent_that_is_not_held_is_refused() {
+        let mut mirror = Mirror::default();
+        assert!(!mirror.store(0, Some(9), &[1], &[11]));
+        assert_eq!(mirror.blocks(), 0);
+    }
+
+    #[test]
+    fn a_chain_is_one_store() {
+        let mut mirror = Mirror::default();
+        assert!(mirror.store(0, None, &[1, 2], &[11, 12]));
+        assert!(mirror.store(0, Some(2), &[3], &[13]));
+        let mut runs = Vec::new();
+        let told: Result<(), ()> = mirror.tell(64, |run| {
+            runs.push(run);
+            Ok(())
+        });
+        told.unwrap();
+        let whole =
+            Run { medium: 0, parent: None, engine_hashes: vec![1, 2, 3], block_hashes: vec![11, 12, 13] };
+        assert_eq!(runs, [whole]);
+    }
+
+    #[test]
+    fn a_block_that_lost_its_parent_keeps_its_sequence() {
+        let mut mirror = Mirror::default();
+        mirror.store(0, None, &[1, 2, 3], &[11, 12, 13]);
+        assert_eq!(mirror.remove(0, &[2, 7]), 1);
+        let sequences = sequence_hashes(&[11, 12, 13]);
+        let again = content(&told_again(&mirror, 64));
+        assert_eq!(again, BTreeMap::from([((0, 1), (sequences[0], 1)), ((0, 3), (sequences[2], 1))]));
+    }
+
+    #[test]
+    fn a_name_that_stands_for_other_content_forgets_its_stores() {
+        let mut mirror = Mirror::default();
+        mirror.store(0, None, &[1], &[11]);
+        mirror.store(0, None, &[1], &[11]);
+        mirror.store(0, None, &[1], &[99]);
+        assert_eq!(content(&mirror), BTreeMap::from([((0, 1), (99, 1))]));
+        assert_eq!(mirror.remove(0, &[1]), 0);
+        assert_eq!(mirror.blocks(), 0);
+    }
+
+    /// Whatever happened before, what is told again from nothing is what is held.
+    #[test]
+    fn what_is_told_again_is_what_is_held() {
+        let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+        let mut draw = |below: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % below
+        };
+        for _ in 0..200 {
+            let mut mirror = Mirror::default();
+            for _ in 0..60 {
+                let medium = draw(2) as usize;
+                let names: Vec<u64> = (0..=draw(4)).map(|_| draw(24)).collect();
+                let hashes: Vec<u64> = names.iter().map(|_| 100 + draw(6)).collect();
+                match draw(8) {
+                    0..=3 => drop(mirror.store(medium, Some(draw(24)), &names, &hashes)),
+                    4 | 5 => drop(mirror.store(medium, None, &names, &hashes)),
+                    _ => drop(mirror.remove(medium, &names)),
+                }
+                assert_eq!(content(&told_again(&mirror, 3)), content(&mirror));
+            }
+        }
+    }
+}
