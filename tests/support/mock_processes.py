@@ -4,14 +4,13 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
+from msgspec.structs import replace
 
-from kvrouter.core.events import KvEvent
-from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
+from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
-from kvrouter.core.workers import LoadReport, Role
+from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
 from kvrouter.mock import KvLoadFailurePolicy, Links, MockConfig, Peer
 from kvrouter.topology.links import Link
@@ -27,20 +26,6 @@ SLOW_LINKS = Links(same=Link(0.0, 1.0), cross=Link(0.0, 1.0))
 
 
 @dataclass
-class Seen:
-    """What an engine told."""
-
-    events: list[tuple[DpRank, KvEvent]] = field(default_factory=list)
-    loads: list[LoadReport] = field(default_factory=list)
-
-    def on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
-        self.events += [(dp_rank, event) for event in events]
-
-    def on_load(self, report: LoadReport) -> None:
-        self.loads.append(report)
-
-
-@dataclass
 class Pair:
     """A prefill process in domain a, and a decode process in domain b that pulls from it."""
 
@@ -49,7 +34,6 @@ class Pair:
     prefill: MockEngineHandle
     decode: MockEngineHandle
     peer: Peer
-    streams: list[MockStream] = field(default_factory=list)
 
     async def send(
         self,
@@ -60,6 +44,7 @@ class Pair:
         params: Mapping[str, object] | None = None,
         max_tokens: int = 20,
         n_prompt: int = N_PROMPT,
+        first: int = 0,
     ) -> MockStream:
         """Send one leg to the engine that serves it."""
         request = EngineRequest(
@@ -67,7 +52,7 @@ class Pair:
             attempt=0,
             leg=which,
             model=ModelName("m"),
-            token_ids=array("I", range(n_prompt)),
+            token_ids=array("I", range(first, first + n_prompt)),
             sampling=Sampling(max_tokens=1 if which is Leg.PREFILL else max_tokens),
             bootstrap=None if room is None else Bootstrap(self.peer.host, self.peer.port, room),
             kv_transfer_params=params,
@@ -100,23 +85,17 @@ async def processes(
     decode_settings: TransferSettings = SETTINGS,
     decode_blocks: int = 1_000,
 ) -> AsyncIterator[Pair]:
+    """A prefill process that listens, and a decode process."""
     prefill_cluster = MockCluster(speedup=speedup, links=links, transfers=prefill_settings)
     decode_cluster = MockCluster(speedup=speedup, links=links, transfers=decode_settings)
     peer = await prefill_cluster.listen("127.0.0.1")
     both = MockConfig(block_size=16, kv_load_failure_policy=policy, kv_wait_expiry_s=expiry_s)
-    prefill = prefill_cluster.add(
-        msgspec.structs.replace(both, role=Role.PREFILL, bootstrap_host=peer.host, bootstrap_port=peer.port),
-        worker_id=WorkerId(1),
-        domain="a",
-    )
-    decode = decode_cluster.add(
-        msgspec.structs.replace(both, role=Role.DECODE, total_kv_blocks=decode_blocks),
-        worker_id=WorkerId(2),
-        domain="b",
-    )
-    for handle in (prefill, decode):
-        seen = Seen()
-        await handle.start(seen.on_events, seen.on_load)
+    prefills = replace(both, role=Role.PREFILL, bootstrap_host=peer.host, bootstrap_port=peer.port)
+    decodes = replace(both, role=Role.DECODE, total_kv_blocks=decode_blocks)
+    prefill = prefill_cluster.add(prefills, worker_id=WorkerId(1), domain="a")
+    decode = decode_cluster.add(decodes, worker_id=WorkerId(2), domain="b")
+    await start(prefill)
+    await start(decode)
     try:
         yield Pair(prefill_cluster, decode_cluster, prefill, decode, peer)
     finally:
@@ -126,10 +105,28 @@ async def processes(
         await decode_cluster.close()
 
 
+@asynccontextmanager
+async def another_decode_process(pair: Pair) -> AsyncIterator[Pair]:
+    """Another decode process beside the same prefill process, with quick links."""
+    cluster = MockCluster(speedup=SPEEDUP, transfers=SETTINGS)
+    decode = cluster.add(pair.decode.config, worker_id=WorkerId(3), domain="b")
+    await start(decode)
+    try:
+        yield Pair(pair.prefill_cluster, cluster, pair.prefill, decode, pair.peer)
+    finally:
+        decode.kill("the test ends")
+        await cluster.close()
+
+
+async def start(handle: MockEngineHandle) -> None:
+    """Start an engine to whose events nobody listens."""
+    await handle.start(lambda _rank, _events: None, lambda _report: None)
+
+
 async def until(holds: Callable[[], bool]) -> None:
     """Wait until ``holds`` does; fail when that takes far too long."""
     async with asyncio.timeout(IN_TIME_S):
-        while not holds():
+        while not holds():  # noqa: ASYNC110 - engines have no event for most of what is waited for
             await asyncio.sleep(0.001)
 
 

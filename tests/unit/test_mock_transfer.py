@@ -1,4 +1,4 @@
-"""Handoffs between two processes of mock engines over real sockets: how they come about, and what is counted."""
+"""Handoffs between two processes of mock engines over sockets: how they come about, what is counted."""
 
 import pytest
 

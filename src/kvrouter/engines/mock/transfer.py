@@ -71,7 +71,7 @@ class Transfers:
             self._server = await loop.create_server(
                 lambda: _Incoming(self), host, port, ssl=self.settings.server_ssl, backlog=1_024
             )
-        except (OSError, UnicodeError, OverflowError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot listen at {host}:{port}: {error}", param="port") from error
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
@@ -140,7 +140,7 @@ class Transfers:
                 await loop.create_connection(
                     lambda: outgoing, peer.host, peer.port, ssl=self.settings.client_ssl
                 )
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:  # a host may be one that no resolver takes
             outgoing.end(f"{peer.host}:{peer.port} cannot be reached: {error!r}")
 
 
