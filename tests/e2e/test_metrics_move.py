@@ -6,7 +6,9 @@ import pytest
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import EventId, WorkerId
+from kvrouter.core.ids import DpRank, EventId, WorkerId
+from kvrouter.service import event_pump
+from kvrouter.service.cache_view import EventCacheView
 from kvrouter.telemetry import Telemetry
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs, until
 from tests.support.served import MODEL, Served, served, user, words
@@ -39,6 +41,7 @@ ASSERTED_HERE = {
     "kvrouter_feed_events_total",
     "kvrouter_feed_staleness_seconds",
     "kvrouter_event_lag_seconds",
+    "kvrouter_kv_events_missing",
     "kvrouter_index_blocks",
     "kvrouter_index_bytes",
     "kvrouter_ledger_active_blocks",
@@ -192,6 +195,23 @@ async def test_a_feed_that_is_not_sure_is_stale() -> None:
         assert stale.value("feed_events_total", model=MODEL, outcome="gaps") == 1
         assert (await here.metrics()).value("feed_staleness_seconds", worker="1") > 0
         assert stale.value("feed_staleness_seconds", worker="2") == 0
+
+
+async def test_a_worker_that_should_publish_and_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both answer the router's questions, and none has sent anything; then one begins."""
+    monkeypatch.setattr(event_pump, "SILENT_AFTER_S", 0.1)
+    async with served(alike(replicas=2)) as here:
+        (model,) = here.system.service.models()
+        assert isinstance(model.cache, EventCacheView)
+        pump = model.cache.pump
+        await until(lambda: all(reading.is_missing for _, reading in pump.feed_readings()))
+        silent = await here.metrics()
+        assert [silent.value("kv_events_missing", worker=worker) for worker in "12"] == [1, 1]
+        monkeypatch.setattr(event_pump, "SILENT_AFTER_S", PATIENT_S)
+        worker = here.system.fleet.workers[WorkerId(2)]
+        worker.publisher.heartbeat([DpRank(0)])
+        heard = await here.metrics()
+        assert [heard.value("kv_events_missing", worker=worker) for worker in "12"] == [1, 0]
 
 
 async def test_lost_workers() -> None:

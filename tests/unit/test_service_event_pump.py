@@ -14,6 +14,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedState
 from kvrouter.index.native import BlockIndex
 from kvrouter.planes.events.port import BatchSink, LoadSink
+from kvrouter.service import event_pump
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.event_pump import EventPump
 from kvrouter.service.observed import ModelObserved
@@ -226,3 +227,25 @@ async def test_slots_are_as_many_as_there_are() -> None:
     await bench.join(RANK, far)
     assert bool(bench.pump.scores(301)[far])
     assert not bench.pump.scores(301)[: int(far)].any()
+
+
+async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_heard(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missed() -> int:
+        return caplog.text.count("kv_events_missing")
+
+    monkeypatch.setattr(event_pump, "SILENT_AFTER_S", 0.02)
+    bench = Bench()
+    await bench.join()
+    await until(lambda: missed() == 1)
+    reading = dict(bench.pump.feed_readings())[SLOT]
+    assert (reading.is_missing, reading.state) == (True, FeedState.LIVE)
+    assert reading.silent_s > 0.02
+    await asyncio.sleep(0.05)
+    assert missed() == 1, "said once"
+    monkeypatch.setattr(event_pump, "SILENT_AFTER_S", 1000.0)
+    bench.pump.on_batch(batch(0))
+    reading = dict(bench.pump.feed_readings())[SLOT]
+    assert (reading.is_missing, reading.silent_s < 1000.0) == (False, True), "a heartbeat is enough"
+    bench.pump.close()

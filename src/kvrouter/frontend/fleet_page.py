@@ -80,8 +80,13 @@ def _rank_json(rank: RankReading) -> Json:
             "active_prefill_tokens": rank.report_prefill_tokens,
         }
     feed: Json | None = None
-    if rank.feed is not None and rank.stale_s is not None:
-        feed = {"state": rank.feed.name.lower(), "stale_s": round(rank.stale_s, 3)}
+    if rank.feed is not None and rank.stale_s is not None and rank.silent_s is not None:
+        feed = {
+            "state": rank.feed.name.lower(),
+            "stale_s": round(rank.stale_s, 3),
+            "silent_s": round(rank.silent_s, 3),
+            "kv_events_missing": rank.kv_events_missing,
+        }
     return {
         "dp_rank": rank.rank.dp_rank,
         "active_blocks": rank.active_blocks,

@@ -39,6 +39,7 @@ class Gauges:
         telemetry.ledger_leases.replace(leases)
         telemetry.queue_depth.replace(queued)
         telemetry.event_lag.replace(page.lag)
+        telemetry.kv_events_missing.replace(page.missing)
         telemetry.worker_up.replace(page.up)
         telemetry.worker_draining.replace(page.draining)
         telemetry.worker_blocks.replace(page.blocks)
@@ -60,6 +61,7 @@ class _Page:
         self.feed_state: Values = {}
         self.staleness: Values = {}
         self.lag: Values = {}
+        self.missing: Values = {}
 
     def add(self, worker: WorkerReading) -> None:
         """Note one worker and its ranks."""
@@ -84,6 +86,8 @@ class _Page:
             self.staleness[labels] = rank.stale_s
         if rank.lag_s is not None:
             self.lag[labels] = rank.lag_s
+        if rank.kv_events_missing is not None:
+            self.missing[labels] = float(rank.kv_events_missing)
 
 
 def _place(worker: WorkerReading) -> str:

@@ -28,6 +28,8 @@ class RankReading:
     feed: FeedState | None
     stale_s: float | None
     lag_s: float | None
+    silent_s: float | None
+    kv_events_missing: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     feed=None if feed is None else feed.state,
                     stale_s=None if feed is None else feed.stale_s,
                     lag_s=None if feed is None else feed.lag_s,
+                    silent_s=None if feed is None else feed.silent_s,
+                    kv_events_missing=None if feed is None else feed.is_missing,
                 )
             )
         yield WorkerReading(card, fleet.is_alive(card.worker_id), tuple(ranks))

@@ -27,13 +27,22 @@ from kvrouter.index.port import BlockIndex
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.service.observed import ModelObserved
 
+SILENT_AFTER_S = 15.0
+"""A rank that was not heard for this long publishes no events: workers send heartbeats every 5 s."""
+
 
 class FeedReading(NamedTuple):
-    """A feed's state, for how long its blocks have not been known for sure, and the age of its last batch."""
+    """A feed's state, for how long its blocks have not been known for sure, and the age of its last batch.
+
+    ``silent_s``: since the last batch or heartbeat, else since the rank joined. Answers to questions do not
+    count: a rank that only answers them is silent.
+    """
 
     state: FeedState
     stale_s: float
     lag_s: float
+    silent_s: float
+    is_missing: bool
 
 
 @dataclass(slots=True)
@@ -42,6 +51,8 @@ class _Entrance:
 
     feed: RankFeed
     slot: Slot
+    heard_s: float
+    is_missing: bool = False
     told: FeedState | None = None
     stale_since_s: float | None = None
     lag_s: float = 0.0
@@ -63,6 +74,7 @@ class EventPump:
         self._by_slot: dict[Slot, _Entrance] = {}
         self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._silent = 0
+        self._silence_timer: asyncio.TimerHandle | None = None
 
     @property
     def all_score(self) -> bool:
@@ -83,14 +95,25 @@ class EventPump:
         now_s = self._now_s()
         for entrance in self._entrances.values():
             since_s = now_s if entrance.stale_since_s is None else entrance.stale_since_s
-            yield entrance.slot, FeedReading(entrance.feed.state, now_s - since_s, entrance.lag_s)
+            yield (
+                entrance.slot,
+                FeedReading(
+                    entrance.feed.state,
+                    stale_s=now_s - since_s,
+                    lag_s=entrance.lag_s,
+                    silent_s=now_s - entrance.heard_s,
+                    is_missing=entrance.is_missing,
+                ),
+            )
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """A worker rank was discovered: ask it for what it holds."""
         self._grow(slot + 1)
-        entrance = self._entrances[rank] = self._by_slot[slot] = _Entrance(RankFeed(rank), slot)
+        now_s = self._now_s()
+        entrance = self._entrances[rank] = self._by_slot[slot] = _Entrance(RankFeed(rank), slot, now_s)
         self._silent += 1
-        self._after(entrance, entrance.feed.on_new_epoch(epoch, now_s=self._now_s()))
+        self._watch_silence()
+        self._after(entrance, entrance.feed.on_new_epoch(epoch, now_s=now_s))
 
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: its blocks go, and so does what runs for it."""
@@ -110,13 +133,18 @@ class EventPump:
         if entrance is not None:
             if batch.published_s:
                 entrance.lag_s = max(0.0, time.time() - batch.published_s)
-            self._after(entrance, entrance.feed.on_batch(batch, now_s=self._now_s()))
+            entrance.heard_s = now_s = self._now_s()
+            entrance.is_missing = False
+            self._after(entrance, entrance.feed.on_batch(batch, now_s=now_s))
 
     def close(self) -> None:
         """Stop everything that runs."""
         for entrance in self._entrances.values():
             self._stop(entrance)
         self._entrances.clear()
+        if self._silence_timer is not None:
+            self._silence_timer.cancel()
+            self._silence_timer = None
 
     @staticmethod
     def _now_s() -> float:
@@ -209,6 +237,21 @@ class EventPump:
         """A mistake of ours in the task must not vanish; the feed's timer asks again."""
         if not task.cancelled() and task.exception() is not None:
             self._observed.mistake_in_recovery(task.exception())
+
+    def _watch_silence(self) -> None:
+        if self._silence_timer is None and self._entrances:
+            loop = asyncio.get_running_loop()
+            self._silence_timer = loop.call_later(SILENT_AFTER_S / 3.0, self._look_for_silence)
+
+    def _look_for_silence(self) -> None:
+        self._silence_timer = None
+        now_s = self._now_s()
+        for rank, entrance in self._entrances.items():
+            silent_s = now_s - entrance.heard_s
+            if silent_s > SILENT_AFTER_S and not entrance.is_missing:
+                entrance.is_missing = True
+                self._observed.kv_events_missing(rank, silent_s)
+        self._watch_silence()
 
     def _grow(self, n_slots: int) -> None:
         if n_slots > len(self._scores):

@@ -62,6 +62,17 @@ class ModelObserved:
             state=state.name.lower(),
         )
 
+    def kv_events_missing(self, rank: WorkerRank, silent_s: float) -> None:
+        """A rank should publish KV events and was not heard, not even with a heartbeat."""
+        log_event(
+            logger,
+            Event.KV_EVENTS_MISSING,
+            model=self._model,
+            worker=str(rank.worker_id),
+            dp_rank=rank.dp_rank,
+            duration_s=silent_s,
+        )
+
     def recovery_failed(self, rank: WorkerRank, why: str) -> None:
         """Asking a worker for its events went wrong; the feed asks again."""
         log_event(

@@ -44,6 +44,7 @@ class Event(StrEnum):
     ENGINE_LEFT = "engine_left"
     ENGINE_REFUSED = "engine_refused"
     FEED_STATE = "feed_state"
+    KV_EVENTS_MISSING = "kv_events_missing"
     RECOVERY_FAILED = "recovery_failed"
     EVENTS_MISTAKEN = "events_mistaken"
     BUSY_THRESHOLD = "busy_threshold"
@@ -103,6 +104,7 @@ class Fields(TypedDict, total=False):
     started: bool
     unsent_bytes: int
     plane: str
+    address: str
     process: str
     exit_code: int
 
@@ -172,6 +174,9 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.ENGINE_REFUSED: EventSpec(logging.WARNING, "Who knocked at the engine door was not let in."),
     Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
+    Event.KV_EVENTS_MISSING: EventSpec(
+        logging.WARNING, "A rank should publish KV events, and not even its heartbeats are heard."
+    ),
     Event.RECOVERY_FAILED: EventSpec(
         logging.WARNING, "A worker was asked for KV events and did not give them; it is asked again."
     ),

@@ -214,6 +214,12 @@ class Telemetry:
         "worker",
         "dp_rank",
     )
+    kv_events_missing = _gauge(
+        "kvrouter_kv_events_missing",
+        "1 for a rank that should publish KV events and was not heard for 15 s, heartbeats included.",
+        "worker",
+        "dp_rank",
+    )
     event_lag = _gauge(
         "kvrouter_event_lag_seconds",
         "Age of the latest KV batch when it was applied, by its sender's clock.",
