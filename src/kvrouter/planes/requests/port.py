@@ -28,6 +28,12 @@ class StreamBroken(KvrouterError):
     code = "stream_broken"
 
 
+class ReaderTooSlow(KvrouterError):
+    """The leg was cancelled because its reader took nothing for too long: sending it again helps nobody."""
+
+    code = "reader_too_slow"
+
+
 class EngineStream(Protocol):
     """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker is lost.
 

@@ -1,0 +1,214 @@
+"""The router's end of one connection: it opens legs and hands what comes back to their readers."""
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.tcp.address import TcpAddress
+from kvrouter.planes.requests.tcp.connection import Connection
+from kvrouter.planes.requests.tcp.frames import (
+    GREETED,
+    TO_ROUTER,
+    Kind,
+    decode,
+    encode_cancel,
+    encode_credits,
+    encode_open,
+    items_decoder,
+    number_decoder,
+    refused_decoder,
+)
+from kvrouter.planes.requests.tcp.hello import GREETING_BYTES, Secret, hello, new_nonce, read_greeting
+from kvrouter.planes.requests.tcp.stream import TcpStream
+from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, Refusal, error_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLimits:
+    """What a router's end keeps to; the constructor of the plane says what each means."""
+
+    heartbeat_s: float
+    dead_after_s: float
+    slow_stream_limit_s: float
+    idle_close_s: float
+    stream_credit_tokens: int
+    streams_max: int
+    write_max_bytes: int
+
+
+class RouterEnd(Connection):
+    """A connection to one worker. It may be used once ``welcomed`` is done."""
+
+    def __init__(
+        self, address: TcpAddress, secret: Secret, limits: RouterLimits, *, is_wanted: Callable[[], bool]
+    ) -> None:
+        super().__init__(
+            kinds=GREETED,
+            heartbeat_s=limits.heartbeat_s,
+            dead_after_s=limits.dead_after_s,
+            write_max_bytes=limits.write_max_bytes,
+        )
+        self.welcomed: asyncio.Future[None] = self.loop.create_future()
+        self._address = address
+        self._secret = secret
+        self._limits = limits
+        self._is_wanted = is_wanted
+        self._nonce = new_nonce()
+        self._worker_nonce = b""
+        self._streams: dict[int, TcpStream] = {}
+        self._next_id = 0
+        self._credits_tokens: dict[int, int] = {}
+        self._idle_beats = 0
+        self.handlers |= {
+            Kind.WELCOME: self._on_welcome,
+            Kind.ACCEPTED: self._on_accepted,
+            Kind.REFUSED: self._on_refused,
+            Kind.CHUNKS: self._on_chunks,
+            Kind.FAILED: self._on_failed,
+        }
+
+    # Hello
+
+    def read_opening(self, data: bytearray) -> int | None:
+        """Answer the greeting with a hello."""
+        nonce = read_greeting(data)
+        if nonce is None:
+            return None
+        self._worker_nonce = nonce
+        who = self._address
+        self.send_raw(hello(self._secret, nonce, self._nonce, who.worker_id, who.incarnation))
+        return GREETING_BYTES
+
+    def _on_welcome(self, proof: bytes) -> None:
+        who = self._address
+        expected = self._secret.worker_proof(self._worker_nonce, self._nonce, who.worker_id, who.incarnation)
+        if not hmac.compare_digest(proof, expected):
+            raise ProtocolError("the worker does not know the token", param="token")
+        self.read_only(TO_ROUTER)
+        if not self.welcomed.done():
+            self.welcomed.set_result(None)
+
+    # Legs
+
+    def open(self, request: EngineRequest) -> TcpStream:
+        """Send ``request``; ``accepted`` of the stream tells what the worker says.
+
+        Raises WorkerUnreachable when it cannot be sent, InvalidRequest when it is too large to be.
+        """
+        if self.is_closed:
+            raise WorkerUnreachable(f"{self._address}: the connection was lost")
+        if len(self._streams) >= self._limits.streams_max:
+            raise WorkerFull(f"{self._address}: {self._limits.streams_max} streams are open")
+        stream_id = self._next_id
+        body = encode_open(stream_id, self._limits.stream_credit_tokens, request)
+        if len(body) > REQUEST_MAX_BYTES:
+            raise InvalidRequest(
+                f"token_ids: the request has {len(body)} bytes, over the {REQUEST_MAX_BYTES} allowed",
+                param="token_ids",
+            )
+        if self.waiting_bytes + len(body) > self._limits.write_max_bytes:
+            raise WorkerFull(f"{self._address}: {self.waiting_bytes} bytes wait to be read there")
+        self._next_id += 1
+        stream = self._streams[stream_id] = TcpStream(
+            self,
+            stream_id,
+            credit_tokens=self._limits.stream_credit_tokens,
+            leaves_kv=request.leg is Leg.PREFILL,
+            accepted=self.loop.create_future(),
+        )
+        self.send(Kind.OPEN, body)
+        return stream
+
+    def give_credit(self, stream_id: int, tokens: int) -> None:
+        """The reader of a stream made room for ``tokens`` more."""
+        self._credits_tokens[stream_id] = self._credits_tokens.get(stream_id, 0) + tokens
+        self.flush_soon()
+
+    def cancel_stream(self, stream_id: int, reason: str) -> None:
+        """The reader of a stream left, or does not need what an ended leg left behind."""
+        self._streams.pop(stream_id, None)
+        self._credits_tokens.pop(stream_id, None)
+        if not self.is_closed:
+            self.send(Kind.CANCEL, encode_cancel(stream_id, reason))
+
+    def gather(self) -> None:
+        """Tell the credit of all streams in one frame."""
+        if self._credits_tokens:
+            gathered, self._credits_tokens = self._credits_tokens, {}
+            self.send(Kind.CREDIT, encode_credits(gathered))
+
+    # What the worker says
+
+    def _on_chunks(self, body: bytes) -> None:
+        try:
+            items = items_decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise ProtocolError(f"chunks: {error}", param="chunks") from error
+        streams = self._streams
+        for stream_id, token_ids, chunk in items:
+            stream = streams.get(stream_id)
+            if stream is None:  # cancelled here while its tokens were on their way
+                continue
+            if chunk is None:
+                stream.push(EngineChunk(token_ids))
+            else:
+                if chunk.finish is not None:
+                    del streams[stream_id]
+                stream.push(chunk)
+
+    def _on_accepted(self, body: bytes) -> None:
+        stream = self._streams.get(decode(number_decoder, body, "accepted"))
+        if stream is not None and not stream.accepted.done():
+            stream.accepted.set_result(None)
+
+    def _on_refused(self, body: bytes) -> None:
+        stream_id, error = _error(body)
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            stream.fail(error)
+
+    def _on_failed(self, body: bytes) -> None:
+        stream_id, error = _error(body)
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            stream.fail(StreamBroken(error.message) if isinstance(error, WorkerUnreachable) else error)
+
+    # Life
+
+    def beat(self) -> None:
+        """Cancel streams that nobody reads; close a connection that nobody needs."""
+        limits = self._limits
+        slow = [
+            stream
+            for stream in self._streams.values()
+            if stream.beat(heartbeat_s=limits.heartbeat_s, slow_stream_limit_s=limits.slow_stream_limit_s)
+        ]
+        for stream in slow:
+            stream.give_up(limits.slow_stream_limit_s)
+        self._idle_beats = 0 if self._streams or self._is_wanted() else self._idle_beats + 1
+        if self._idle_beats * limits.heartbeat_s > limits.idle_close_s:
+            self.close("nothing was asked for a while")
+
+    def ended(self, reason: str) -> None:
+        """Legs that were not taken yet are unreachable, the others break."""
+        why = f"{self._address}: {reason}"
+        if not self.welcomed.done():
+            self.welcomed.set_exception(WorkerUnreachable(why))
+        streams, self._streams = self._streams, {}
+        self._credits_tokens.clear()
+        for stream in streams.values():
+            if stream.accepted.done():
+                stream.break_off(why)
+            else:
+                stream.fail(WorkerUnreachable(why))
+
+
+def _error(body: bytes) -> tuple[int, KvrouterError]:
+    refused = decode(refused_decoder, body, "refused")
+    return refused.stream_id, error_of(Refusal(refused.code, refused.message, refused.param))
