@@ -1,0 +1,38 @@
+"""Who wants to know whether one worker answers, and what each of them was told last."""
+
+from collections.abc import Callable
+
+from kvrouter.planes.requests.port import AliveSink
+
+
+class Followers:
+    """The followers of one worker. Each takes it to be alive until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self._sinks: dict[object, AliveSink] = {}
+        self._told_dead: set[object] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def add(self, on_alive: AliveSink) -> Callable[[], None]:
+        """Tell ``on_alive`` from now on; return the function that ends it, idempotent."""
+        key = object()
+        self._sinks[key] = on_alive
+
+        def end() -> None:
+            self._sinks.pop(key, None)
+            self._told_dead.discard(key)
+
+        return end
+
+    def tell(self, *, is_alive: bool) -> None:
+        """Tell whoever does not know: never the same twice in a row."""
+        for key, on_alive in tuple(self._sinks.items()):
+            if (key in self._told_dead) is not is_alive or key not in self._sinks:
+                continue
+            if is_alive:
+                self._told_dead.discard(key)
+            else:
+                self._told_dead.add(key)
+            on_alive(is_alive)
