@@ -4,9 +4,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvrouter.planes.requests.port import Registration, RequestPlane, RequestServer
+from tests.support.proxy import Proxy
 
 Die = Callable[[], Awaitable[None]]
 """Kill the worker: it serves no longer, and says no more."""
+
+SLOW_STREAM_LIMIT_S = 0.3
+DEAD_AFTER_S = 1.0
+"""What the planes behind a :attr:`Wire.network` are given, so that tests of silence are short."""
 
 
 @dataclass
@@ -14,7 +19,10 @@ class Wire:
     """One plane under test: ``serve`` makes a worker reachable, and returns its address and its death.
 
     ``places`` are the workers' own ends of it, by address. ``close`` takes everything down, the workers' ends
-    too. An ``open_timeout_s`` of a few hundredths keeps tests of silence short.
+    too. An ``open_timeout_s`` of a second or less keeps tests of silence short.
+
+    ``serve_again`` brings a worker back at the address that another one died at. ``network`` stands between
+    the plane and its workers, where a wire has one.
     """
 
     plane: RequestPlane
@@ -22,3 +30,5 @@ class Wire:
     nowhere: str
     places: dict[str, Registration]
     close: Callable[[], Awaitable[None]]
+    serve_again: Callable[[str, RequestServer], Awaitable[None]] | None = None
+    network: Proxy | None = None

@@ -8,18 +8,18 @@ from tests.support.wire import Die, Wire
 
 async def memory_wire() -> Wire:
     plane = MemoryRequestPlane(open_timeout_s=0.05)
-    n_workers = 0
     places: dict[str, Registration] = {}
 
     async def serve(server: RequestServer) -> tuple[str, Die]:
-        nonlocal n_workers
-        n_workers += 1
-        registration = plane.serve(memory_address(WorkerId(n_workers), Epoch(1)), server)
-        places[registration.address] = registration
+        address = memory_address(WorkerId(len(places) + 1), Epoch(1))
+        await serve_again(address, server)
 
         async def die() -> None:
-            registration.leave("the worker died")
+            places[address].leave("the worker died")
 
-        return registration.address, die
+        return address, die
 
-    return Wire(plane, serve, memory_address(WorkerId(99), Epoch(1)), places, plane.close)
+    async def serve_again(address: str, server: RequestServer) -> None:
+        places[address] = plane.serve(address, server)
+
+    return Wire(plane, serve, memory_address(WorkerId(99), Epoch(1)), places, plane.close, serve_again)

@@ -1,9 +1,13 @@
 """The tcp request plane over loopback, as a wire: every worker behind one listener."""
 
+from dataclasses import replace
+
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.planes.requests.port import Registration, RequestServer
 from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from tests.support.wire import Die, Wire
+from kvrouter.planes.requests.tcp.address import TcpAddress
+from tests.support.proxy import Proxy
+from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
 
 TOKEN = "a shared secret"
 
@@ -11,23 +15,54 @@ TOKEN = "a shared secret"
 async def tcp_wire() -> Wire:
     acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
     await acceptor.start()
-    plane = TcpRequestPlane(token=TOKEN, open_timeout_s=1.0)
-    n_workers = 0
+    return _wire(acceptor, TcpRequestPlane(token=TOKEN, open_timeout_s=1.0, retry_most_s=0.2), acceptor.port)
+
+
+async def tcp_wire_with_network() -> Wire:
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S)
+    await acceptor.start()
+    network = Proxy("127.0.0.1", acceptor.port)
+    await network.start()
+    plane = TcpRequestPlane(
+        token=TOKEN,
+        open_timeout_s=0.5,
+        connect_timeout_s=0.5,
+        heartbeat_s=0.1,
+        dead_after_s=DEAD_AFTER_S,
+        slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+        retry_most_s=0.2,
+    )
+    wire = _wire(acceptor, plane, network.port)
+    inner_close = wire.close
+
+    async def close() -> None:
+        network.resume()
+        await inner_close()
+        await network.close()
+
+    return replace(wire, network=network, close=close)
+
+
+def _wire(acceptor: TcpRequestAcceptor, plane: TcpRequestPlane, port: int) -> Wire:
     places: dict[str, Registration] = {}
 
+    def address_of(worker_id: int) -> str:
+        return str(TcpAddress("127.0.0.1", port, WorkerId(worker_id), Epoch(1)))
+
     async def serve(server: RequestServer) -> tuple[str, Die]:
-        nonlocal n_workers
-        n_workers += 1
-        address = acceptor.address_of(WorkerId(n_workers), Epoch(1))
-        registration = places[address] = acceptor.serve(address, server)
+        address = address_of(len(places) + 1)
+        await serve_again(address, server)
 
         async def die() -> None:
-            registration.leave("the worker died")
+            places[address].leave("the worker died")
 
         return address, die
+
+    async def serve_again(address: str, server: RequestServer) -> None:
+        places[address] = acceptor.serve(address, server)
 
     async def close() -> None:
         await plane.close()
         await acceptor.close()
 
-    return Wire(plane, serve, acceptor.address_of(WorkerId(99), Epoch(1)), places, close)
+    return Wire(plane, serve, address_of(99), places, close, serve_again)

@@ -7,6 +7,7 @@ from weakref import WeakSet
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.port import (
     AliveSink,
     EngineStream,
@@ -169,7 +170,7 @@ class MemoryRequestPlane:
     def __init__(self, *, open_timeout_s: float = 5.0) -> None:
         self._open_timeout_s = open_timeout_s
         self._registrations: dict[str, MemoryRegistration] = {}
-        self._followers: dict[str, dict[object, AliveSink]] = {}
+        self._followers: dict[str, Followers] = {}
         self._closed = False
 
     def serve(self, address: str, server: RequestServer) -> MemoryRegistration:
@@ -187,20 +188,25 @@ class MemoryRequestPlane:
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
         """Tell when the worker at ``address`` leaves, and when it serves again."""
-        key = object()
-        self._followers.setdefault(address, {})[key] = on_alive
+        followers = self._followers.setdefault(address, Followers())
+        forget = followers.add(on_alive)
+        if address not in self._registrations:
+            asyncio.get_running_loop().call_soon(self._tell_if_gone, address)
 
         def end() -> None:
-            followers = self._followers.get(address, {})
-            followers.pop(key, None)
-            if not followers:
-                self._followers.pop(address, None)
+            forget()
+            if not followers and self._followers.get(address) is followers:
+                del self._followers[address]
 
         return end
 
     def _tell(self, address: str, *, is_alive: bool) -> None:
-        for on_alive in tuple(self._followers.get(address, {}).values()):
-            on_alive(is_alive)
+        if address in self._followers:
+            self._followers[address].tell(is_alive=is_alive)
+
+    def _tell_if_gone(self, address: str) -> None:
+        if address not in self._registrations:
+            self._tell(address, is_alive=False)
 
     async def open(self, address: str, request: EngineRequest) -> EngineStream:
         """Send ``request``; return once the worker accepted it. WorkerUnreachable when nobody is there."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.planes.requests.tcp.frames import FrameReader, Kind, frame, goodbye
@@ -163,10 +164,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is there: keep time from now on."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"{type(transport).__name__} is no stream transport")
-        self._transport = transport
-        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        stream = cast("asyncio.Transport", transport)  # uvloop's transports are of no class of asyncio's
+        self._transport = stream
+        stream.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._timer = self.loop.call_later(self.heartbeat_s, self._beat)
 
     def connection_lost(self, exc: Exception | None) -> None:

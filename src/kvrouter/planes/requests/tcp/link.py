@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.port import AliveSink, WorkerUnreachable
 from kvrouter.planes.requests.tcp.router_end import RouterEnd
 
@@ -26,19 +27,6 @@ class Backoff:
         return longest_s * random.uniform(0.5, 1.0)
 
 
-class _Follower:
-    """Somebody who watches a worker, and what they were told last."""
-
-    def __init__(self, sink: AliveSink) -> None:
-        self._sink = sink
-        self._believes_alive = True
-
-    def tell(self, *, is_alive: bool) -> None:
-        if self._believes_alive is not is_alive:
-            self._believes_alive = is_alive
-            self._sink(is_alive)
-
-
 class Link:
     """One worker address, and at most one connection to it."""
 
@@ -48,7 +36,7 @@ class Link:
         self._on_unused = on_unused
         self._end: RouterEnd | None = None
         self._attempt: asyncio.Task[RouterEnd] | None = None
-        self._followers: dict[object, _Follower] = {}
+        self._followers = Followers()
         self._keeper: asyncio.Task[None] | None = None
         self._is_alive = True
         self._came_up = asyncio.Event()
@@ -69,15 +57,14 @@ class Link:
 
     def follow(self, sink: AliveSink) -> Callable[[], None]:
         """Keep the connection for ``sink``; return the function that ends it."""
-        key = object()
-        follower = self._followers[key] = _Follower(sink)
+        forget = self._followers.add(sink)
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
         elif not self._is_alive:
-            asyncio.get_running_loop().call_soon(self._tell_late, key, follower)
+            asyncio.get_running_loop().call_soon(self._tell_late)
 
         def end() -> None:
-            self._followers.pop(key, None)
+            forget()
             if not self._followers and self._keeper is not None:
                 self._keeper.cancel()
                 self._keeper = None
@@ -88,7 +75,7 @@ class Link:
 
     def close(self, reason: str) -> RouterEnd | None:
         """End everything; return the connection that is closing, for its last bytes to be awaited."""
-        self._followers.clear()
+        self._followers = Followers()
         for task in (self._keeper, self._attempt):
             if task is not None:
                 task.cancel()
@@ -138,10 +125,7 @@ class Link:
 
     def _tell(self, *, is_alive: bool) -> None:
         self._is_alive = is_alive
-        for key, follower in tuple(self._followers.items()):
-            if key in self._followers:
-                follower.tell(is_alive=is_alive)
+        self._followers.tell(is_alive=is_alive)
 
-    def _tell_late(self, key: object, follower: _Follower) -> None:
-        if key in self._followers:
-            follower.tell(is_alive=self._is_alive)
+    def _tell_late(self) -> None:
+        self._followers.tell(is_alive=self._is_alive)

@@ -1,0 +1,215 @@
+"""What every request plane does when the network, a worker or a reader lets it down."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.planes.requests.port import (
+    EngineStream,
+    ReaderTooSlow,
+    Registration,
+    StreamBroken,
+    WorkerUnreachable,
+)
+from tests.support.proxy import Proxy
+from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.support.wires import WIRES, WIRES_WITH_NETWORK, Wire
+
+
+@pytest.fixture(params=sorted(WIRES))
+async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
+    of = await WIRES[request.param]()
+    yield of
+    await of.close()
+
+
+@pytest.fixture(params=sorted(WIRES_WITH_NETWORK))
+async def far(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
+    of = await WIRES_WITH_NETWORK[request.param]()
+    yield of
+    await of.close()
+
+
+def network_of(wire: Wire) -> Proxy:
+    assert wire.network is not None
+    return wire.network
+
+
+class Watch:
+    """What a follower was told."""
+
+    def __init__(self) -> None:
+        self.told: list[bool] = []
+        self._news = asyncio.Event()
+
+    def __call__(self, is_alive: bool) -> None:
+        self.told.append(is_alive)
+        self._news.set()
+
+    async def until(self, *told: bool) -> None:
+        async with asyncio.timeout(IN_TIME_S):
+            while self.told != list(told):
+                self._news.clear()
+                await self._news.wait()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what nobody announces."""
+    async with asyncio.timeout(IN_TIME_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def idle(place: Registration) -> bool:
+    return await place.wait_idle(IN_TIME_S)
+
+
+async def broken(stream: EngineStream) -> StreamBroken:
+    """Read until the stream breaks."""
+    with pytest.raises(StreamBroken) as lost:
+        await read_all(stream)
+    return lost.value
+
+
+async def test_a_follower_hears_of_death_and_of_the_return(wire: Wire) -> None:
+    address, die = await wire.serve(ScriptedWorker())
+    watch = Watch()
+    end = wire.plane.follow(address, watch)
+    await wire.plane.open(address, leg())
+    assert watch.told == []
+    await die()
+    await watch.until(False)
+    assert wire.serve_again is not None
+    await wire.serve_again(address, ScriptedWorker())
+    await watch.until(False, True)
+    await wire.plane.open(address, leg())
+    end()
+    end()
+
+
+async def test_a_follower_that_left_hears_nothing_and_others_still_do(wire: Wire) -> None:
+    address, die = await wire.serve(ScriptedWorker())
+    gone, stays = Watch(), Watch()
+    end = wire.plane.follow(address, gone)
+    wire.plane.follow(address, stays)
+    end()
+    await die()
+    await stays.until(False)
+    assert gone.told == []
+
+
+async def test_who_follows_a_worker_that_was_never_there_hears_so(wire: Wire) -> None:
+    watch = Watch()
+    wire.plane.follow(wire.nowhere, watch)
+    await watch.until(False)
+
+
+async def test_a_request_given_up_before_the_worker_took_it_runs_nowhere(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    worker.answers.clear()
+    address, _ = await wire.serve(worker)
+    place = wire.places[address]
+    opening = asyncio.create_task(wire.plane.open(address, leg()))
+    await until(lambda: place.running_legs == 1)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert await idle(place)
+    worker.answers.set()
+    await wire.plane.open(address, leg())
+    assert len(worker.requests) == 1 or worker.streams[0].reasons
+
+
+async def test_a_reset_connection_breaks_its_streams_and_frees_the_worker(far: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await far.serve(worker)
+    reading, waiting = [await far.plane.open(address, leg(name)) for name in "xy"]
+    await worker.streams[0].put(EngineChunk(token_ids=(1,)))
+    assert (await reading.__anext__()).token_ids == (1,)
+    reader = asyncio.create_task(broken(reading))
+    await asyncio.sleep(0)
+    network_of(far).cut()
+    await reader
+    await broken(waiting)
+    assert await idle(far.places[address])
+    async with asyncio.timeout(IN_TIME_S):
+        for stream in worker.streams:
+            await stream.cancelled.wait()
+    await far.plane.open(address, leg("x"))
+
+
+async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await far.serve(worker)
+    watch = Watch()
+    far.plane.follow(address, watch)
+    stream = await far.plane.open(address, leg())
+    network_of(far).pause()
+    await broken(stream)
+    await watch.until(False)
+    assert await idle(far.places[address])
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[0].cancelled.wait()
+    with pytest.raises(WorkerUnreachable):
+        await far.plane.open(address, leg("y"))
+    network_of(far).resume()
+    await watch.until(False, True)
+    again = await far.plane.open(address, leg())
+    await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
+    assert (await read_all(again))[0] == [7]
+
+
+async def test_silence_is_no_death(far: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await far.serve(worker)
+    watch = Watch()
+    far.plane.follow(address, watch)
+    stream = await far.plane.open(address, leg())
+    await asyncio.sleep(1.5)  # longer than a peer may be silent: heartbeats are not seen from here
+    assert watch.told == []
+    await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
+    assert (await read_all(stream))[0] == [7]
+
+
+async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(far: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await far.serve(worker)
+    await far.plane.open(address, leg("before"))
+    network_of(far).pause()
+    with pytest.raises(WorkerUnreachable):
+        await far.plane.open(address, leg("late"))
+    network_of(far).resume()
+    await until(lambda: far.places[address].running_legs <= 1)
+    late = await far.plane.open(address, leg("late"))
+    assert far.places[address].running_legs <= 2
+    await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
+    assert (await read_all(late))[0] == [7]
+
+
+async def test_a_reader_that_is_too_slow_is_cut_off_alone(far: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await far.serve(worker)
+    slow = await far.plane.open(address, leg("slow"))
+    waits = await far.plane.open(address, leg("waits"))
+    await worker.streams[0].put(EngineChunk(token_ids=(1, 2, 3)))
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[0].cancelled.wait()
+    assert "reader" in worker.streams[0].reasons[0]
+    with pytest.raises(ReaderTooSlow):
+        await read_all(slow)
+    assert worker.streams[1].reasons == []
+    await worker.streams[1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
+    assert (await read_all(waits))[0] == [7]
+
+
+async def test_a_prefill_that_waits_for_its_decode_is_freed_when_its_router_is_lost(far: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await far.serve(worker)
+    stream = await far.plane.open(address, leg(which=Leg.PREFILL))
+    await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH))
+    await read_all(stream)
+    network_of(far).cut()
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[0].cancelled.wait()

@@ -1,0 +1,104 @@
+"""A TCP proxy that a test puts between two ends, to take the network away from them.
+
+::
+
+    async with Proxy("127.0.0.1", port) as proxy:
+        ...connect to proxy.port instead...
+        proxy.pause()    # connections stay open, nothing passes: a partition, a peer that is half open
+        proxy.resume()   # what waited passes
+        proxy.cut()      # every connection is reset
+"""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+READ_BYTES = 64 * 1024
+
+
+class Proxy:
+    """Passes bytes both ways between whoever connects to ``port`` and ``host:target_port``.
+
+    ``delay_s`` is added to whatever passes; while it waits, nothing else of that direction passes. A paused
+    proxy still accepts connections.
+    """
+
+    def __init__(self, host: str, target_port: int, *, delay_s: float = 0.0) -> None:
+        self.delay_s = delay_s
+        self.port = 0
+        self.n_accepted = 0
+        self._target = (host, target_port)
+        self._passes = asyncio.Event()
+        self._passes.set()
+        self._listener: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, port: int = 0) -> None:
+        """Listen on ``port``; 0: any."""
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", port)
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    def pause(self) -> None:
+        """Pass nothing on; connections stay as they are."""
+        self._passes.clear()
+
+    def resume(self) -> None:
+        """Pass on what waited, and what comes."""
+        self._passes.set()
+
+    def cut(self) -> None:
+        """Reset every connection; what waited in them is lost."""
+        for writer in tuple(self._writers):
+            writer.transport.abort()
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cut, and listen no longer."""
+        if self._listener is not None:
+            self._listener.close()
+        self.cut()
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+        if self._listener is not None:
+            await self._listener.wait_closed()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.n_accepted += 1
+        self._writers.add(writer)
+        try:
+            there_reader, there_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            writer.transport.abort()
+            self._writers.discard(writer)
+            return
+        self._writers.add(there_writer)
+        for one_end, other_end in ((reader, there_writer), (there_reader, writer)):
+            task = asyncio.create_task(self._pass(one_end, other_end))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(READ_BYTES):
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
+                await self._passes.wait()
+                writer.write(data)
+                await writer.drain()
+            await self._passes.wait()  # a paused network tells nobody that a connection was closed
+        except OSError:
+            writer.transport.abort()
+        finally:
+            writer.close()
+            self._writers.discard(writer)
