@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from tests.support.event_ends_jetstream import jetstream_ends
 from tests.support.event_ends_memory import memory_ends
 from tests.support.event_ends_nats import nats_ends
 from tests.support.event_ends_zmq import zmq_ends
@@ -38,4 +39,5 @@ ENDS: dict[str, EndsKind] = {
     "memory": EndsKind(memory_ends),
     "zmq": EndsKind(zmq_ends),
     "nats": EndsKind(nats_ends, needs_nats=True),
+    "jetstream": EndsKind(jetstream_ends, needs_nats=True),
 }

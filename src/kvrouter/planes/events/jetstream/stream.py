@@ -1,10 +1,12 @@
 """The persistent stream of one component: made when it is missing, read, purged."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nats.js import JetStreamContext, api
 from nats.js.errors import BadRequestError, NotFoundError
 
+from kvrouter.core.ids import WorkerRank
 from kvrouter.planes.events.jetstream.words import LaneNames, StreamLimits
 
 STREAM_NAME_IN_USE = 10058
@@ -28,6 +30,13 @@ class StreamReading:
     def is_whole(self) -> bool:
         """Whether it holds every message since it was made."""
         return self.first <= 1
+
+
+class FirstMessage(NamedTuple):
+    """The oldest message of one rank."""
+
+    payload: bytes
+    sequence: int
 
 
 class EventStream:
@@ -66,6 +75,16 @@ class EventStream:
     async def read(self) -> StreamReading:
         """Where the stream stands; raises NotFoundError when there is none."""
         return _reading(await self._jetstream.stream_info(self.names.stream))
+
+    async def first_of(self, rank: WorkerRank) -> FirstMessage | None:
+        """The oldest message of the rank that the stream has."""
+        try:
+            message = await self._jetstream.get_msg(
+                self.names.stream, seq=1, subject=self.names.events(rank), next=True
+            )
+        except NotFoundError:
+            return None
+        return FirstMessage(message.data or b"", message.seq or 0)
 
     async def purge(self, *, through: int | None = None) -> None:
         """Remove the messages up to the sequence ``through``, or all."""

@@ -1,0 +1,328 @@
+"""One component's stream as one router replica hears it: live, and what came before it, rank by rank.
+
+::
+
+    stream   1 ······· S │ S+1 ················ P │ P+1 ······▶
+             snapshot ───┘                        │
+                         replay of one rank ──────┴─▶ until it has met
+                                                  live: every rank but those that replay
+
+``P`` is where the live delivery began. A rank that is asked for the first time begins with the snapshot and a
+replay of its own messages from there on; a rank that asks again can't be trusted, so its worker is asked.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js.errors import NotFoundError
+
+from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.jetstream.delivery import Delivery
+from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
+from kvrouter.planes.events.jetstream.shelf import Claim, Overtaken, SnapshotShelf
+from kvrouter.planes.events.jetstream.stored import Stage, StoredIndex
+from kvrouter.planes.events.jetstream.stream import EventStream
+from kvrouter.planes.events.jetstream.words import (
+    CLIENT_ERRORS,
+    LaneNames,
+    LaneObserver,
+    StreamLimits,
+    reason,
+)
+from kvrouter.planes.events.port import BatchSink, LoadSink, RecoveryClient
+from kvrouter.planes.events.subjects import subject_name
+from kvrouter.planes.events.wire import decode_batch, decode_load
+
+STORED_ANSWER_MAX_S = 3.0
+"""A snapshot that takes longer to read is no answer: the worker is asked."""
+
+RETRY_S = 0.5
+"""Between two tries to hear the stream."""
+
+REPLAYS_MAX = 8
+"""Ranks that are replayed at the same time."""
+
+READS_MAX = 3
+"""Snapshots that are tried for one rank, each one replaced while it was read."""
+
+NO_SNAPSHOT = ""
+"""What a rank began with whose whole history is in the stream."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneParts:
+    """What a lane is made of."""
+
+    client: Client
+    recovery: RecoveryClient
+    names: LaneNames
+    replica_name: str
+    limits: StreamLimits
+    observer: LaneObserver
+    on_batch: BatchSink
+    on_load: LoadSink
+    resets: bool
+    """Clear the stream and its snapshots before anything is heard."""
+
+
+class ComponentLane:
+    """Follows the workers of one component. Make it on the event loop: it begins at once."""
+
+    def __init__(self, parts: LaneParts) -> None:
+        self.names = parts.names
+        self.position = 0
+        """The stream sequence up to which everything was handed over, but for ranks that replay."""
+        self.made = ""
+        """Which stream the position is in; "" before the first was heard."""
+        jetstream = parts.client.jetstream()
+        self.stream = EventStream(jetstream, parts.names, parts.limits)
+        self.shelf = SnapshotShelf(jetstream, parts.names, replicas=parts.limits.replicas)
+        self._parts = parts
+        self._jetstream = jetstream
+        self._stored = StoredIndex(self.shelf, self.stream)
+        self._followed: dict[WorkerId, Epoch] = {}
+        self._began: dict[WorkerRank, str | None] = {}
+        self._replays: dict[WorkerRank, Replay] = {}
+        self._replay_parts = ReplayParts(
+            client=parts.client,
+            jetstream=jetstream,
+            names=parts.names,
+            observer=parts.observer,
+            limit=asyncio.Semaphore(REPLAYS_MAX),
+            hand=self._hand_replayed,
+            ended=self._replayed,
+        )
+        self._checks: set[asyncio.Task[None]] = set()
+        self._is_heard = asyncio.Event()
+        self._must_reset = parts.resets
+        self._loads: Subscription | None = None
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    # Who is followed
+
+    def follow(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """From now on this start of the worker is meant."""
+        if self._followed.get(worker_id) != epoch:
+            self.forget(worker_id)
+            self._followed[worker_id] = epoch
+
+    def unfollow(self, worker_id: WorkerId, epoch: Epoch) -> bool:
+        """Forget this start of the worker; return whether it was the one that is followed."""
+        if self._followed.get(worker_id) != epoch:
+            return False
+        self.forget(worker_id)
+        return True
+
+    def forget(self, worker_id: WorkerId) -> None:
+        """Forget the worker: it is gone, started anew, or is in another component now."""
+        self._followed.pop(worker_id, None)
+        for rank in [rank for rank in self._began if rank.worker_id == worker_id]:
+            del self._began[rank]
+        for rank in [rank for rank in self._replays if rank.worker_id == worker_id]:
+            self._replays.pop(rank).cancel()
+
+    def covers(self, rank: WorkerRank) -> bool:
+        """Whether all of the rank up to ``position`` was handed over."""
+        return rank.worker_id in self._followed and rank not in self._replays
+
+    async def close(self) -> None:
+        """Hear nothing any more."""
+        for replay in list(self._replays.values()):
+            replay.cancel()
+        self._replays.clear()
+        tasks = [self._task, *self._checks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # What a rank begins with
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        """The rank's state: stored, at its first ask; of its worker, at any other."""
+        epoch = self._followed[rank.worker_id]
+        if rank not in self._began:
+            self._began[rank] = None
+            snapshot = await self._stored_answer(rank, epoch)
+            if snapshot is not None:
+                return snapshot
+        trouble: Exception | None = None
+        try:
+            snapshot = await self._parts.recovery.recover_snapshot(rank)
+        except (KvrouterError, OSError) as error:
+            snapshot, trouble = None, error
+        if snapshot is None:
+            snapshot = await self._stored_answer(rank, epoch)
+        if snapshot is None and trouble is not None:
+            raise trouble
+        return snapshot
+
+    async def _stored_answer(self, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
+        """What the snapshot, or the stream alone, tells of the rank; None when they don't tell all."""
+        try:
+            async with asyncio.timeout(STORED_ANSWER_MAX_S):
+                await self._is_heard.wait()
+                for _ in range(READS_MAX):
+                    stage = await self._stored.stage()
+                    try:
+                        snapshot = await self._stored.snapshot(stage, rank, epoch)
+                        if snapshot is None:
+                            return await self._begin_from_nothing(rank, epoch)
+                        if self._began.get(rank) == stage.snapshot:
+                            return None
+                        if await self._is_still_reached(stage):
+                            self._begin(rank, epoch, stage.snapshot, after=stage.sequence)
+                            return snapshot
+                    except NotFoundError:
+                        self._stored.forget(stage)  # its objects are gone
+        except (*CLIENT_ERRORS, ProtocolError) as error:
+            self._parts.observer.disturbed(self.names.component, f"snapshot: {reason(error)}")
+        return None
+
+    async def _begin_from_nothing(self, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
+        """The empty state before the rank's first event, if the stream has that event.
+
+        The oldest messages go first, so a message of an earlier start shows that this one's are all there.
+        """
+        first = await self.stream.first_of(rank)
+        if first is None or self._began.get(rank) is not None:
+            return None
+        batch = self._decode(first.payload)
+        if batch is None or (batch.epoch == epoch and batch.first_event_id > 0):
+            return None
+        self._begin(rank, epoch, NO_SNAPSHOT, after=first.sequence - 1)
+        return KvSnapshot(rank, epoch, EventId(0), ())
+
+    async def _is_still_reached(self, stage: Stage) -> bool:
+        """Whether the stream has not been purged past ``stage`` since that was read."""
+        reading = await self.stream.read()
+        if reading.made == stage.stream.made and reading.first <= stage.sequence + 1:
+            return True
+        self._stored.forget(stage)
+        return False
+
+    def _begin(self, rank: WorkerRank, epoch: Epoch, began: str, *, after: int) -> None:
+        """Replay the rank's messages after the sequence ``after``; its state before that is the answer."""
+        self._began[rank] = began
+        old = self._replays.pop(rank, None)
+        if old is not None:
+            old.cancel()
+        self._replays[rank] = Replay(rank, epoch, after=after, parts=self._replay_parts)
+
+    # Replays
+
+    def _hand_replayed(self, payload: bytes, epoch: Epoch) -> None:
+        batch = self._decode(payload)
+        if (
+            batch is not None and batch.epoch == epoch
+        ):  # an earlier start of the worker says nothing of this one
+            self._parts.on_batch(batch)
+
+    def _replayed(self, replay: Replay) -> None:
+        if self._replays.get(replay.rank) is replay:
+            del self._replays[replay.rank]
+            check = asyncio.get_running_loop().create_task(self._check_replayed(replay))
+            self._checks.add(check)
+            check.add_done_callback(self._checks.discard)
+
+    async def _check_replayed(self, replay: Replay) -> None:
+        """If the stream was purged while it was replayed, tell the rank how far its ids have come.
+
+        Its feed then knows whether it missed something, and asks again.
+        """
+        try:
+            reading = await self.stream.read()
+            if reading.first <= replay.after + 1:
+                return
+            stage = await self._stored.stage()
+            if not stage.is_reached or stage.sequence < reading.first - 1:
+                self._stored.forget(stage)
+                stage = await self._stored.stage()
+        except (*CLIENT_ERRORS, ProtocolError) as error:
+            self._parts.observer.disturbed(self.names.component, f"replay: {reason(error)}")
+            return
+        held = stage.ranks.get(replay.rank)
+        if held is not None and held.epoch == replay.epoch == self._followed.get(replay.rank.worker_id):
+            self._parts.on_batch(KvBatch(replay.rank, held.epoch, held.next_event_id, ()))
+
+    # Live
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    why = await self._hear()
+                except (*CLIENT_ERRORS, ProtocolError, Overtaken) as error:
+                    why = reason(error)
+                if self._parts.client.is_closed:
+                    return
+                self._parts.observer.disturbed(self.names.component, f"stream: {why}")
+                await asyncio.sleep(RETRY_S)
+        finally:
+            if self._loads is not None and not self._parts.client.is_closed:
+                await self._loads.unsubscribe()
+
+    async def _hear(self) -> str:
+        """Hear the stream until that breaks; return why."""
+        if self._loads is None:
+            self._loads = await self._parts.client.subscribe(self.names.all_loads, cb=self._on_load)
+        reading = await self.stream.ensure()
+        if self._must_reset:
+            await self._reset()
+            reading = await self.stream.read()
+        if self.made != reading.made or reading.last < self.position:
+            # Another stream has the name: all of it is new. Of the first one, replays bring what came before.
+            self.position = 0 if self.made else reading.last
+            self.made = reading.made
+        live = Delivery(
+            self._parts.client,
+            self._jetstream,
+            self._on_message,
+            stream=self.names.stream,
+            subjects=self.names.all_events,
+            durable=f"kvrouter-{subject_name(self._parts.replica_name)}",
+        )
+        try:
+            await live.open(after=self.position)
+            self._is_heard.set()
+            return await live.broken
+        finally:
+            await live.close()
+
+    async def _reset(self) -> None:
+        revised = await self.shelf.claim()
+        await self.shelf.write(Claim(), over=revised.revision)
+        await self.stream.purge()
+        await self.shelf.remove(await self.shelf.objects())
+        self._must_reset = False
+        self._parts.observer.was_reset(self.names.component)
+
+    def _on_message(self, payload: bytes, sequence: int, _pending: int) -> None:
+        self.position = sequence
+        batch = self._decode(payload)
+        if batch is None:
+            return
+        replay = self._replays.get(batch.rank)
+        if replay is not None:
+            replay.skipped(sequence)
+        else:
+            self._parts.on_batch(batch)
+
+    async def _on_load(self, message: Msg) -> None:
+        try:
+            report = decode_load(message.data)
+        except ProtocolError as error:
+            self._parts.observer.refused(error.message)
+            return
+        self._parts.on_load(report)
+
+    def _decode(self, payload: bytes) -> KvBatch | None:
+        try:
+            return decode_batch(payload)
+        except ProtocolError as error:
+            self._parts.observer.refused(error.message)
+            return None

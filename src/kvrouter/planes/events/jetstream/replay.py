@@ -1,0 +1,113 @@
+"""One rank's past, from the stream, until it meets what is delivered live."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from kvrouter.core.ids import Epoch, WorkerRank
+from kvrouter.planes.events.jetstream.delivery import Delivery
+from kvrouter.planes.events.jetstream.words import CLIENT_ERRORS, LaneNames, LaneObserver, reason
+
+RETRY_S = 0.5
+
+IDLES_TO_END = 2
+"""So many heartbeats without a message: what was skipped is not in the stream any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayParts:
+    """What every replay of a lane works with."""
+
+    client: Client
+    jetstream: JetStreamContext
+    names: LaneNames
+    observer: LaneObserver
+    limit: asyncio.Semaphore
+    """How many read at the same time."""
+
+    hand: Callable[[bytes, Epoch], None]
+    """Hands a message's batch to the router, if it is of the epoch."""
+
+    ended: Callable[["Replay"], None]
+    """Called in the moment in which the replay has met the live delivery: that one goes on."""
+
+
+class Replay:
+    """Hands over what the stream has of one rank, from the sequence ``after`` on.
+
+    The live delivery skips the rank meanwhile, and says so: the replay reads the same stream, so it has what
+    was skipped too, and ends when it has handed over the last message that was.
+    """
+
+    def __init__(self, rank: WorkerRank, epoch: Epoch, *, after: int, parts: ReplayParts) -> None:
+        self.rank = rank
+        self.epoch = epoch
+        self.after = after
+        self._parts = parts
+        self._position = after
+        self._skipped_to = 0
+        self._idles = 0
+        self._has_ended = False
+        self._delivery: Delivery | None = None
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def skipped(self, sequence: int) -> None:
+        """The live delivery met a message of the rank and let it go."""
+        self._skipped_to = sequence
+        self._idles = 0
+
+    def cancel(self) -> None:
+        """Hand over nothing any more."""
+        self._has_ended = True
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        async with self._parts.limit:
+            while not self._has_ended:
+                try:
+                    await self._read()
+                except CLIENT_ERRORS as error:
+                    self._parts.observer.disturbed(self._parts.names.component, f"replay: {reason(error)}")
+                    await asyncio.sleep(RETRY_S)
+
+    async def _read(self) -> None:
+        parts = self._parts
+        delivery = self._delivery = Delivery(
+            parts.client,
+            parts.jetstream,
+            self._on_message,
+            on_idle=self._on_idle,
+            stream=parts.names.stream,
+            subjects=parts.names.events(self.rank),
+        )
+        try:
+            pending = await delivery.open(after=self._position)
+            if pending == 0 and self._skipped_to <= self._position:
+                self._end()
+            await delivery.broken
+        finally:
+            await delivery.close()
+
+    def _on_message(self, payload: bytes, sequence: int, pending: int) -> None:
+        if self._has_ended:
+            return
+        self._position = sequence
+        self._idles = 0
+        self._parts.hand(payload, self.epoch)
+        if pending == 0 and sequence >= self._skipped_to:
+            self._end()
+
+    def _on_idle(self) -> None:
+        self._idles += 1
+        if self._idles >= IDLES_TO_END:
+            self._end()
+
+    def _end(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            if self._delivery is not None:
+                self._delivery.stop("it has ended")
+            self._parts.ended(self)

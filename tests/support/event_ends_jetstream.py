@@ -1,0 +1,83 @@
+"""Both ends of the JetStream event lane, each with a connection of its own, and what is heard from both."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from nats.aio.client import Client
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.planes.events.nats_recovery import NatsRecovery
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from tests.support.event_ends_nats import connect
+from tests.support.event_waits import card, until_heard
+
+SOMEBODY = WorkerId(99)
+"""A worker of the component that no test is about."""
+
+
+class Notes:
+    """Remembers what the lane tells."""
+
+    def __init__(self) -> None:
+        self.dropped_batches = 0
+        self.refusals: list[str] = []
+        self.disturbances: list[str] = []
+        self.resets: list[str] = []
+
+    def dropped(self, n_batches: int, why: str) -> None:
+        self.dropped_batches += n_batches
+
+    def refused(self, why: str) -> None:
+        self.refusals.append(why)
+
+    def disturbed(self, component: str, why: str) -> None:
+        self.disturbances.append(f"{component}: {why}")
+
+    def was_reset(self, component: str) -> None:
+        self.resets.append(component)
+
+
+class JetStreamEnds:
+    def __init__(self, worker: Client, router: Client, namespace: str) -> None:
+        self.notes = Notes()
+        self.worker_end = JetStreamPublisher(
+            worker,
+            namespace=namespace,
+            component="backend",
+            observer=self.notes,
+            merged_events_max=1,  # every batch arrives as it was published
+        )
+        self.server = NatsRecovery(worker, namespace=namespace, on_malformed=self.notes.refused)
+        self.asker = NatsRecovery(router, namespace=namespace, on_malformed=self.notes.refused)
+        self.router_end = JetStreamSubscriber(
+            router, self.asker, namespace=namespace, replica_name="one", observer=self.notes
+        )
+        self.publisher: EventPublisher = self.worker_end
+        self.subscriber: EventSubscriber = self.router_end
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
+        return self.server.serve_recovery(worker_id, source)
+
+    async def close(self) -> None:
+        await self.worker_end.close()
+        await self.router_end.close()
+        await self.server.close()
+        await self.asker.close()
+
+
+@asynccontextmanager
+async def jetstream_ends(nats_url: str, namespace: str) -> AsyncIterator[JetStreamEnds]:
+    worker, router = await connect(nats_url), await connect(nats_url)
+    try:
+        ends = JetStreamEnds(worker, router, namespace)
+        for worker_id in (WorkerId(4), WorkerId(5)):
+            ends.subscriber.follow(card(worker_id, ends.publisher.source))
+        await until_heard(ends.publisher, ends.subscriber, SOMEBODY)
+        yield ends
+        await ends.close()
+        assert ends.notes.refusals == []
+        assert ends.notes.dropped_batches == 0
+    finally:
+        await worker.close()
+        await router.close()
