@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.columns import pack_hashes, unpack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, Medium, Removed, Stored
-from kvrouter.core.hashing import Prompt, block_hashes, hash_seed
+from kvrouter.core.hashing import Prompt, block_hashes, hash_seed, sequence_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.worker.mirror import RankMirror
@@ -207,3 +207,44 @@ def test_the_mirror_places_no_orphan_and_keeps_what_follows_a_removed_block() ->
     mirror.apply((Stored(EngineHash(2), pack_hashes([4]), pack_hashes([44])),))
     assert mirror.orphans == 1
     assert len(mirror.held()[0].engine_hashes) == 16
+
+
+def test_a_name_that_stands_for_other_content_forgets_its_stores() -> None:
+    mirror = RankMirror()
+    column = pack_hashes([1])
+    mirror.apply((Stored(None, column, pack_hashes([11])), Stored(None, column, pack_hashes([11]))))
+    mirror.apply((Stored(None, column, pack_hashes([22])),))
+    assert mirror.held() == (Held(column, pack_hashes([22])),)
+    mirror.apply((Removed(column),))
+    assert mirror.held() == ()
+
+
+def test_a_parent_may_be_in_another_medium() -> None:
+    mirror = RankMirror()
+    mirror.apply((Stored(None, pack_hashes([1]), pack_hashes([11]), Medium.CPU),))
+    mirror.apply((Stored(EngineHash(1), pack_hashes([2]), pack_hashes([22])),))
+    chained = sequence_hashes(pack_hashes([11, 22]))
+    assert mirror.held() == (
+        Held(pack_hashes([1]), pack_hashes([11]), Medium.CPU),
+        Held(pack_hashes([2]), chained[8:]),
+    )
+    assert mirror.orphans == 0
+
+
+class Loads(Wire):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[LoadReport] = []
+
+    def publish_load(self, report: LoadReport) -> None:
+        self.loads.append(report)
+
+
+async def test_a_load_is_of_the_workers_own_rank_and_a_closed_publisher_tells_none() -> None:
+    wire = Loads()
+    publisher = publisher_on(wire)
+    publisher.publish_load(active_blocks=3, total_blocks=8, running_requests=1, dp_rank=DpRank(2))
+    publisher.close()
+    publisher.publish_load(active_blocks=4, total_blocks=8)
+    rank = WorkerRank(WORKER, DpRank(2))
+    assert wire.loads == [LoadReport(rank, active_blocks=3, total_blocks=8, running_requests=1)]

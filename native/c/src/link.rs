@@ -100,20 +100,42 @@ enum Step {
     Close,
 }
 
+/// Why a connection is over, or was none.
+struct Lost {
+    why: String,
+    /// The door does not want us: to knock again at once would not change its mind.
+    refused: bool,
+}
+
+impl Lost {
+    fn refused(why: &str) -> Self {
+        Lost { why: format!("refused: {why}"), refused: true }
+    }
+}
+
+impl From<io::Error> for Lost {
+    fn from(error: io::Error) -> Self {
+        let why = match error.kind() {
+            io::ErrorKind::UnexpectedEof => "the door closed the connection".to_owned(),
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "the door does not answer".to_owned(),
+            _ => error.to_string(),
+        };
+        Lost { why, refused: false }
+    }
+}
+
 /// Connects and sends until the publisher closes.
 pub(crate) fn run(shared: &Shared) {
     mask_signals();
     let mut pause = PAUSE_MIN;
     while !shared.lock().closing {
         let ended = catch_unwind(AssertUnwindSafe(|| serve(shared)));
-        let why = match ended {
-            Ok(Ok(())) => String::new(),
-            Ok(Err(error)) => told(&error),
-            Err(_) => "a mistake of the library's".to_owned(),
-        };
+        let mistake = || Lost { why: "a mistake of the library's".to_owned(), refused: true };
+        let lost = ended.unwrap_or_else(|_| Err(mistake())).err();
         let mut state = shared.lock();
-        pause = if state.connected { PAUSE_MIN } else { (2 * pause).min(PAUSE_MAX) };
-        state.leave(why);
+        let was_heard = state.connected && lost.as_ref().is_some_and(|lost| !lost.refused);
+        pause = if was_heard { PAUSE_MIN } else { (2 * pause).min(PAUSE_MAX) };
+        state.leave(lost.map_or_else(String::new, |lost| lost.why));
         shared.progress.notify_all();
         // Work that comes in the pause wakes the thread; it waits on all the same, so as not to knock in a loop.
         let paused = shared.work.wait_timeout_while(state, pause, |state| !state.closing);
@@ -122,7 +144,7 @@ pub(crate) fn run(shared: &Shared) {
 }
 
 /// One connection, from its greeting to its end.
-fn serve(shared: &Shared) -> io::Result<()> {
+fn serve(shared: &Shared) -> Result<(), Lost> {
     let settings = &shared.settings;
     let mut socket = Socket::connect(&settings.address)?;
     {
@@ -139,15 +161,17 @@ fn serve(shared: &Shared) -> io::Result<()> {
     let greeted = socket.write_all(&greeting);
     match frames::read_reply(&mut socket) {
         Ok(Reply::Welcome) => greeted?,
-        Ok(Reply::Refused(why)) => return Err(refusal(&why)),
-        Ok(Reply::Synced(_)) => return Err(io::Error::other("the door answers what was not asked")),
-        Err(error) => return Err(error),
+        Ok(Reply::Refused(why)) => return Err(Lost::refused(&why)),
+        Ok(Reply::Synced(_)) => return Err(not_asked().into()),
+        Err(error) => return Err(error.into()),
     }
     shared.lock().join();
     shared.progress.notify_all();
     loop {
         match next_step(shared) {
-            Step::Replace(dp_rank, mirror) => replace(&mut socket, dp_rank, &mirror)?,
+            Step::Replace(dp_rank, mirror) => {
+                replace(&mut socket, dp_rank, &mirror).map_err(|error| last_words(&mut socket, error))?;
+            }
             Step::Send { queue, loads, told } => {
                 send(&mut socket, queue, &loads, told)?;
                 shared.lock().arrived = told;
@@ -198,29 +222,31 @@ fn replace(socket: &mut Socket, dp_rank: u32, mirror: &Mirror) -> io::Result<()>
 }
 
 /// Sends, and waits until the worker says that it took it.
-fn send(socket: &mut Socket, mut queue: Vec<u8>, loads: &[(u32, Load)], told: u64) -> io::Result<()> {
+fn send(socket: &mut Socket, mut queue: Vec<u8>, loads: &[(u32, Load)], told: u64) -> Result<(), Lost> {
     for (dp_rank, load) in loads {
         frames::load(&mut queue, *dp_rank, load);
     }
     frames::sync(&mut queue, told);
-    socket.write_all(&queue)?;
+    socket.write_all(&queue).map_err(|error| last_words(socket, error))?;
     match frames::read_reply(socket)? {
         Reply::Synced(goal) if goal == told => Ok(()),
-        Reply::Refused(why) => Err(refusal(&why)),
-        _ => Err(io::Error::other("the door answers what was not asked")),
+        Reply::Refused(why) => Err(Lost::refused(&why)),
+        _ => Err(not_asked().into()),
     }
 }
 
-fn refusal(why: &str) -> io::Error {
-    io::Error::other(format!("refused: {why}"))
+/// What a door said before it closed tells more than that it closed.
+fn last_words(socket: &mut Socket, error: io::Error) -> Lost {
+    if error.kind() == io::ErrorKind::BrokenPipe {
+        if let Ok(Reply::Refused(why)) = frames::read_reply(socket) {
+            return Lost::refused(&why);
+        }
+    }
+    error.into()
 }
 
-fn told(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::UnexpectedEof => "the door closed the connection".to_owned(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "the door does not answer".to_owned(),
-        _ => error.to_string(),
-    }
+fn not_asked() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "the door answers what was not asked")
 }
 
 impl State {

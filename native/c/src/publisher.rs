@@ -190,11 +190,13 @@ impl Publisher {
         Ok(())
     }
 
-    /// Waits until the worker has taken everything that was told before this call.
+    /// Waits until the worker has taken everything that was told before this call, and has said so since.
     pub fn flush(&self, limit: Duration) -> Result<(), Refused> {
         let ends = Instant::now().checked_add(limit);
         let mut state = self.shared.lock();
+        state.told += 1;
         let goal = state.told;
+        self.shared.work.notify_one();
         while !(state.connected && state.arrived >= goal) {
             let left = match ends {
                 None => limit,

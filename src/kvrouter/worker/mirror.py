@@ -7,16 +7,26 @@ from kvrouter.core.events import Cleared, Held, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import sequence_hashes
 
 
+class _Blocks:
+    """The blocks of one medium, by engine hash: the sequence hash of each, and how often it was stored."""
+
+    __slots__ = ("sequences", "stores")
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, int] = {}
+        self.stores: Counter[int] = Counter()
+
+
 class RankMirror:
     """Blocks by engine hash, counted per medium, with the sequence hash that each one chains to.
 
-    ``orphans`` counts the stores whose parent the rank does not hold: no sequence hash, so they are left out.
+    A name that stood for other content stands for the new one alone, as in the routers' index. ``orphans``
+    counts the stores whose parent the rank does not hold: no sequence hash, so they are left out.
     """
 
     def __init__(self) -> None:
         self.orphans = 0
-        self._sequences: dict[int, int] = {}
-        self._stores: dict[Medium, Counter[int]] = {}
+        self._media: dict[Medium, _Blocks] = {}
 
     def apply(self, events: tuple[KvEvent, ...]) -> None:
         """Follow ``events``, in order."""
@@ -27,17 +37,16 @@ class RankMirror:
                 case Removed():
                     self._remove(event)
                 case Cleared():
-                    self._sequences.clear()
-                    self._stores.clear()
+                    self._media.clear()
 
     def held(self) -> tuple[Held, ...]:
         """All blocks, as a snapshot names them: a block that was stored ``n`` times is listed ``n`` times."""
         events = []
-        for medium, stores in self._stores.items():
-            blocks = tuple(stores.elements())
-            if blocks:
-                chained = pack_hashes(self._sequences[block] for block in blocks)
-                events.append(Held(pack_hashes(blocks), chained, medium))
+        for medium, blocks in self._media.items():
+            names = tuple(blocks.stores.elements())
+            if names:
+                chained = pack_hashes(map(blocks.sequences.__getitem__, names))
+                events.append(Held(pack_hashes(names), chained, medium))
         return tuple(events)
 
     def _store(self, event: Stored) -> None:
@@ -45,27 +54,40 @@ class RankMirror:
         if chained is None:
             self.orphans += 1
             return
-        blocks = unpack_hashes(event.engine_hashes)
-        self._sequences.update(zip(blocks, unpack_hashes(chained), strict=True))
-        self._stores.setdefault(event.medium, Counter()).update(blocks)
+        blocks = self._media.setdefault(event.medium, _Blocks())
+        sequences, stores = blocks.sequences, blocks.stores
+        for name, sequence in zip(unpack_hashes(event.engine_hashes), unpack_hashes(chained), strict=True):
+            if sequences.get(name) == sequence:
+                stores[name] += 1
+            else:
+                sequences[name] = sequence
+                stores[name] = 1
 
     def _chain(self, event: Stored) -> HashColumn | None:
         """The sequence hashes of the stored blocks; None when the parent is not known."""
         if event.parent is None:
             return sequence_hashes(event.block_hashes)
-        parent = self._sequences.get(event.parent)
+        parent = self._sequence_of(event.parent, event.medium)
         if parent is None:
             return None
         # A sequence hash chains like a first block's own hash, so the parent's stands in for all before it.
         return sequence_hashes(pack_hashes([parent]) + event.block_hashes)[HASH_BYTES:]
 
+    def _sequence_of(self, name: int, medium: Medium) -> int | None:
+        """The sequence hash that the rank calls ``name``: in this medium, or in any other."""
+        for each in (medium, *Medium):
+            blocks = self._media.get(each)
+            if blocks is not None and name in blocks.sequences:
+                return blocks.sequences[name]
+        return None
+
     def _remove(self, event: Removed) -> None:
-        stores = self._stores.get(event.medium)
-        for block in unpack_hashes(event.engine_hashes) if stores else ():
-            if stores is None or not stores[block]:
-                continue
-            stores[block] -= 1
-            if not stores[block]:
-                del stores[block]
-                if not any(block in others for others in self._stores.values()):
-                    del self._sequences[block]
+        blocks = self._media.get(event.medium)
+        if blocks is None:
+            return
+        for name in unpack_hashes(event.engine_hashes):
+            stores = blocks.stores[name]
+            if stores > 1:
+                blocks.stores[name] = stores - 1
+            elif stores:
+                del blocks.stores[name], blocks.sequences[name]
