@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 
+from kvrouter.assembly.strangers import refusals_on
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, EventId, WorkerId
 from kvrouter.service import event_pump
 from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.observed import ServiceObserved
 from kvrouter.telemetry import Telemetry
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs, until
 from tests.support.served import MODEL, Served, served, user, words
@@ -50,6 +52,8 @@ ASSERTED_HERE = {
     "kvrouter_worker_up",
     "kvrouter_worker_draining",
     "kvrouter_worker_blocks",
+    "kvrouter_discovery_up",
+    "kvrouter_planes_refused_total",
     "kvrouter_http_connections",
     "kvrouter_http_events_total",
     "kvrouter_build_info",
@@ -233,9 +237,19 @@ speedup: 40
             assert [line async for line in lines if "[DONE]" in line]
         assert (await here.metrics()).value("resumes_total", model=MODEL) == 1
         left = [worker for number, worker in here.system.fleet.workers.items() if number != 1]
-        left[0].die("nobody is told")
+        await left[0].engine.stop()  # its worker answers, and takes nothing
         for n in range(8):
             assert await chat(here, first=n) == 200
         assert (await here.metrics()).value("retries_total", model=MODEL) >= 1
         await left[1].begin_drain()
         assert (await here.metrics()).value("worker_draining", worker=str(left[1].card.worker_id)) == 1
+
+
+async def test_a_lost_discovery_and_a_refused_peer() -> None:
+    async with served(fleet_file("version: 1\nmodels: [{name: mock}]\nworkers: [{name: w}]\n")) as here:
+        assert (await here.metrics()).value("discovery_up") == 1
+        ServiceObserved(here.system.telemetry).discovery(is_reachable=False, why="gone")
+        refusals_on("tcp", here.system.telemetry)("a wrong token")
+        page = await here.metrics()
+        assert page.value("discovery_up") == 0
+        assert page.value("planes_refused_total", plane="tcp") == 1

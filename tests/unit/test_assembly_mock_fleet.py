@@ -2,15 +2,16 @@
 
 import pytest
 
-from kvrouter.assembly.mock_fleet import (
-    MockFleet,
+from kvrouter.assembly.described import (
     link_table,
     mock_config,
     mock_links,
     numbered_workers,
     worker_card,
 )
+from kvrouter.assembly.mock_fleet import MockFleet
 from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
+from kvrouter.core.ids import Epoch
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.mock import MockConfig, Timing
 from kvrouter.text.encode_pool import EncodePool
@@ -30,30 +31,29 @@ def fleet_of(text: str) -> FleetFile:
 def test_a_file_that_says_nothing_gets_the_engine_that_the_mock_room_describes(text: TextModel) -> None:
     fleet = load_fleet(default_fleet_document()).fleet
     worker_id, group = next(numbered_workers(fleet))
-    config, default = mock_config(fleet, group, worker_id, text), MockConfig()
+    config, default = mock_config(fleet, group, worker_id, text, bootstrap=None), MockConfig()
     assert config.timing == Timing()
     for name in ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens", "kv_bytes_per_token"):
         assert getattr(config, name) == getattr(default, name)
 
 
-def test_only_prefill_workers_that_bootstrap_offer_a_rendezvous() -> None:
+async def test_only_prefill_workers_that_bootstrap_offer_a_rendezvous() -> None:
     fleet = fleet_of(
         "version: 1\nmodels: [{name: mock}]\nworkers:\n"
         "  - {name: b, role: prefill}\n"
         "  - {name: s, role: prefill, engine: {handoff: synchronous}}\n"
         "  - {name: d, role: decode}\n"
     )
-    hosts = {
-        group.name: worker_card(fleet, group, fleet.models[0], worker_id).runtime_config.bootstrap_host
-        for worker_id, group in numbered_workers(fleet)
-    }
-    assert hosts == {"b": "mock-1", "s": None, "d": None}
+    async with MockFleet(fleet) as mock:
+        hosts = [worker.card.runtime_config.bootstrap_host for worker in mock.workers.values()]
+    assert hosts == ["mock-1", None, None]
 
 
 def test_cards_say_where_workers_are_and_what_their_policy_is() -> None:
     fleet = load_fleet(default_fleet_document()).fleet
     worker_id, group = next(numbered_workers(fleet))
-    card = worker_card(fleet, group, fleet.models[0], worker_id)
+    card = worker_card(fleet, group, worker_id, incarnation=Epoch(1), address="there", bootstrap=None)
+    assert (card.address, card.incarnation) == ("there", 1)
     assert card.role is Role.PREFILL
     assert card.runtime_config.topology_domains == {"zone": "a"}
     assert card.runtime_config.kv_transfer_domain == "zone"

@@ -59,19 +59,20 @@ def test_flags_win_over_variables_over_yaml_over_defaults() -> None:
 def test_every_setting_can_come_from_every_source() -> None:
     samples = {Kind.WHOLE: "1100", Kind.NUMBER: "0.5", Kind.TEXT: "zone", Kind.HIDDEN: "word"}
     for spec in SETTINGS:
-        text = spec.choices[-1] if spec.choices else samples.get(spec.kind, "false")
+        text = samples.get(spec.kind, "false" if spec.default else "true")
+        if spec.choices:
+            text = next(choice for choice in spec.choices if choice != spec.default)
         if spec.name in {"write_low_water_bytes", "retries_max"}:
             text = "7"
         if spec.name == "write_high_water_bytes":
             text = "20000"
         if spec.name == "write_overflow_bytes":
             text = "200000"
-        section = {"frontend": "frontend", "router": "router", "log": "log"}[spec.section]
         by_variable = load_settings(flags={}, environ={spec.variable: text}).settings
         by_yaml = load_settings(
             flags={},
             environ={},
-            document=parse_document(f"{section}: {{{spec.name}: {text}}}", "f.yaml"),
+            document=parse_document(f"{spec.section}: {{{spec.name}: {text}}}", "f.yaml"),
         ).settings
         assert by_variable == by_yaml, spec.yaml_key
         assert by_variable != Settings(), spec.yaml_key
@@ -88,7 +89,7 @@ def test_each_setting_is_named_once_and_described() -> None:
         assert len(set(names)) == len(names)
     for spec in SETTINGS:
         assert spec.meaning.endswith("."), spec.yaml_key
-        assert re.fullmatch(r"(DYN|KVROUTER)_[A-Z_]+", spec.variable)
+        assert re.fullmatch(r"(DYN|KVROUTER|NATS)_[A-Z_]+", spec.variable)
 
 
 def test_a_refusal_names_the_field_the_origin_and_the_mend() -> None:

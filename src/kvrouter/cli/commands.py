@@ -2,19 +2,18 @@
 
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.config.document import Document, read_document
-from kvrouter.config.fleet_checks import default_fleet_document, load_fleet, settled
+from kvrouter.cli.processes import begin, frontend, warn, worker
+from kvrouter.config.document import read_document
+from kvrouter.config.fleet_checks import default_fleet_document, default_fleet_path, load_fleet, settled
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import FLEET_VARIABLE, load_settings
 from kvrouter.config.version import installed_version
-from kvrouter.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,24 +36,46 @@ def kvrouter() -> None:
     metavar="FILE",
     help=f"The fleet to run.  [{FLEET_VARIABLE}; default: two zones, kept apart, of three workers each]",
 )
-def up(fleet: Path | None, **flags: SettingValue | None) -> None:
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Frontends, on ports from --http-port on; with more than one every worker is a process too.",
+)
+@click.option(
+    "--nats", "with_nats", is_flag=True, help="A process each, over NATS; one is started where none runs."
+)
+def up(fleet: Path | None, replicas: int, with_nats: bool, **flags: SettingValue | None) -> None:
     """Serve: an OpenAI-compatible endpoint in front of a fleet of workers.
+
+    Everything runs in this process, unless --replicas or --nats asks for many.
 
     A flag wins over its variable, the variable over the fleet file, the file over the default.
     """
-    document = _fleet_document(fleet)
+    file = _fleet_file(fleet)
+    document = default_fleet_document() if file is None else read_document(file)
     of_file = load_fleet(document).fleet
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
     settled_fleet = settled(of_file, loaded.settings)
-    _warn((*loaded.warnings, *settled_fleet.warnings))
+    begin(loaded)
+    warn(settled_fleet.warnings)
+    if replicas > 1 or with_nats:
+        from kvrouter.assembly.many import serve_many  # noqa: PLC0415
+
+        file = file or default_fleet_path()
+        sys.exit(
+            serve_many(loaded.settings, settled_fleet.fleet, file, replicas=replicas, with_nats=with_nats)
+        )
     from kvrouter.assembly import serve  # noqa: PLC0415
 
-    log = loaded.settings.log
-    configure_logging(log.log_level.value, log_format=log.log_format.value)
     sys.exit(serve(loaded.settings, settled_fleet.fleet))
 
 
 up.params.extend(setting_options())
+
+kvrouter.add_command(frontend)
+kvrouter.add_command(worker)
 
 
 @kvrouter.command(short_help="Show where a prompt would go, or a request went, and why.")
@@ -148,7 +169,7 @@ def fleet_group() -> None:
 def fleet_check(file: Path) -> None:
     """Validate FILE and start nothing."""
     loaded = load_fleet(read_document(file))
-    _warn(loaded.warnings)
+    warn(loaded.warnings)
     fleet = loaded.fleet
     workers = sum(group.replicas for group in fleet.workers)
     policy = fleet.kv_transfer
@@ -157,11 +178,6 @@ def fleet_check(file: Path) -> None:
     click.echo(f"{file}: good: {workers} workers for {names}, {kept}")
 
 
-def _fleet_document(fleet: Path | None) -> Document:
+def _fleet_file(fleet: Path | None) -> Path | None:
     named = fleet or os.environ.get(FLEET_VARIABLE, "").strip()
-    return read_document(Path(named)) if named else default_fleet_document()
-
-
-def _warn(warnings: Iterable[str]) -> None:
-    for warning in warnings:
-        click.echo(f"kvrouter: warning: {warning}", err=True)
+    return Path(named) if named else None

@@ -1,4 +1,4 @@
-"""The flags of ``kvrouter up``, made from the settings tree, and a help page that groups them."""
+"""The flags that are made from the settings tree, and a help page that groups them."""
 
 import click
 
@@ -54,15 +54,21 @@ class SettingsCommand(click.Command):
             formatter.write_dl([record for option in own if (record := option.get_help_record(ctx))])
         flags = [parameter for parameter in parameters if isinstance(parameter, SettingOption)]
         for group in Group:
+            of_group = [flag for flag in flags if flag.spec.group is group]
+            if not of_group:
+                continue
             with formatter.section(group.value):
-                for flag in flags:
-                    if flag.spec.group is group:
-                        flag.write_help(ctx, formatter)
+                for flag in of_group:
+                    flag.write_help(ctx, formatter)
 
 
-def setting_options() -> list[SettingOption]:
-    """Return a flag for every setting that has one."""
-    return [SettingOption(spec) for spec in SETTINGS if spec.flag is not None]
+def setting_options(*sections: str) -> list[SettingOption]:
+    """Return a flag for every setting of ``sections`` that has one; without sections, of all."""
+    return [
+        SettingOption(spec)
+        for spec in SETTINGS
+        if spec.flag is not None and (not sections or spec.section in sections)
+    ]
 
 
 def _metavar(spec: SettingSpec) -> str:

@@ -3,6 +3,7 @@ decodes."""
 
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -35,8 +36,13 @@ class LoadedFleet(NamedTuple):
 
 def default_fleet_document() -> Document:
     """Return the fleet of ``kvrouter up`` without a file: two zones, KV transfers kept inside each."""
-    text = files("kvrouter.config").joinpath("default-fleet.yaml").read_text("utf-8")
-    return parse_document(text, "default-fleet.yaml")
+    path = default_fleet_path()
+    return parse_document(path.read_text("utf-8"), path.name)
+
+
+def default_fleet_path() -> Path:
+    """Return where that fleet's file is."""
+    return Path(str(files("kvrouter.config").joinpath("default-fleet.yaml")))
 
 
 def load_fleet(document: Document) -> LoadedFleet:
@@ -52,6 +58,20 @@ def load_fleet(document: Document) -> LoadedFleet:
         document.place,
     )
     return _with_warnings(fleet)
+
+
+def settings_document(document: Document) -> Document:
+    """Return ``document``, a fleet file or a part of one; raise ConfigError for keys that none has."""
+    known = FleetFile.model_fields
+    raise_problems(
+        [
+            Problem((key,), f"unknown key{did_you_mean(key, known)}")
+            for key in document.content
+            if key not in known
+        ],
+        document.place,
+    )
+    return document
 
 
 def load_part(document: Document) -> FleetFile:

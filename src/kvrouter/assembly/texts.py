@@ -1,0 +1,87 @@
+"""The tokenizers of a frontend that meets its models one by one, as workers announce them."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.discovery.port import Gone
+from kvrouter.telemetry import Event, log_event
+from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.model import TextModel
+from kvrouter.text.words import MOCK_FOLDER
+
+MOCK_TOKENIZER = "mock"
+"""The name of the tokenizer that ships with the package."""
+
+TEXTS_MAX = 256
+"""How many models one frontend holds tokenizers of."""
+
+_log = logging.getLogger("kvrouter.frontend")
+
+
+class AnnouncedTexts(Mapping[ModelName, TextModel]):
+    """Loads a model's tokenizer when its first worker is announced, off the event loop.
+
+    ``folders`` are this host's own, by model; without one the folder that the worker's card names is read.
+    A model whose tokenizer cannot be loaded has workers and no text: its requests are refused, and the next
+    announcement tries again.
+    """
+
+    def __init__(self, folders: Mapping[ModelName, Path], pool: EncodePool) -> None:
+        self._folders = folders
+        self._pool = pool
+        self._texts: dict[ModelName, TextModel] = {}
+        self._loading: dict[ModelName, asyncio.Task[None]] = {}
+
+    def __getitem__(self, model: ModelName) -> TextModel:
+        return self._texts[model]
+
+    def __iter__(self) -> Iterator[ModelName]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def on_card(self, card: WorkerCard) -> None:
+        """A worker was announced."""
+        known = self._texts.get(card.model)
+        if card.model in self._loading or (
+            known is not None and known.context_length_tokens == card.context_length
+        ):
+            return
+        if known is None and len(self._texts) >= TEXTS_MAX:
+            self._refuse(card, f"{TEXTS_MAX} models are loaded already")
+            return
+        folder = self._folders.get(card.model)
+        if folder is None and card.tokenizer is None:
+            self._refuse(card, "its workers name no tokenizer: give its folder with --model-path")
+            return
+        if folder is None:
+            folder = MOCK_FOLDER if card.tokenizer == MOCK_TOKENIZER else Path(str(card.tokenizer))
+        task = asyncio.get_running_loop().create_task(self._load(card, folder))
+        self._loading[card.model] = task
+
+    def on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
+        """A worker left; its model's tokenizer stays for the next one."""
+
+    async def _load(self, card: WorkerCard, folder: Path) -> None:
+        try:
+            self._texts[card.model] = await asyncio.to_thread(
+                TextModel.load, folder, context_length_tokens=card.context_length, pool=self._pool
+            )
+        except (KvrouterError, OSError, ValueError) as error:
+            self._refuse(card, f"{folder}: {error}")
+        finally:
+            del self._loading[card.model]
+
+    async def close(self) -> None:
+        """Wait for what is being loaded."""
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+
+    @staticmethod
+    def _refuse(card: WorkerCard, why: str) -> None:
+        log_event(_log, Event.TOKENIZER_FAILED, model=card.model, worker=str(card.worker_id), reason=why)

@@ -1,0 +1,210 @@
+"""``kvrouter worker mock``: one mock engine as a process of its own."""
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import uvloop
+from msgspec.structs import replace
+
+from kvrouter.assembly.described import (
+    bootstraps,
+    link_level,
+    load_texts,
+    mock_config,
+    mock_links,
+    numbered_workers,
+    worker_card,
+)
+from kvrouter.assembly.lifetime import settle_memory, told_to_stop
+from kvrouter.assembly.texts import MOCK_TOKENIZER
+from kvrouter.assembly.tls import advertised, tls_of
+from kvrouter.assembly.worker_wires import worker_wires
+from kvrouter.config import FleetFile, Settings, WorkerGroup
+from kvrouter.config.version import installed_version
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import ModelName, WorkerId
+from kvrouter.engines.mock import MockCluster, TransferSettings
+from kvrouter.telemetry import Event, log_event
+from kvrouter.text.encode_pool import EncodePool
+from kvrouter.worker import Worker, new_incarnation
+from kvrouter.worker.topology import wait_for_topology
+from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
+
+logger = logging.getLogger("kvrouter.worker")
+
+WORKER_IDS = 2**53
+"""Ids that are drawn stay below this: JSON readers that take numbers for floats keep them exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockWorkerSpec:
+    """Which worker of a fleet file a process is, and what its file does not say."""
+
+    fleet: FleetFile
+    group: WorkerGroup
+    worker_id: WorkerId
+    enable_local_indexer: bool = False
+    engine_events: str | None = None
+
+    @classmethod
+    def pick(
+        cls,
+        fleet: FleetFile,
+        *,
+        group: str | None,
+        index: int,
+        worker_id: int | None,
+        enable_local_indexer: bool,
+        engine_events: str | None,
+        numbered: bool,
+    ) -> Self:
+        """Pick worker ``index`` of a group. Its id is ``worker_id``, else its number in a ``numbered`` file,
+        else random. Raises ConfigError that names the flag.
+        """
+        groups = {each.name: each for each in fleet.workers}
+        if group is None and len(groups) > 1:
+            raise ConfigError(f"--group: must be one of {', '.join(groups)}", param="group")
+        found = groups.get(group) if group is not None else fleet.workers[0]
+        if found is None:
+            raise ConfigError(f"--group: must be one of {', '.join(groups)}, not {group!r}", param="group")
+        if not 0 <= index < found.replicas:
+            raise ConfigError(
+                f"--index: group {found.name!r} has workers 0 to {found.replicas - 1}, not {index}",
+                param="index",
+            )
+        if worker_id is not None and not 0 <= worker_id < 2**63:
+            raise ConfigError(f"--worker-id: must be in 0..2**63-1, not {worker_id}", param="worker_id")
+        if worker_id is None:
+            of_group = [number for number, each in numbered_workers(fleet) if each is found]
+            worker_id = of_group[index] if numbered else secrets.randbelow(WORKER_IDS)
+        return cls(
+            fleet=fleet,
+            group=found,
+            worker_id=WorkerId(worker_id),
+            enable_local_indexer=enable_local_indexer,
+            engine_events=engine_events,
+        )
+
+
+@asynccontextmanager
+async def mock_worker(
+    settings: Settings, spec: MockWorkerSpec, environ: Mapping[str, str]
+) -> AsyncIterator[Worker]:
+    """Run the worker on this event loop: inside, it serves.
+
+    Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
+    """
+    fleet, group = spec.fleet, spec.group
+    model = fleet.model_of(group)
+    topology = _topology(group, environ)
+    domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
+    pool = EncodePool(off_loop_chars=0)
+    text = load_texts(fleet, pool)[ModelName(model.name)]
+    cluster = _cluster(settings, fleet)
+    component = "prefill" if bootstraps(group) or group.role.value == "prefill" else "backend"
+    try:
+        planes = settings.planes
+        peer = await cluster.listen(planes.listen_host, advertise_host=advertised(settings))
+        bootstrap = peer if bootstraps(group) else None
+        engine = cluster.add(
+            mock_config(fleet, group, spec.worker_id, text, bootstrap=bootstrap),
+            worker_id=spec.worker_id,
+            domain=domains.get(link_level(fleet) or "", ""),
+        )
+        async with worker_wires(
+            settings, component=component, has_local_indexer=spec.enable_local_indexer
+        ) as wires:
+            incarnation = new_incarnation()
+            card = worker_card(
+                fleet,
+                group,
+                spec.worker_id,
+                incarnation=incarnation,
+                address=wires.requests.address_of(spec.worker_id, incarnation),
+                bootstrap=bootstrap,
+            )
+            worker = Worker(
+                engine,
+                replace(
+                    card,
+                    namespace=planes.namespace,
+                    event_source=wires.events.source,
+                    tokenizer=_tokenizer(model.tokenizer),
+                    runtime_config=replace(
+                        card.runtime_config, enable_local_indexer=spec.enable_local_indexer
+                    ),
+                ),
+                discovery=wires.discovery,
+                events=wires.events,
+                requests=wires.requests,
+                recovery=wires.recovery,
+                topology=topology,
+            )
+            await worker.start()
+            try:
+                yield worker
+            finally:
+                await worker.stop()
+    finally:
+        await cluster.close()
+        pool.close()
+
+
+def serve_mock_worker(
+    settings: Settings, spec: MockWorkerSpec, environ: Mapping[str, str], *, drain_limit_s: float
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    return uvloop.run(_serve(settings, spec, environ, drain_limit_s=drain_limit_s))
+
+
+async def _serve(
+    settings: Settings, spec: MockWorkerSpec, environ: Mapping[str, str], *, drain_limit_s: float
+) -> int:
+    log_event(
+        logger,
+        Event.START,
+        version=installed_version(),
+        worker=str(spec.worker_id),
+        role=spec.group.role.value,
+    )
+    with told_to_stop() as stopping:
+        async with mock_worker(settings, spec, environ) as worker:
+            settle_memory()
+            log_event(logger, Event.READY, worker=str(spec.worker_id), address=worker.card.address)
+            await stopping.wait()
+            log_event(logger, Event.DRAIN, worker=str(spec.worker_id), running_requests=worker.running_legs)
+            await worker.drain(drain_limit_s)
+            log_event(logger, Event.STOP, worker=str(spec.worker_id))
+    return 0
+
+
+def _topology(group: WorkerGroup, environ: Mapping[str, str]) -> TopologyEnv | None:
+    """The contract of the worker's own environment, else that of its group; None when neither has one."""
+    own = parse_topology_env(environ)
+    if own.enabled:
+        return own
+    contract = {str(name): value for name, value in group.topology_env.items()}
+    return parse_topology_env(contract) if contract else None
+
+
+def _cluster(settings: Settings, fleet: FleetFile) -> MockCluster:
+    token = settings.planes.plane_token
+    tls = tls_of(settings.planes)
+    return MockCluster(
+        speedup=fleet.speedup,
+        links=mock_links(fleet),
+        transfers=TransferSettings(
+            token="" if token is None else token.get_secret_value(),
+            server_ssl=tls.server,
+            client_ssl=tls.client,
+        ),
+    )
+
+
+def _tokenizer(tokenizer: str) -> str:
+    return tokenizer if tokenizer == MOCK_TOKENIZER else str(Path(tokenizer).resolve())

@@ -1,0 +1,149 @@
+"""A worker's ends of the planes, as the settings choose them."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from nats.aio.client import Client
+
+from kvrouter.assembly.nats import nats_connection, revealed
+from kvrouter.assembly.router_wires import make_discovery, wanted
+from kvrouter.assembly.strangers import refusals_on
+from kvrouter.assembly.tls import Tls, advertised, tls_of
+from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.workers import EventLane
+from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.events.jetstream import JetStreamPublisher
+from kvrouter.planes.events.nats import NatsEventPublisher
+from kvrouter.planes.events.nats_recovery import NatsRecovery
+from kvrouter.planes.events.port import EventPublisher, RecoveryServer
+from kvrouter.planes.events.zmq import ZmqEventPublisher
+from kvrouter.planes.requests.http import HttpRequestAcceptor
+from kvrouter.planes.requests.nats import NatsRequestAcceptor
+from kvrouter.planes.requests.port import RequestAcceptor
+from kvrouter.planes.requests.tcp import TcpRequestAcceptor
+
+
+class Listener(RequestAcceptor, Protocol):
+    """A worker's end of a wire: it listens, and knows under which address."""
+
+    async def start(self) -> None:
+        """Listen."""
+
+    def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
+        """The address of a worker that is served here."""
+
+    async def close(self) -> None:
+        """Listen no more; open streams break."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWires:
+    """What a worker stands on."""
+
+    discovery: Discovery
+    requests: Listener
+    events: EventPublisher
+    recovery: RecoveryServer
+
+
+@asynccontextmanager
+async def worker_wires(
+    settings: Settings, *, component: str, has_local_indexer: bool
+) -> AsyncIterator[WorkerWires]:
+    """Connect everything that the settings ask for; it is closed at the end.
+
+    Raises NatsUnreachable, or ConfigError that names the setting.
+    """
+    planes = settings.planes
+    tls = tls_of(planes)
+    lane = lane_of(planes, has_local_indexer=has_local_indexer)
+    async with AsyncExitStack() as stack:
+        nats: Client | None = None
+        if (
+            planes.discovery is DiscoveryBackend.NATS
+            or planes.request_plane is RequestPlaneKind.NATS
+            or lane is not EventLane.ZMQ
+        ):
+            nats = await stack.enter_async_context(
+                nats_connection(planes, name=f"kvrouter-worker-{component}", tls=tls.client)
+            )
+        discovery = make_discovery(planes, nats)
+        stack.push_async_callback(discovery.close)
+        listener = _listener(settings, nats, tls)
+        await listener.start()
+        stack.push_async_callback(listener.close)
+        events, recovery = await _events(settings, nats, lane, component, stack)
+        yield WorkerWires(discovery, listener, events, recovery)
+
+
+def lane_of(planes: PlaneSettings, *, has_local_indexer: bool) -> EventLane:
+    """The lane on which a worker publishes. What ``auto`` means is the specification's rule."""
+    if planes.event_plane is EventPlaneKind.AUTO:
+        if planes.discovery is DiscoveryBackend.FILE:
+            return EventLane.ZMQ
+        return EventLane.NATS if has_local_indexer else EventLane.JETSTREAM
+    return EventLane(planes.event_plane.value)
+
+
+def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
+    planes = settings.planes
+    token = revealed(planes.plane_token)
+    on_refused = refusals_on(planes.request_plane.value)
+    if planes.request_plane is RequestPlaneKind.TCP:
+        return TcpRequestAcceptor(
+            planes.listen_host,
+            planes.listen_port,
+            token=token,
+            ssl=tls.server,
+            advertise=advertised(settings),
+            heartbeat_s=planes.dead_after_s / 3,
+            dead_after_s=planes.dead_after_s,
+            on_refused=on_refused,
+        )
+    if planes.request_plane is RequestPlaneKind.HTTP:
+        return HttpRequestAcceptor(
+            planes.listen_host,
+            planes.listen_port,
+            token=token or "",
+            ssl=tls.server,
+            advertise_host=advertised(settings),
+            dead_after_s=planes.dead_after_s,
+            on_refused=on_refused,
+        )
+    return NatsRequestAcceptor(
+        wanted(nats),
+        namespace=planes.namespace,
+        token=token or "",
+        dead_after_s=planes.dead_after_s,
+        on_refused=on_refused,
+    )
+
+
+async def _events(
+    settings: Settings, nats: Client | None, lane: EventLane, component: str, stack: AsyncExitStack
+) -> tuple[EventPublisher, RecoveryServer]:
+    planes = settings.planes
+    on_malformed = refusals_on(lane.value)
+    if lane is EventLane.ZMQ:
+        zmq = ZmqEventPublisher(
+            planes.listen_host,
+            planes.listen_port and planes.listen_port + 1,
+            recovery_port=planes.listen_port and planes.listen_port + 2,
+            advertise_host=advertised(settings),
+            token=revealed(planes.plane_token),
+            on_malformed=on_malformed,
+        )
+        stack.push_async_callback(zmq.close)
+        return zmq, zmq
+    recovery = NatsRecovery(wanted(nats), namespace=planes.namespace, on_malformed=on_malformed)
+    stack.push_async_callback(recovery.close)
+    if lane is EventLane.NATS:
+        core = NatsEventPublisher(wanted(nats), namespace=planes.namespace, component=component)
+        stack.push_async_callback(core.close)
+        return core, recovery
+    stream = JetStreamPublisher(wanted(nats), namespace=planes.namespace, component=component)
+    stack.push_async_callback(stream.close)
+    return stream, recovery

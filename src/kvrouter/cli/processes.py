@@ -1,0 +1,193 @@
+"""The commands of a fleet in many processes: ``frontend`` and ``worker mock``."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import click
+
+from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
+from kvrouter.config.document import read_document
+from kvrouter.config.fleet_checks import load_fleet, settings_document
+from kvrouter.config.one_worker import FLAGS, fleet_of_one
+from kvrouter.config.setting import SettingValue
+from kvrouter.config.sources import Loaded, load_settings
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import ModelName
+from kvrouter.telemetry.logs import configure_logging
+
+
+@click.command(cls=SettingsCommand, short_help="Serve workers that run in other processes.")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A fleet file whose router, frontend, planes and log sections, and links, are used.",
+)
+@click.option(
+    "--model-path",
+    "model_paths",
+    multiple=True,
+    metavar="MODEL=FOLDER",
+    help="This host's folder with a model's tokenizer; without it the folder that its workers name is read.",
+)
+def frontend(config: Path | None, model_paths: tuple[str, ...], **flags: SettingValue | None) -> None:
+    """Serve: an OpenAI-compatible endpoint in front of the workers that discovery finds.
+
+    Run as many as you like, on any host: they know nothing of each other, but what --router-replica-sync
+    tells. Workers and frontends of one fleet share --namespace, --discovery and --request-plane.
+    """
+    document = None if config is None else settings_document(read_document(config))
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
+    begin(loaded)
+    folders = _folders(model_paths)
+    from kvrouter.assembly.described import links_of  # noqa: PLC0415
+    from kvrouter.assembly.frontend import serve_frontend  # noqa: PLC0415
+
+    links = None if document is None else links_of(document)
+    sys.exit(serve_frontend(loaded.settings, folders, links))
+
+
+frontend.params.extend(setting_options("router", "frontend", "planes", "log"))
+
+
+@click.group(short_help="Run a worker: an engine, and what makes it part of a fleet.")
+def worker() -> None:
+    """Run a worker: an engine, and beside it what serves requests, publishes KV events and says where it is.
+
+    Where it is, it says by itself (--domain), or by the topology contract in its environment: see
+    `kvrouter topology check`.
+    """
+
+
+@worker.command("mock", cls=SettingsCommand, short_help="An engine without a GPU.")
+@click.option(
+    "--fleet", type=click.Path(path_type=Path), metavar="FILE", help="Take the worker from a fleet file."
+)
+@click.option("--group", metavar="NAME", help="The group of the fleet file; with --fleet.")
+@click.option(
+    "--index", type=int, default=0, show_default=True, help="Which worker of the group, from 0; with --fleet."
+)
+@click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]")
+@click.option("--model", metavar="NAME", help="The model that it serves.  [default: mock]")
+@click.option("--tokenizer", metavar="FOLDER", help="The model's tokenizer folder.  [default: mock]")
+@click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]")
+@click.option("--block-size", type=int, metavar="INT", help="Tokens in a KV block.  [default: 64]")
+@click.option("--context-length", type=int, metavar="INT", help="Prompt and answer.  [default: 32768 tokens]")
+@click.option("--dp-size", type=int, metavar="INT", help="Data-parallel ranks.  [default: 1]")
+@click.option(
+    "--domain",
+    multiple=True,
+    metavar="LEVEL=VALUE",
+    help="Where it is, the broadest level first: --domain zone=a --domain rack=r7.",
+)
+@click.option("--taint", multiple=True, metavar="TEXT", help="A taint of its own; may be repeated.")
+@click.option("--kv-transfer-domain", metavar="LEVEL", help="The domain that its KV transfers keep to.")
+@click.option(
+    "--kv-transfer-enforcement",
+    metavar="required|preferred|fallback",
+    help="How strictly.  [default: required]",
+)
+@click.option("--kv-transfer-preferred-weight", type=float, metavar="NUMBER", help="From 0 to 1.")
+@click.option("--total-kv-blocks", type=int, metavar="INT", help="KV blocks of a rank.  [default: 16384]")
+@click.option("--max-num-seqs", type=int, metavar="INT", help="Sequences in a batch.  [default: 256]")
+@click.option("--max-num-batched-tokens", type=int, metavar="INT", help="Tokens in a step.  [default: 8192]")
+@click.option("--handoff", metavar="bootstrap|synchronous", help="How KV is handed on.  [default: bootstrap]")
+@click.option("--kv-load-failure-policy", metavar="fail|recompute", help="What to do without KV.")
+@click.option("--kv-events/--no-kv-events", default=None, help="Publish KV events.  [default: yes]")
+@click.option("--speedup", type=float, metavar="NUMBER", help="Times faster than life.  [default: 1]")
+@click.option("--seed", type=int, metavar="INT", help="What its tokens are drawn from.  [default: 0]")
+@click.option(
+    "--enable-local-indexer",
+    is_flag=True,
+    help="Answer routers that missed KV events, which then travel over NATS Core instead of JetStream.",
+)
+@click.option(
+    "--engine-events",
+    metavar="ADDRESS",
+    help="Where an engine of your own tells its KV events, unix:PATH or tcp://HOST:PORT; the mock answers.",
+)
+@click.option(
+    "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
+)
+def worker_mock(
+    fleet: Path | None,
+    group: str | None,
+    index: int,
+    worker_id: int | None,
+    enable_local_indexer: bool,
+    engine_events: str | None,
+    drain_limit_s: float,
+    **flags: object,
+) -> None:
+    """Run a mock engine: batching, cache and timing of a real one, without a GPU.
+
+    It ends with exit code 1 when its place stays unknown under the topology contract. After SIGTERM it takes
+    no new legs and waits for those that run.
+    """
+    described = _described({name: flags.pop(name) for name in tuple(flags) if name in FLAGS})
+    setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
+    document = None if fleet is None else read_document(fleet)
+    loaded = load_settings(
+        flags=given_flags(dict(setting_flags)),
+        environ=os.environ,
+        document=None if document is None else settings_document(document),
+    )
+    begin(loaded)
+    if document is None:
+        if group is not None or index:
+            raise click.UsageError("--group and --index are about the workers of --fleet")
+        of_fleet = fleet_of_one(described)
+        group = of_fleet.workers[0].name
+    else:
+        if described:
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in described)
+            raise click.UsageError(f"{given}: the fleet file says so already")
+        of_fleet = load_fleet(document).fleet
+    from kvrouter.assembly.worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
+
+    spec = MockWorkerSpec.pick(
+        of_fleet,
+        group=group,
+        index=index,
+        worker_id=worker_id,
+        enable_local_indexer=enable_local_indexer,
+        engine_events=engine_events,
+        numbered=document is not None,
+    )
+    sys.exit(serve_mock_worker(loaded.settings, spec, os.environ, drain_limit_s=drain_limit_s))
+
+
+worker_mock.params.extend(setting_options("planes", "log"))
+
+
+def begin(loaded: Loaded) -> None:
+    """Tell the settings' warnings and begin to log."""
+    warn(loaded.warnings)
+    log = loaded.settings.log
+    configure_logging(log.log_level.value, log_format=log.log_format.value)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print warnings on standard error."""
+    for warning in warnings:
+        click.echo(f"kvrouter: warning: {warning}", err=True)
+
+
+def _described(flags: Mapping[str, object]) -> dict[str, object]:
+    """The flags that were given: neither unset nor an empty list."""
+    return {name: list(value) if isinstance(value, tuple) else value
+            for name, value in flags.items() if value is not None and value != ()}  # fmt: skip
+
+
+def _folders(pairs: tuple[str, ...]) -> dict[ModelName, Path]:
+    folders: dict[ModelName, Path] = {}
+    for pair in pairs:
+        model, equals, folder = pair.partition("=")
+        if not equals or not model or not folder:
+            raise ConfigError(f"--model-path: must be MODEL=FOLDER, not {pair!r}", param="model_path")
+        if not Path(folder).is_dir():
+            raise ConfigError(f"--model-path: {folder} is no folder", param="model_path")
+        folders[ModelName(model)] = Path(folder)
+    return folders

@@ -1,0 +1,24 @@
+"""Settings as environment variables, for a process that is to run with the same ones."""
+
+from pydantic import SecretStr
+
+from kvrouter.config.tree import SETTINGS, Settings
+
+
+def environment_of(settings: Settings, *sections: str) -> dict[str, str]:
+    """Return the variables that make a process run with ``sections`` of ``settings``.
+
+    Settings that are unset have no variable.
+    """
+    environ: dict[str, str] = {}
+    for spec in SETTINGS:
+        if spec.section not in sections:
+            continue
+        value = getattr(getattr(settings, spec.section), spec.name)
+        if isinstance(value, SecretStr):
+            environ[spec.variable] = value.get_secret_value()
+        elif isinstance(value, bool):
+            environ[spec.variable] = "true" if value else "false"
+        elif value is not None:
+            environ[spec.variable] = str(value)
+    return environ
