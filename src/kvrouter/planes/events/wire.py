@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvrouter.core.columns import HASH_BYTES
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import KvBatch, KvSnapshot, Removed
+from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
 from kvrouter.core.workers import LoadReport
 
@@ -190,9 +189,6 @@ def decode_answer(frame: bytes | memoryview) -> Answer:
 def _checked(batch: KvBatch) -> KvBatch:
     if not 0 <= batch.first_event_id <= EVENT_ID_MAX:
         raise ProtocolError("batch: first_event_id: out of range", param="first_event_id")
-    for event in batch.events:
-        if isinstance(event, Removed) and len(event.engine_hashes) % HASH_BYTES:
-            raise ProtocolError("batch: engine_hashes: a column of 8-byte hashes", param="engine_hashes")
     return batch
 
 
