@@ -27,6 +27,7 @@ from kvrouter.service.cache_view import CacheView
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.waiting_room import Ticket, WaitingRoom
 
 U32 = npt.NDArray[np.uint32]
@@ -38,7 +39,8 @@ ROOM_LIMIT = 2**63 - 1
 
 
 class ModelRouter:
-    """Decides, books and keeps the leases of one model's requests; see :class:`placement.Placer`."""
+    """Decides, books and keeps the leases of one model's requests; see :class:`placement.Placer`. With
+    ``sync``, the requests of other routers are load here too."""
 
     def __init__(
         self,
@@ -52,15 +54,17 @@ class ModelRouter:
         decisions: DecisionLog,
         observed: ModelObserved,
         seed: int,
+        sync: ReplicaSync | None = None,
     ) -> None:
         self.fleet = fleet
         self.cache = cache
-        self.ledger = ledger
+        self.ledger = ledger if sync is None else sync.share(fleet, ledger, self.load_changed)
         self.settings = settings
         self.admission_room = WaitingRoom(places_max=config.admission_queue_max)
         self.domain_room = WaitingRoom(places_max=DOMAIN_WAITERS_MAX)
         self._config = config
         self._router_id = router_id
+        self._sync = sync
         self._decisions = decisions
         self.observed = observed
         self._random = random.Random(seed)
@@ -251,6 +255,8 @@ class ModelRouter:
 
     def fleet_changed(self) -> None:
         """A worker came, changed or left: whoever waits may try again."""
+        if self._sync is not None:
+            self._sync.fleet_changed(self.fleet.model)
         self.domain_room.pulse()
         self.admission_room.pulse()
 

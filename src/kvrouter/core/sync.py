@@ -1,0 +1,128 @@
+"""What router replicas tell each other: which requests run where, so that each counts the load of all.
+
+A router numbers its :class:`Deltas` from 1. Applied in order they give the leases that it holds; whoever
+missed one asks, and is given them all as of a number. Every message carries the id of the router that it is
+from, so that nobody hears itself.
+"""
+
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvrouter.core.columns import HASH_BYTES, HashColumn
+from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerRank
+
+DELTAS_MAX = 256
+"""Deltas, or leases, in one message."""
+
+NAMED_BLOCKS_MAX = 16_384
+"""How many of a prompt's leading blocks are named. Those beyond count as load, and are shared with nobody."""
+
+MESSAGE_BLOCKS_MAX = 65_536
+"""How many blocks one message names, in about 512 KiB: a broker's usual limit is 1 MiB."""
+
+_Count = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+class LeaseName(NamedTuple):
+    """Which lease of a router: one leg of one request of a model; see :class:`kvrouter.core.ids.LeaseKey`."""
+
+    model: ModelName
+    request_id: RequestId
+    leg_number: int
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A leg of a request was booked at a rank, or moved there: it replaces what the name meant before.
+
+    ``incarnation`` is the worker's: the lease is not one of a worker that comes back under the same id.
+    ``block_hashes`` are those of the prompt's leading full blocks, none when its blocks are not tracked;
+    sequence hashes follow from them, so that no message can name a chain that is none.
+    """
+
+    model: ModelName
+    request_id: RequestId
+    leg_number: _Count
+    rank: WorkerRank
+    incarnation: Epoch
+    isl_tokens: _Count
+    block_hashes: HashColumn
+    prefill_tokens: _Count
+    track_blocks: bool
+    output_blocks: _Count = 0
+
+    def __post_init__(self) -> None:
+        if len(self.block_hashes) % HASH_BYTES or len(self.block_hashes) > HASH_BYTES * NAMED_BLOCKS_MAX:
+            raise ValueError(
+                f"block_hashes: a column of at most {NAMED_BLOCKS_MAX} 8-byte hashes, "
+                f"not {len(self.block_hashes)} bytes"
+            )
+
+    @property
+    def name(self) -> LeaseName:
+        """Which lease it opens."""
+        return LeaseName(self.model, self.request_id, self.leg_number)
+
+
+class MarkPrefillCompleted(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The first token came: the lease's prefill is over."""
+
+    lease: LeaseName
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The lease ended."""
+
+    lease: LeaseName
+
+
+class OutputBlocks(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """So many blocks are full of output by now, since the lease was opened."""
+
+    lease: LeaseName
+    blocks: _Count
+
+
+Delta = AddRequest | MarkPrefillCompleted | Free | OutputBlocks
+
+
+class Deltas(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """What changed at a router, in order; ``number`` counts these messages from 1."""
+
+    router_id: RouterId
+    number: Annotated[int, Meta(ge=1)]
+    deltas: Annotated[tuple[Delta, ...], Meta(max_length=DELTAS_MAX)]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The router lives; ``number`` is that of its latest deltas, after which it held so many leases."""
+
+    router_id: RouterId
+    number: Annotated[int, Meta(ge=0)]
+    open_leases: _Count
+
+
+class StateQuestion(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Ask for all leases: of every router, or of the one that it is sent to."""
+
+    router_id: RouterId
+
+
+class StatePart(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """One of ``n_parts`` pieces of all the leases that a router held after its deltas ``number``."""
+
+    router_id: RouterId
+    number: Annotated[int, Meta(ge=0)]
+    part: _Count
+    n_parts: Annotated[int, Meta(ge=1, lt=2**32)]
+    leases: Annotated[tuple[AddRequest, ...], Meta(max_length=DELTAS_MAX)]
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The router ends, and its leases with it."""
+
+    router_id: RouterId
+
+
+SyncMessage = Deltas | Heartbeat | StateQuestion | StatePart | Goodbye

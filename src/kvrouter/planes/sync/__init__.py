@@ -1,0 +1,1 @@
+"""The sync plane: router replicas tell each other what they book."""

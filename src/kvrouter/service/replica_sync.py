@@ -1,0 +1,166 @@
+"""Replica sync: what this router books is told to the others, and what they book is load here too.
+
+All that is decided is decided in the ledger's room; here are the wire, the clock and the turns of the loop.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final, NamedTuple
+
+from kvrouter.core.ids import ModelName, RouterId
+from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
+from kvrouter.fleet import Fleet
+from kvrouter.ledger.journal import Journal
+from kvrouter.ledger.port import Ledger
+from kvrouter.ledger.replicas import Asks, Counts, Replicas
+from kvrouter.ledger.shared import SharedLedger
+from kvrouter.planes.sync.port import SyncPlane
+
+FLUSH_AFTER_S: Final = 0.001
+"""How long a delta waits for others to travel with."""
+
+HEARTBEAT_S: Final = 1.0
+SILENT_AFTER_S: Final = 5.0
+"""A router that is not heard for so long counts as gone, and its leases with it."""
+
+ASK_AGAIN_S: Final = 1.0
+
+
+class SyncCounts(NamedTuple):
+    """What there is to tell of replica sync."""
+
+    others: Counts
+    told_leases: int
+    untold: int
+    """Leases that were too many to tell of."""
+
+    dropped: int
+    """Deltas that were too many to send; the others ask for everything instead."""
+
+    unsent: int
+    """Messages that the wire did not take."""
+
+
+class ReplicaSync:
+    """One router's part in replica sync, for all of its models. Runs on one event loop."""
+
+    def __init__(
+        self,
+        plane: SyncPlane,
+        router_id: RouterId,
+        *,
+        flush_after_s: float = FLUSH_AFTER_S,
+        heartbeat_s: float = HEARTBEAT_S,
+        silent_after_s: float = SILENT_AFTER_S,
+        ask_again_s: float = ASK_AGAIN_S,
+    ) -> None:
+        self._plane = plane
+        self._router_id = router_id
+        self._flush_after_s = flush_after_s
+        self._heartbeat_s = heartbeat_s
+        self._journal = Journal(router_id, on_pending=self._on_pending)
+        self._replicas = Replicas(router_id, silent_after_s=silent_after_s, ask_again_s=ask_again_s)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end: Callable[[], Awaitable[None]] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._beat: asyncio.Task[None] | None = None
+        self._answer: asyncio.Task[None] | None = None
+        self._askers: dict[RouterId, None] = {}
+        self._unsent = 0
+
+    # Models
+
+    def share(self, fleet: Fleet, ledger: Ledger, on_less: Callable[[], None]) -> SharedLedger:
+        """Return the ledger that a model books in from now on: others hear of it, and it counts theirs.
+
+        ``on_less`` is called when load of theirs went away.
+        """
+        self._replicas.share(fleet, ledger, on_less)
+        return SharedLedger(ledger, fleet, self._journal)
+
+    def fleet_changed(self, model: ModelName) -> None:
+        """A worker of the model came, changed or left."""
+        self._replicas.fleet_changed(model)
+
+    def counts(self) -> SyncCounts:
+        """Sizes now, and what happened since the start."""
+        journal = self._journal
+        return SyncCounts(
+            self._replicas.counts(), len(journal), journal.untold, journal.dropped, self._unsent
+        )
+
+    # Life
+
+    async def start(self) -> None:
+        """Begin to tell and to listen; ask all that are there for what they run."""
+        self._loop = asyncio.get_running_loop()
+        self._end = await self._plane.subscribe(self._router_id, self._on_message)
+        self._send(StateQuestion(self._router_id))
+        self._beat = self._loop.create_task(self._beat_on())
+
+    async def stop(self) -> None:
+        """Say goodbye, and let go of what others run; idempotent."""
+        end, self._end = self._end, None
+        if end is None:
+            return
+        for task in (self._beat, self._answer):
+            if task is not None:
+                task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop = None
+        self._send(Goodbye(self._router_id))
+        await end()
+        self._replicas.drop_all()
+
+    # Telling
+
+    def _on_pending(self) -> None:
+        if self._loop is not None and self._timer is None:
+            self._timer = self._loop.call_later(self._flush_after_s, self._flush)
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for deltas in self._journal.take():
+            self._send(deltas)
+
+    async def _beat_on(self) -> None:
+        while True:
+            for message in self._journal.take_heartbeat():
+                self._send(message)
+            self._act(self._replicas.tick(now_s=self._now_s()))
+            await asyncio.sleep(self._heartbeat_s)
+
+    def _send(self, message: SyncMessage, to: RouterId | None = None) -> None:
+        if not self._plane.publish(message, to=to):
+            self._unsent += 1
+
+    # Listening
+
+    def _on_message(self, message: SyncMessage) -> None:
+        if self._loop is not None:
+            self._act(self._replicas.on_message(message, now_s=self._now_s()))
+
+    def _act(self, asks: Asks) -> None:
+        for router_id in asks.ask:
+            self._send(StateQuestion(self._router_id), to=router_id)
+        for router_id in asks.answer:
+            self._askers[router_id] = None
+        if self._askers and (self._answer is None or self._answer.done()):
+            self._answer = asyncio.get_running_loop().create_task(self._answer_all())
+
+    async def _answer_all(self) -> None:
+        """Give one asker after the other all leases, a part a turn of the loop."""
+        while self._askers:
+            asker = next(iter(self._askers))
+            del self._askers[asker]
+            self._flush()
+            for part in self._journal.state():
+                self._send(part, to=asker)
+                await asyncio.sleep(0)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
