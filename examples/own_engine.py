@@ -2,14 +2,17 @@
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 from itertools import count
 
 from kvrouter import KvRouter, ModelInput, ModelType, Runtime, register_llm
 from kvrouter.core.ids import EngineHash, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
+from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.planes.requests.port import Registration
 from kvrouter.worker import KvPublisher, new_incarnation
 
 BLOCK_SIZE = 16
@@ -54,11 +57,26 @@ class EchoEngine:
         return Echo(request)
 
 
-async def main() -> None:
-    """Register an engine on planes of this process, and let a router find what it caches."""
-    discovery, requests, events = MemoryDiscovery(), MemoryRequestPlane(), MemoryEventPlane()
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An engine in the fleet, and what it takes to leave."""
 
-    worker_id, incarnation = WorkerId(1), new_incarnation()
+    card: WorkerCard
+    publisher: KvPublisher
+    registration: Registration
+
+    async def leave(self, discovery: MemoryDiscovery) -> None:
+        """Say goodbye, then stop."""
+        await discovery.withdraw(self.card.worker_id, self.card.incarnation)
+        self.registration.leave("the program ends")
+        self.publisher.close()
+
+
+async def join(
+    worker_id: WorkerId, discovery: MemoryDiscovery, requests: MemoryRequestPlane, events: MemoryEventPlane
+) -> Member:
+    """Serve at an address, publish, register."""
+    incarnation = new_incarnation()
     publisher = KvPublisher(events, worker_id=worker_id, epoch=incarnation, block_size=BLOCK_SIZE)
     events.serve_recovery(worker_id, publisher)
     address = memory_address(worker_id, incarnation)
@@ -74,20 +92,35 @@ async def main() -> None:
         context_length=4096,
         incarnation=incarnation,
     )
+    return Member(card, publisher, registration)
+
+
+async def main() -> None:
+    """Register two engines on planes of this process, and let a router follow what they cache."""
+    discovery, requests, events = MemoryDiscovery(), MemoryRequestPlane(), MemoryEventPlane()
+    first = await join(WorkerId(1), discovery, requests, events)
+    second = await join(WorkerId(2), discovery, requests, events)
 
     endpoint = (
         Runtime(discovery, requests, events).namespace("default").component("backend").endpoint("generate")
     )
     async with KvRouter(endpoint, block_size=BLOCK_SIZE) as router:
         prompt = list(range(100))
-        answer = await router.generate(prompt, stop_conditions={"max_tokens": 4})
+        answer = await router.generate(prompt, worker_id=1, stop_conditions={"max_tokens": 4})
         print("answer:", [token async for piece in answer for token in piece["token_ids"]])
         worker, _, overlap_blocks = await router.best_worker(prompt)
         print(f"worker {worker} now holds {overlap_blocks} blocks of it")
 
-    await discovery.withdraw(card.worker_id, card.incarnation)
-    registration.leave("the program ends")
-    publisher.close()
+        # The first engine needs the room; the second one was warmed with the same prompt.
+        first.publisher.publish_cleared()
+        second.publisher.publish_stored(prompt[: 6 * BLOCK_SIZE], [11, 12, 13, 14, 15, 16])
+        while worker == 1 or overlap_blocks == 0:
+            await asyncio.sleep(0.001)  # publishing waits for nobody: the events are on their way
+            worker, _, overlap_blocks = await router.best_worker(prompt)
+        print(f"the same prompt goes to worker {worker}: {overlap_blocks} blocks are there")
+
+    await first.leave(discovery)
+    await second.leave(discovery)
 
 
 if __name__ == "__main__":

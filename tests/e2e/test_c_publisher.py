@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -130,3 +131,29 @@ async def test_an_engine_outlives_the_door_and_tells_everything_again(
         await engine.say("")
         assert await engine.hear() == "removed 6 blocks"
         await workers.until_best(*BEFORE)
+
+
+async def test_the_worker_of_the_example_hears_the_engine_of_the_example(
+    program: Path, tmp_path: Path
+) -> None:
+    worker = await asyncio.create_subprocess_exec(
+        *(sys.executable, EXAMPLE.with_name("worker.py"), f"unix:{tmp_path}/door"),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "KVR_TOKEN": TOKEN},
+    )
+    assert worker.stdout is not None
+    lines = worker.stdout
+
+    async def says(line: str) -> bool:
+        return (await asyncio.wait_for(lines.readline(), LIMIT_S)).decode().strip() == line
+
+    try:
+        assert await says(f"the door is open at unix:{tmp_path}/door")
+        assert await says("worker 1 holds 0 blocks of the prompt")
+        async with publish(program, f"unix:{tmp_path}/door") as engine:
+            await engine.say(" ".join(map(str, range(100))))
+            assert await says("worker 1 holds 6 blocks of the prompt")
+        assert await says("worker 1 holds 0 blocks of the prompt")
+    finally:
+        worker.kill()
+        await worker.communicate()

@@ -12,7 +12,7 @@ SAYS = {
     "book_by_hand": "booked",
     "generate": "20 blocks there",
     "least_ttft": "rank 0",
-    "own_engine": "worker 1 now holds 6 blocks",
+    "own_engine": "holds 6 blocks of it\nthe same prompt goes to worker 2: 6 blocks are there",
     "plain_client": "round_robin [",
     "query_then_route": "for 20 blocks",
 }

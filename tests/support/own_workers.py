@@ -6,11 +6,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import ModelInput, ModelType
 from kvrouter.library import KvRouter, Runtime
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.planes.requests.port import EngineStream, Registration
 from kvrouter.worker import EngineDoor, KvPublisher, new_incarnation, register_llm
 from tests.support.mock_fleets import LIMIT_S
 
@@ -20,6 +22,13 @@ PROMPT = list(range(500, 500 + 6 * BLOCK_SIZE + 3))
 """Six blocks, and a tail that is none."""
 
 BEHIND_DOOR = WorkerId(2)
+
+
+class Unasked:
+    """What serves requests where none is sent."""
+
+    async def submit(self, request: EngineRequest) -> EngineStream:
+        raise AssertionError(request.request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +57,23 @@ class OwnWorkers:
 async def own_workers(address: str) -> AsyncIterator[OwnWorkers]:
     """Both workers are registered, and the door is open at ``address``."""
     discovery, requests, events = MemoryDiscovery(), MemoryRequestPlane(), MemoryEventPlane()
-    publishers = {}
+    publishers: dict[WorkerId, KvPublisher] = {}
+    address_of: dict[WorkerId, str] = {}
+    registrations: list[Registration] = []
     for worker_id in (WorkerId(1), BEHIND_DOOR):
         incarnation = new_incarnation()
         publisher = KvPublisher(events, worker_id=worker_id, epoch=incarnation, block_size=BLOCK_SIZE)
         publishers[worker_id] = publisher
         events.serve_recovery(worker_id, publisher)
+        address_of[worker_id] = memory_address(worker_id, incarnation)
+        registrations.append(requests.serve(address_of[worker_id], Unasked()))
         await register_llm(
             discovery,
             worker_id=worker_id,
             model="own",
             model_input=ModelInput.Tokens,
             model_type=ModelType.Chat | ModelType.Completions,
-            address=memory_address(worker_id, incarnation),
+            address=address_of[worker_id],
             block_size=BLOCK_SIZE,
             context_length=4096,
             incarnation=incarnation,
@@ -76,3 +89,5 @@ async def own_workers(address: str) -> AsyncIterator[OwnWorkers]:
             yield OwnWorkers(door, publishers[BEHIND_DOOR], router)
     finally:
         await door.stop()
+        for registration in registrations:
+            registration.leave("the test ends")
