@@ -17,7 +17,7 @@ class NatsEnds:
     def __init__(self, worker: Client, router: Client, namespace: str) -> None:
         self.malformed: list[str] = []
         heard = self.malformed.append
-        self.worker, self.router = worker, router
+        self.worker, self.router, self.namespace = worker, router, namespace
         self.nats_publisher = NatsEventPublisher(worker, namespace=namespace, component="backend")
         self.server = NatsRecovery(worker, namespace=namespace, on_malformed=heard)
         self.asker = NatsRecovery(router, namespace=namespace, on_malformed=heard)

@@ -1,0 +1,187 @@
+"""Questions to a worker, and answers in pieces: whole, or not at all, in bounded time."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.columns import pack_hashes
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import Held, KvBatch, KvSnapshot
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.recovery import ENVELOPE_BYTES, TRANSFER_IDLE_S, AnswerDesk, recover_snapshot
+from kvrouter.planes.events.wire import (
+    SNAPSHOT_MAX_BYTES,
+    Answer,
+    Busy,
+    FirstPiece,
+    Gone,
+    Piece,
+    PieceQuestion,
+    SnapshotQuestion,
+    Whole,
+    decode_answer,
+    encode_answer,
+    encode_question,
+)
+from tests.support.virtual_time import run_in_virtual_time
+
+RANK = WorkerRank(WorkerId(3), DpRank(0))
+FRAME_MAX_BYTES = ENVELOPE_BYTES + 100
+
+
+class Source:
+    def __init__(self, n_blocks: int) -> None:
+        names = pack_hashes(range(n_blocks))
+        self.snapshot = KvSnapshot(RANK, Epoch(1), EventId(4), (Held(names, names),) if n_blocks else ())
+        self.asked = 0
+
+    def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        return None
+
+    def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        self.asked += 1
+        return self.snapshot
+
+
+class Wire:
+    """Carries questions to a desk; ``change`` may put another answer in the place of one."""
+
+    def __init__(self, n_blocks: int = 100, change: Callable[[Answer], Answer] | None = None) -> None:
+        self.source = Source(n_blocks)
+        self.desk = AnswerDesk(transfers_max=2)
+        self.desk.serve(RANK.worker_id, self.source)
+        self.now_s = 0.0
+        self.change = change
+
+    def answer(self, question: bytes) -> Answer:
+        frame = self.desk.answer(question, frame_max_bytes=FRAME_MAX_BYTES, now_s=self.now_s)
+        assert len(frame) <= FRAME_MAX_BYTES
+        answer = decode_answer(frame)
+        return answer if self.change is None else self.change(answer)
+
+    async def ask(self, question: bytes) -> bytes | None:
+        return encode_answer(self.answer(question))
+
+    def begin(self) -> Answer:
+        return self.answer(encode_question(SnapshotQuestion(RANK)))
+
+
+@given(st.integers(0, 200))
+def test_an_answer_of_any_size_arrives_whole(n_blocks: int) -> None:
+    wire = Wire(n_blocks)
+    assert asyncio.run(recover_snapshot(wire.ask, RANK)) == wire.source.snapshot
+    assert asyncio.run(recover_snapshot(wire.ask, RANK)) == wire.source.snapshot
+    for _ in range(2):
+        begun = wire.begin()
+        assert isinstance(begun, Whole if n_blocks < 4 else Whole | FirstPiece), "the first ones are over"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Piece(2, b"x" * 100),
+        Piece(1, b"x" * 99),
+        Piece(1, b""),
+        Whole(b""),
+        Busy(),
+        FirstPiece(1, 500, 0, b"x" * 100),
+    ],
+)
+async def test_a_wrong_piece_is_a_mistake_of_the_peer(wrong: Answer) -> None:
+    wire = Wire(change=lambda answer: wrong if isinstance(answer, Piece) and answer.number == 1 else answer)
+    with pytest.raises(ProtocolError, match="piece 1 of 100 bytes"):
+        await recover_snapshot(wire.ask, RANK)
+
+
+async def test_pieces_that_do_not_make_the_whole_are_noticed() -> None:
+    def turned(answer: Answer) -> Answer:
+        return Piece(answer.number, answer.body[::-1]) if isinstance(answer, Piece) else answer
+
+    with pytest.raises(ProtocolError) as caught:
+        await recover_snapshot(Wire(change=turned).ask, RANK)
+    assert caught.value.param == "crc32"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        FirstPiece(1, SNAPSHOT_MAX_BYTES + 1, 0, b"x" * 100),
+        FirstPiece(1, 100, 0, b""),
+        FirstPiece(1, 100, 0, b"x" * 100),
+        FirstPiece(1, -5, 0, b"x"),
+    ],
+)
+async def test_sizes_that_cannot_be_are_refused_before_anything_is_kept(first: FirstPiece) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        await recover_snapshot(Wire(change=lambda _: first).ask, RANK)
+    assert caught.value.param == "total_bytes"
+
+
+@pytest.mark.parametrize("answer", [Piece(1, b""), Gone(), Whole(b"\x00 no snapshot"), Whole(b"")])
+async def test_what_is_no_answer_is_a_mistake_of_the_peer(answer: Answer) -> None:
+    with pytest.raises(ProtocolError):
+        await recover_snapshot(Wire(change=lambda _: answer).ask, RANK)
+
+
+async def test_a_transfer_that_is_over_in_the_middle_is_none() -> None:
+    wire = Wire(change=lambda answer: Gone() if isinstance(answer, Piece) and answer.number == 3 else answer)
+    assert await recover_snapshot(wire.ask, RANK) is None
+
+
+def test_an_answer_that_never_comes_is_none_in_time() -> None:
+    async def never(_question: bytes) -> bytes | None:
+        await asyncio.Event().wait()
+        return None
+
+    async def timed() -> float:
+        assert await recover_snapshot(never, RANK, timeout_s=5.0) is None
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(timed()) == pytest.approx(5.0)
+
+
+def test_a_worker_with_too_many_transfers_does_no_work_and_is_asked_again() -> None:
+    wire = Wire()
+    begun = [wire.begin() for _ in range(3)]
+    assert [type(answer) for answer in begun] == [FirstPiece, FirstPiece, Busy]
+    assert wire.source.asked == 2
+
+    async def ask_again() -> KvSnapshot | None:
+        asking = asyncio.create_task(recover_snapshot(wire.ask, RANK))
+        await asyncio.sleep(2.0)
+        assert not asking.done()
+        wire.now_s += TRANSFER_IDLE_S + 1.0
+        return await asking
+
+    assert run_in_virtual_time(ask_again()) == wire.source.snapshot, "others were given up"
+    for answer in begun[:2]:
+        assert isinstance(answer, FirstPiece)
+        assert wire.answer(encode_question(PieceQuestion(answer.transfer, 1))) == Gone()
+
+
+@pytest.mark.parametrize("number", [-1, 0, 17, 10**12])
+def test_a_piece_that_is_not_there_ends_the_transfer(number: int) -> None:
+    wire = Wire()
+    first = wire.begin()
+    assert isinstance(first, FirstPiece)
+    assert wire.answer(encode_question(PieceQuestion(first.transfer, number))) == Gone()
+    assert wire.answer(encode_question(PieceQuestion(first.transfer, 1))) == Gone()
+
+
+def test_a_transfer_is_kept_while_its_pieces_are_asked_for() -> None:
+    wire = Wire()
+    first = wire.begin()
+    assert isinstance(first, FirstPiece)
+    for number in (1, 2, 3):
+        wire.now_s += TRANSFER_IDLE_S - 1.0
+        wire.begin()
+        assert wire.answer(encode_question(PieceQuestion(first.transfer, number))) != Gone()
+
+
+@pytest.mark.parametrize("frame", [b"", b"\xc0", b"\x81\xa4type\xa5other", b"x" * 50])
+def test_what_is_no_question_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Wire().desk.answer(frame, frame_max_bytes=FRAME_MAX_BYTES, now_s=0.0)

@@ -1,0 +1,274 @@
+"""The zmq event plane: strangers, damaged frames, limits, and connections that break."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+
+from kvrouter.core.columns import pack_hashes
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.events import KvBatch, KvSnapshot, Stored
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.planes.events.wire import (
+    BATCH_MAX_BYTES,
+    VERSION,
+    SnapshotQuestion,
+    encode_batch,
+    encode_question,
+)
+from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
+from tests.support.event_waits import LIMIT_S, card, eventually, until_heard
+
+RANK, OTHER = (WorkerRank(WorkerId(number), DpRank(0)) for number in (4, 5))
+EPOCH = Epoch(7)
+SNAPSHOT = KvSnapshot(RANK, EPOCH, EventId(2), ())
+TOPIC = bytes([VERSION]) + RANK.worker_id.to_bytes(8, "big")
+
+
+def batch(first: int, rank: WorkerRank = RANK) -> KvBatch:
+    return KvBatch(rank, EPOCH, EventId(first), ())
+
+
+class Answers:
+    def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        return None
+
+    def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        return SNAPSHOT
+
+
+class Side:
+    """A publisher or a subscriber, and what it could not read."""
+
+    def __init__(self) -> None:
+        self.malformed: list[str] = []
+
+
+class Worker(Side):
+    def __init__(self, *, token: str | None = None, port: int = 0, recovery_port: int = 0) -> None:
+        super().__init__()
+        self.plane = ZmqEventPublisher(
+            "127.0.0.1", port, recovery_port=recovery_port, token=token, on_malformed=self.malformed.append
+        )
+        self.plane.serve_recovery(RANK.worker_id, Answers())
+
+
+class Router(Side):
+    def __init__(self, *, token: str | None = None, answer_timeout_s: float = 60.0) -> None:
+        super().__init__()
+        self.plane = ZmqEventSubscriber(
+            token=token, answer_timeout_s=answer_timeout_s, on_malformed=self.malformed.append
+        )
+        self.batches: list[KvBatch] = []
+        self.loads: list[LoadReport] = []
+        self.plane.subscribe(self.batches.append, self.loads.append)
+
+
+@asynccontextmanager
+async def closing(*sides: Worker | Router) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        for side in sides:
+            await side.plane.close()
+
+
+@pytest.mark.parametrize(
+    ("worker_token", "stranger_token"), [("right", "wrong"), ("right", None), (None, "right")]
+)
+async def test_who_has_another_token_hears_nothing_and_is_not_answered(
+    worker_token: str | None, stranger_token: str | None
+) -> None:
+    worker, stranger = Worker(token=worker_token), Router(token=stranger_token, answer_timeout_s=0.3)
+    friend = Router(token=worker_token)
+    async with closing(worker, stranger, friend):
+        stranger.plane.follow(card(4, worker.plane.source))
+        friend.plane.follow(card(4, worker.plane.source))
+        await until_heard(worker.plane, friend.plane, RANK.worker_id)
+        assert await stranger.plane.recover_snapshot(RANK) is None
+        assert await friend.plane.recover_snapshot(RANK) == SNAPSHOT
+        worker.plane.publish(batch(5))
+        await eventually(lambda: batch(5) in friend.batches)
+        assert stranger.batches == []
+        assert worker.malformed == [], "refused before it was read"
+
+
+async def test_what_cannot_be_read_is_counted_and_let_go() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    raw = context.socket(zmq.PUB)
+    raw.linger = 0
+    port = raw.bind_to_random_port("tcp://127.0.0.1")
+    worker, router = Worker(), Router()
+    try:
+        async with closing(worker, router):
+            events = f"tcp://127.0.0.1:{port}"
+            router.plane.follow(
+                card(4, EventSource(EventLane.ZMQ, events=events, recovery=worker.plane.source.recovery))
+            )
+            damaged = [b"", b"b", b"b\xc1", b"b" + encode_batch(batch(1))[:-1], b"l\x00", b"?x"]
+            while len(router.batches) < 3:
+                for message in (*damaged, b"b" + encode_batch(batch(9))):
+                    raw.send(TOPIC + message)
+                await asyncio.sleep(0.01)
+            assert set(router.batches) == {batch(9)}
+            assert len(router.malformed) >= 2 * len(damaged)
+    finally:
+        raw.close()
+        context.term()
+
+
+async def test_a_question_that_cannot_be_read_harms_nobody_else() -> None:
+    worker, router = Worker(), Router()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    raw = context.socket(zmq.DEALER)
+    raw.linger = 0
+    raw.connect(worker.plane.source.recovery)
+    try:
+        async with closing(worker, router):
+            raw.send_multipart([b"12345678", b"no question"])
+            raw.send_multipart([b"one frame"])
+            raw.send_multipart([b"a", b"b", b"c"])
+            raw.send_multipart([b"12345678", encode_question(SnapshotQuestion(RANK)) * 1_000])
+            await eventually(lambda: len(worker.malformed) == 3)
+            router.plane.follow(card(4, worker.plane.source))
+            assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
+            assert len(worker.malformed) == 3, "what is too large was not read at all"
+    finally:
+        raw.close()
+        context.term()
+
+
+async def test_an_event_that_no_router_would_read_is_dropped_and_counted() -> None:
+    worker, router = Worker(), Router()
+    async with closing(worker, router):
+        router.plane.follow(card(4, worker.plane.source))
+        await until_heard(worker.plane, router.plane, RANK.worker_id)
+        column = pack_hashes(range(BATCH_MAX_BYTES // 16))
+        small, large = Stored(None, b"", b""), Stored(None, column, column)
+        worker.plane.publish(KvBatch(RANK, EPOCH, EventId(0), (small, large, small, small)))
+        await eventually(lambda: EventId(4) in [sent.next_event_id for sent in router.batches])
+        assert worker.plane.dropped_events == 1
+        heard = [sent.first_event_id for sent in router.batches if sent.epoch == EPOCH]
+        assert heard == [0, 2], "ids show what is missing"
+
+
+async def test_a_router_that_does_not_read_holds_nobody_up() -> None:
+    worker, router = Worker(), Router()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    idle = context.socket(zmq.SUB)
+    idle.linger = 0
+    idle.subscribe(b"")
+    idle.connect(worker.plane.source.events)
+    try:
+        async with closing(worker, router):
+            router.plane.follow(card(4, worker.plane.source))
+            await until_heard(worker.plane, router.plane, RANK.worker_id)
+            n_before = len(router.batches)
+            column = pack_hashes(range(200))
+            for number in range(20_000):
+                worker.plane.publish(KvBatch(RANK, EPOCH, EventId(number), (Stored(None, column, column),)))
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+            worker.plane.publish(batch(20_000))
+            await eventually(lambda: len(router.batches) > n_before)
+    finally:
+        idle.close()
+        context.term()
+
+
+async def test_a_worker_that_comes_back_on_its_port_is_heard_and_asked_again() -> None:
+    worker, router = Worker(token="t"), Router(token="t")
+    ports = [int(at.rpartition(":")[2]) for at in (worker.plane.source.events, worker.plane.source.recovery)]
+    async with closing(router):
+        router.plane.follow(card(4, worker.plane.source))
+        await until_heard(worker.plane, router.plane, RANK.worker_id)
+        await worker.plane.close()
+        worker = Worker(token="t", port=ports[0], recovery_port=ports[1])
+        async with closing(worker):
+            await until_heard(worker.plane, router.plane, RANK.worker_id)
+            assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
+
+
+async def test_following_ends_for_one_worker_and_goes_on_for_another_of_the_same_process() -> None:
+    worker, router = Worker(), Router()
+    async with closing(worker, router):
+        end = router.plane.follow(card(4, worker.plane.source))
+        router.plane.follow(card(5, worker.plane.source))
+        await until_heard(worker.plane, router.plane, OTHER.worker_id)
+        end()
+        end()
+        assert await router.plane.recover_snapshot(RANK) is None
+        async with asyncio.timeout(LIMIT_S):
+            while True:  # the worker hears of the end a moment later
+                router.batches.clear()
+                worker.plane.publish(batch(7))
+                worker.plane.publish(batch(8, OTHER))
+                await eventually(lambda: batch(8, OTHER) in router.batches)
+                if batch(7) not in router.batches:
+                    break
+
+
+async def test_a_new_start_that_is_followed_before_the_old_one_ends_is_the_one_that_is_asked() -> None:
+    old, new, router = Worker(), Worker(), Router()
+    async with closing(old, new, router):
+        end_old = router.plane.follow(card(4, old.plane.source))
+        router.plane.follow(card(4, new.plane.source, incarnation=2))
+        end_old()
+        await until_heard(new.plane, router.plane, RANK.worker_id)
+        assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
+
+
+async def test_loads_are_heard() -> None:
+    worker, router = Worker(), Router()
+    async with closing(worker, router):
+        router.plane.follow(card(4, worker.plane.source))
+        await until_heard(worker.plane, router.plane, RANK.worker_id)
+        worker.plane.publish_load(LoadReport(RANK, 3, 10))
+        await eventually(lambda: router.loads == [LoadReport(RANK, 3, 10)])
+
+
+async def test_questions_that_are_open_at_the_end_have_no_answer() -> None:
+    router = Router()
+    nowhere = EventSource(EventLane.ZMQ, events="tcp://127.0.0.1:1", recovery="tcp://127.0.0.1:1")
+    router.plane.follow(card(4, nowhere))
+    asking = asyncio.create_task(router.plane.recover_snapshot(RANK))
+    await asyncio.sleep(0)
+    await router.plane.close()
+    assert await asking is None
+    assert await router.plane.recover_snapshot(RANK) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        EventSource(EventLane.ZMQ),
+        EventSource(EventLane.ZMQ, events="tcp://127.0.0.1:1"),
+        EventSource(EventLane.NATS, events="tcp://127.0.0.1:1", recovery="tcp://127.0.0.1:1"),
+        EventSource(EventLane.ZMQ, events="no endpoint", recovery="tcp://127.0.0.1:1"),
+        EventSource(EventLane.ZMQ, events="tcp://127.0.0.1:1", recovery="no endpoint"),
+    ],
+)
+async def test_a_card_that_does_not_say_where_is_refused(source: EventSource) -> None:
+    router = Router()
+    async with closing(router):
+        with pytest.raises(ProtocolError) as caught:
+            router.plane.follow(card(4, source))
+        assert caught.value.param == "event_source"
+
+
+async def test_places_that_cannot_be_listened_at_are_refused() -> None:
+    worker = Worker()
+    async with closing(worker):
+        taken = int(worker.plane.source.events.rpartition(":")[2])
+        with pytest.raises(ConfigError, match="port"):
+            Worker(port=taken)
+        with pytest.raises(ConfigError, match="advertise"):
+            ZmqEventPublisher("0.0.0.0", on_malformed=worker.malformed.append)
+        reachable = ZmqEventPublisher(
+            "0.0.0.0", advertise_host="router-sees-this", on_malformed=worker.malformed.append
+        )
+        assert reachable.source.events.startswith("tcp://router-sees-this:")
+        await reachable.close()
