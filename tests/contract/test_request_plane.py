@@ -32,7 +32,6 @@ async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wi
     stream = await wire.plane.open(address, leg())
 
     async def produce() -> None:
-        await worker.streams[0].put(EngineChunk(token_ids=(0,), cached_tokens=64))
         for token in range(1, 500):
             await worker.streams[0].put(EngineChunk(token_ids=(token,)))
         last = EngineChunk(
@@ -40,9 +39,10 @@ async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wi
         )
         await worker.streams[0].put(last)
 
-    producer = asyncio.create_task(produce())
+    await worker.streams[0].put(EngineChunk(token_ids=(0,), cached_tokens=64))
     first = await stream.__anext__()
     assert first.cached_tokens == 64
+    producer = asyncio.create_task(produce())
     tokens, last = await read_all(stream)
     await producer
     assert [*first.token_ids, *tokens] == list(range(501))

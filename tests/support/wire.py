@@ -22,7 +22,8 @@ class Wire:
     too. An ``open_timeout_s`` of a second or less keeps tests of silence short.
 
     ``serve_again`` brings a worker back at the address that another one died at. ``network`` stands between
-    the plane and its workers, where a wire has one.
+    the plane and its workers, where a wire has one; ``reset_is_loss`` is false where an end that was cut off
+    connects again, and is the same peer as before.
     """
 
     plane: RequestPlane
@@ -32,3 +33,4 @@ class Wire:
     close: Callable[[], Awaitable[None]]
     serve_again: Callable[[str, RequestServer], Awaitable[None]] | None = None
     network: Proxy | None = None
+    reset_is_loss: bool = True

@@ -1,20 +1,24 @@
-"""The request plane over HTTP, as a wire: one listener a worker, so that one can die alone."""
+"""The request plane over HTTP, as a wire."""
 
 from urllib.parse import urlsplit
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.planes.requests.http import HttpRequestAcceptor, HttpRequestPlane
 from kvrouter.planes.requests.port import Registration, RequestServer
-from tests.support.wire import Die, Wire
+from tests.support.proxy import Proxy
+from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
+
+TOKEN = "t0p"
 
 
 async def http_wire() -> Wire:
-    plane = HttpRequestPlane(token="t0p", open_timeout_s=1.0, heartbeat_s=0.05)
+    """One listener a worker: a worker dies with it."""
+    plane = HttpRequestPlane(token=TOKEN, open_timeout_s=1.0, heartbeat_s=0.05)
     acceptors: list[HttpRequestAcceptor] = []
     places: dict[str, Registration] = {}
 
     async def listen(port: int) -> HttpRequestAcceptor:
-        acceptor = HttpRequestAcceptor("127.0.0.1", port, token="t0p", heartbeat_s=0.05)
+        acceptor = HttpRequestAcceptor("127.0.0.1", port, token=TOKEN, heartbeat_s=0.05)
         await acceptor.start()
         acceptors.append(acceptor)
         return acceptor
@@ -35,3 +39,40 @@ async def http_wire() -> Wire:
             await acceptor.close()
 
     return Wire(plane, serve, "http://127.0.0.1:9/99/1", places, close, serve_again)
+
+
+async def http_wire_with_network() -> Wire:
+    """Every worker behind one listener, and a proxy before it."""
+    acceptor = HttpRequestAcceptor("127.0.0.1", 0, token=TOKEN, heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S)
+    await acceptor.start()
+    network = Proxy("127.0.0.1", urlsplit(acceptor.address_of(WorkerId(1), Epoch(1))).port or 0)
+    await network.start()
+    plane = HttpRequestPlane(
+        token=TOKEN,
+        open_timeout_s=0.5,
+        heartbeat_s=0.1,
+        dead_after_s=DEAD_AFTER_S,
+        slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+    )
+    places: dict[str, Registration] = {}
+
+    async def serve(server: RequestServer) -> tuple[str, Die]:
+        address = f"http://127.0.0.1:{network.port}/{len(places) + 1}/1"
+        await serve_again(address, server)
+
+        async def die() -> None:
+            places[address].leave("the worker died")
+
+        return address, die
+
+    async def serve_again(address: str, server: RequestServer) -> None:
+        places[address] = acceptor.serve(address, server)
+
+    async def close() -> None:
+        network.resume()
+        await plane.close()
+        await acceptor.close()
+        await network.close()
+
+    nowhere = f"http://127.0.0.1:{network.port}/99/1"
+    return Wire(plane, serve, nowhere, places, close, serve_again, network, reset_is_loss=False)

@@ -157,12 +157,12 @@ class Place:
             self.cancel(name, "the router gave the leg up")
 
     def cancel_silent(self, dead_after_s: float) -> None:
-        """Cancel the legs of every router that was not heard for ``dead_after_s``."""
+        """Cancel the legs of every router that was not heard for ``dead_after_s``, and what it prefilled."""
         now_s = self._loop.time()
         silent = {router for router, at_s in self._heard_s.items() if now_s - at_s > dead_after_s}
         for router in silent:
             del self._heard_s[router]
-        for name in [name for name in self._names if name.router in silent]:
+        for name in [name for name in (*self._names, *self._prefilled) if name.router in silent]:
             self.cancel(name, f"the router was not heard for {dead_after_s} s")
 
     def _admit(self, leg: _ServedLeg) -> None:
@@ -203,5 +203,4 @@ class Place:
             return
         del self._names[leg.name], self._legs[leg.key]
         if not self._legs:
-            self._heard_s.clear()
             self._idle.set()

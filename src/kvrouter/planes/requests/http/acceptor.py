@@ -5,6 +5,7 @@ import hmac
 import socket
 import ssl as tls
 from collections.abc import Callable
+from typing import cast
 
 from aiohttp import ClientError, web
 
@@ -130,8 +131,7 @@ class _TooMany(asyncio.Protocol):
     """A connection above the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.Transport):
-            transport.abort()
+        cast("asyncio.Transport", transport).abort()  # uvloop's transports are of no class of asyncio's
 
 
 class HttpRequestAcceptor:

@@ -9,6 +9,7 @@ import ssl as tls
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NamedTuple
+from weakref import finalize
 
 import aiohttp
 
@@ -47,7 +48,7 @@ class _HttpLeg:
         self.address = address
         self.stream = LegStream(on_read=self._on_read, on_cancel=self._on_cancel)
         self._plane = plane
-        self._is_prefill = request.leg is Leg.PREFILL
+        self.is_prefill = request.leg is Leg.PREFILL
         self._room = asyncio.Event()
         self._waits_since_s: float | None = None
         self._response: aiohttp.ClientResponse | None = None
@@ -58,12 +59,12 @@ class _HttpLeg:
         self._response = response
         self._pump = asyncio.create_task(self._read(response))
 
-    def check(self, now_s: float, dead_after_s: float, slow_after_s: float) -> None:
+    def check(self, now_s: float, dead_after_s: float, slow_stream_limit_s: float) -> None:
         """Break the leg when its worker is silent, or when nobody reads what it sends."""
         if self._waits_since_s is not None and now_s - self._waits_since_s > dead_after_s:
             self._give_up(StreamBroken(f"{self.address} was not heard for {dead_after_s} s"))
-        elif self.stream.unread_for_s > slow_after_s:
-            self._give_up(ReaderTooSlow(f"the reader took nothing for {slow_after_s} s"))
+        elif self.stream.unread_for_s > slow_stream_limit_s:
+            self._give_up(ReaderTooSlow(f"the reader took nothing for {slow_stream_limit_s} s"))
 
     def close(self) -> None:
         """Close the connection, unless the answer was read to its end: then it can be used again."""
@@ -117,7 +118,7 @@ class _HttpLeg:
 
     def _on_cancel(self, reason: str) -> None:
         self._room.set()
-        if self._is_prefill or self._pump is None or not self._pump.done():
+        if self.is_prefill or self._pump is None or not self._pump.done():
             self._plane.tell(self, reason)
 
 
@@ -149,7 +150,7 @@ class HttpRequestPlane:
 
     A worker has ``open_timeout_s`` to accept a leg. One from which nothing, not even a sign of life, comes
     for ``dead_after_s`` is lost; workers give such signs more often than that. A reader that takes nothing
-    for ``slow_after_s`` while chunks wait loses its leg.
+    for ``slow_stream_limit_s`` while chunks wait loses its leg.
     """
 
     def __init__(
@@ -160,14 +161,14 @@ class HttpRequestPlane:
         open_timeout_s: float = 5.0,
         heartbeat_s: float | None = None,
         dead_after_s: float = 5.0,
-        slow_after_s: float = 60.0,
+        slow_stream_limit_s: float = 60.0,
         legs_max: int = LEGS_MAX,
     ) -> None:
         self.heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
         self._ssl = ssl
         self._open_timeout_s = open_timeout_s
         self._dead_after_s = dead_after_s
-        self._slow_after_s = slow_after_s
+        self._slow_stream_limit_s = slow_stream_limit_s
         self._legs_max = legs_max
         self._headers = {"authorization": f"Bearer {token}", ROUTER_HEADER: secrets.token_hex(8)}
         self._numbers = itertools.count()
@@ -244,8 +245,14 @@ class HttpRequestPlane:
             self._tells[leg.number] = asyncio.create_task(self._tell(leg, reason))
 
     def forget(self, leg: _HttpLeg) -> None:
-        """A leg has ended, and its answer was read."""
-        if self._legs.pop(leg.number, None) is not None:
+        """A leg has ended, and its answer was read. While somebody keeps the stream of a prefill leg, the
+        worker hears that this router lives, and keeps what it prefilled.
+        """
+        if self._legs.pop(leg.number, None) is None:
+            return
+        if leg.is_prefill:
+            finalize(leg.stream, self._let_go, leg.address).atexit = False
+        else:
             self._let_go(leg.address)
 
     async def _tell(self, leg: _HttpLeg, reason: str) -> None:
@@ -338,7 +345,7 @@ class HttpRequestPlane:
         while True:
             await asyncio.sleep(self.heartbeat_s / 2)
             for leg in tuple(self._legs.values()):
-                leg.check(loop.time(), self._dead_after_s, self._slow_after_s)
+                leg.check(loop.time(), self._dead_after_s, self._slow_stream_limit_s)
 
 
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:

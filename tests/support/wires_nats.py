@@ -1,0 +1,87 @@
+"""The request plane over a real nats-server, as a wire: a connection for the router, one for each worker."""
+
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from nats.aio.client import Client
+
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.planes.requests.nats import NatsRequestAcceptor, NatsRequestPlane
+from kvrouter.planes.requests.port import Registration, RequestServer
+from tests.support.nats_server import NatsServer, running_nats
+from tests.support.proxy import Proxy
+from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
+
+NAMESPACE = "fleet-a"
+TOKEN = "t0p"
+
+
+async def connected(server: NatsServer, *, port: int = 0) -> Client:
+    """A client of ``server``, by way of ``port``; it comes back soon when it was cut off."""
+
+    async def ignore(_error: Exception) -> None:
+        """A test that cuts the connection knows that it is cut."""
+
+    url = server.url.replace(f":{server.port}", f":{port or server.port}")
+    client = Client()
+    await client.connect(
+        url,
+        error_cb=ignore,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.05,  # type: ignore[arg-type]  # it sleeps for it
+    )
+    return client
+
+
+async def nats_wire() -> Wire:
+    stack = AsyncExitStack()
+    server = stack.enter_context(running_nats())
+    client = await connected(server)
+    stack.push_async_callback(client.close)
+    plane = NatsRequestPlane(client, namespace=NAMESPACE, token=TOKEN, open_timeout_s=1.0, heartbeat_s=0.05)
+    return _wire(server, plane, stack, dead_after_s=5.0)
+
+
+async def nats_wire_with_network() -> Wire:
+    stack = AsyncExitStack()
+    server = stack.enter_context(running_nats())
+    network = await stack.enter_async_context(Proxy("127.0.0.1", server.port))
+    client = await connected(server, port=network.port)
+    stack.push_async_callback(client.close)
+    stack.callback(network.resume)
+    plane = NatsRequestPlane(
+        client,
+        namespace=NAMESPACE,
+        token=TOKEN,
+        open_timeout_s=0.5,
+        heartbeat_s=0.1,
+        dead_after_s=DEAD_AFTER_S,
+        slow_stream_limit_s=SLOW_STREAM_LIMIT_S,
+    )
+    wire = _wire(server, plane, stack, dead_after_s=DEAD_AFTER_S)
+    return replace(wire, network=network, reset_is_loss=False)
+
+
+def _wire(server: NatsServer, plane: NatsRequestPlane, stack: AsyncExitStack, *, dead_after_s: float) -> Wire:
+    places: dict[str, Registration] = {}
+
+    async def serve(worker: RequestServer) -> tuple[str, Die]:
+        return await _serve(f"nats://{NAMESPACE}/{len(places) + 1}/1", worker)
+
+    async def serve_again(address: str, worker: RequestServer) -> None:
+        await _serve(address, worker)
+
+    async def _serve(address: str, worker: RequestServer) -> tuple[str, Die]:
+        client = await connected(server)
+        stack.push_async_callback(client.close)
+        acceptor = NatsRequestAcceptor(client, namespace=NAMESPACE, token=TOKEN, dead_after_s=dead_after_s)
+        await acceptor.start()
+        stack.push_async_callback(acceptor.close)
+        worker_id, incarnation = address.split("/")[3:]
+        assert address == acceptor.address_of(WorkerId(int(worker_id)), Epoch(int(incarnation)))
+        places[address] = acceptor.serve(address, worker)
+        await acceptor.wait_served(address)
+        return address, acceptor.close
+
+    stack.push_async_callback(plane.close)
+    return Wire(plane, serve, f"nats://{NAMESPACE}/99/1", places, stack.aclose, serve_again)
