@@ -32,12 +32,23 @@ class Proxy:
         self._passes.set()
         self._listener: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int = 0) -> None:
         """Listen on ``port``; 0: any."""
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", port)
         self.port = self._listener.sockets[0].getsockname()[1]
+
+    @property
+    def n_open(self) -> int:
+        """How many ends of connections are open."""
+        return len(self._writers)
+
+    async def changed(self) -> None:
+        """Wait until an end is closed."""
+        self._change.clear()
+        await self._change.wait()
 
     def pause(self) -> None:
         """Pass nothing on; connections stay as they are."""
@@ -102,3 +113,4 @@ class Proxy:
         finally:
             writer.close()
             self._writers.discard(writer)
+            self._change.set()

@@ -136,7 +136,8 @@ class Connection(asyncio.Protocol):
     @property
     def waiting_bytes(self) -> int:
         """How many bytes wait for the peer to read."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        written = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return written + sum(map(len, self._out))
 
     def _flush(self) -> None:
         if self.is_closed or self._transport is None:
@@ -166,6 +167,9 @@ class Connection(asyncio.Protocol):
         """The connection is there: keep time from now on."""
         stream = cast("asyncio.Transport", transport)  # uvloop's transports are of no class of asyncio's
         self._transport = stream
+        if self.is_closed:  # given up while it was being made
+            stream.abort()
+            return
         stream.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._timer = self.loop.call_later(self.heartbeat_s, self._beat)
 

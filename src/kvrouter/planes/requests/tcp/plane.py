@@ -28,9 +28,10 @@ class TcpRequestPlane:
     a worker must have taken a leg, ``connect_timeout_s`` that of one try to connect, hello included. A peer
     that was not heard for ``dead_after_s`` is lost; one that has nothing to say is asked every
     ``heartbeat_s``. A stream holds ``stream_credit_tokens`` at most, and is cancelled when its reader took
-    nothing for ``slow_stream_limit_s``. A connection has ``streams_max`` streams and ``write_max_bytes``
-    unsent; one that nobody watches or uses is closed after ``idle_close_s``. ``on_refused`` is told, in
-    words, of every peer that could not be talked to though it answers.
+    nothing for ``slow_stream_limit_s``. A connection has ``streams_max`` streams; while requests wait there
+    that fill half of ``write_max_bytes``, the worker counts as full. A connection that nobody watches or uses
+    is closed after ``idle_close_s``. ``on_refused`` is told, in words, of every peer that could not be talked
+    to though it answers.
     """
 
     def __init__(
@@ -133,8 +134,15 @@ class TcpRequestPlane:
         ends: list[RouterEnd] = []
 
         def new_end() -> RouterEnd:
-            ends.append(RouterEnd(where, self._secret, self._limits, is_wanted=lambda: self._wants(address)))
-            return ends[-1]
+            end = RouterEnd(
+                where,
+                self._secret,
+                self._limits,
+                is_wanted=lambda: self._wants(address),
+                on_refused=self._on_refused,
+            )
+            ends.append(end)
+            return end
 
         try:
             async with asyncio.timeout(self._connect_timeout_s):

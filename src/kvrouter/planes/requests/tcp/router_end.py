@@ -46,7 +46,13 @@ class RouterEnd(Connection):
     """A connection to one worker. It may be used once ``welcomed`` is done."""
 
     def __init__(
-        self, address: TcpAddress, secret: Secret, limits: RouterLimits, *, is_wanted: Callable[[], bool]
+        self,
+        address: TcpAddress,
+        secret: Secret,
+        limits: RouterLimits,
+        *,
+        is_wanted: Callable[[], bool],
+        on_refused: Callable[[str], None],
     ) -> None:
         super().__init__(
             kinds=GREETED,
@@ -59,6 +65,7 @@ class RouterEnd(Connection):
         self._secret = secret
         self._limits = limits
         self._is_wanted = is_wanted
+        self._tell_refused = on_refused
         self._nonce = new_nonce()
         self._worker_nonce = b""
         self._streams: dict[int, TcpStream] = {}
@@ -94,6 +101,12 @@ class RouterEnd(Connection):
         if not self.welcomed.done():
             self.welcomed.set_result(None)
 
+    def refuse(self, reason: str) -> None:
+        """The worker did what the protocol does not allow."""
+        if self.welcomed.done():  # else whoever connects is told
+            self._tell_refused(f"{self._address}: {reason}")
+        super().refuse(reason)
+
     # Legs
 
     def open(self, request: EngineRequest) -> TcpStream:
@@ -112,8 +125,9 @@ class RouterEnd(Connection):
                 f"token_ids: the request has {len(body)} bytes, over the {REQUEST_MAX_BYTES} allowed",
                 param="token_ids",
             )
-        if self.waiting_bytes + len(body) > self._limits.write_max_bytes:
-            raise WorkerFull(f"{self._address}: {self.waiting_bytes} bytes wait to be read there")
+        waiting_bytes = self.waiting_bytes
+        if waiting_bytes and waiting_bytes + len(body) > self._limits.write_max_bytes // 2:
+            raise WorkerFull(f"{self._address}: {waiting_bytes} bytes wait to be read there")
         self._next_id += 1
         stream = self._streams[stream_id] = TcpStream(
             self,

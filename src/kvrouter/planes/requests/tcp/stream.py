@@ -29,6 +29,7 @@ class TcpStream:
         "_is_over",
         "_is_read",
         "_leaves_kv",
+        "_loop",
         "_owed_tokens",
         "_reader",
         "_refill_tokens",
@@ -47,6 +48,7 @@ class TcpStream:
         accepted: asyncio.Future[None],
     ) -> None:
         self.accepted = accepted
+        self._loop = accepted.get_loop()
         self._connection = connection
         self._id = stream_id
         self._leaves_kv = leaves_kv
@@ -71,7 +73,7 @@ class TcpStream:
                 raise StopAsyncIteration
             if self._reader is not None:
                 raise RuntimeError("a stream has one reader")
-            self._reader = self.accepted.get_loop().create_future()
+            self._reader = self._loop.create_future()
             try:
                 await self._reader
             finally:
@@ -107,8 +109,7 @@ class TcpStream:
         self._waiting = chunk if self._waiting is None else _merged(self._waiting, chunk)
         if chunk.finish is not None:
             self._is_over = True
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        self._wake()
 
     def fail(self, error: KvrouterError) -> None:
         """The leg failed; what came before is still read."""

@@ -1,0 +1,273 @@
+"""Credits, limits and gathered writes of the tcp request plane."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
+from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerFull
+from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.planes.requests.tcp.frames import (
+    Kind,
+    ReadItem,
+    encode_cancel,
+    encode_credits,
+    encode_open,
+    items_decoder,
+)
+from kvrouter.planes.requests.tcp.worker_end import ENDED_PREFILLS_MAX
+from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
+from tests.support.wires_tcp import TOKEN
+
+Acceptor = tuple[TcpRequestAcceptor, ScriptedWorker, str]
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Acceptor]:
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
+    await acceptor.start()
+    worker = ScriptedWorker()
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    acceptor.serve(address, worker)
+    yield acceptor, worker, address
+    await acceptor.close()
+
+
+async def opened(peer: RawRouter, *requests: EngineRequest, credit_tokens: int = 1000) -> None:
+    for stream_id, request in enumerate(requests):
+        peer.send_frame(Kind.OPEN, encode_open(stream_id, credit_tokens, request))
+        await peer.next(Kind.ACCEPTED)
+
+
+async def test_tokens_of_many_streams_leave_in_one_frame(served: Acceptor) -> None:
+    acceptor, worker, _ = served
+    peer = await RawRouter.welcomed(acceptor.port)
+    await opened(peer, *(leg(str(n)) for n in range(20)))
+    for n, stream in enumerate(worker.streams):
+        stream.chunks.put_nowait(EngineChunk((n,)))
+    items = items_decoder.decode(await peer.next(Kind.CHUNKS))
+    assert sorted(items) == [(n, (n,), None) for n in range(20)]
+    await peer.close()
+
+
+async def test_a_worker_sends_no_more_than_it_has_credit_for_and_goes_on_with_more(served: Acceptor) -> None:
+    acceptor, worker, _ = served
+    peer = await RawRouter.welcomed(acceptor.port)
+    await opened(peer, leg(), credit_tokens=10)
+    whole = EngineChunk(
+        tuple(range(25)), cached_tokens=64, finish=FinishReason.STOP, kv_transfer_params={"k": 1}
+    )
+    worker.streams[0].chunks.put_nowait(whole)
+    parts = []
+    for _ in range(3):
+        ((_, token_ids, chunk),) = items_decoder.decode(await peer.next(Kind.CHUNKS))
+        parts.append(EngineChunk(token_ids) if chunk is None else chunk)
+        peer.send_frame(Kind.CREDIT, encode_credits({0: 10}))
+    assert [part.token_ids for part in parts] == [
+        tuple(range(10)),
+        tuple(range(10, 20)),
+        tuple(range(20, 25)),
+    ]
+    assert [part.cached_tokens for part in parts] == [64, None, None]
+    assert [part.finish for part in parts] == [None, None, FinishReason.STOP]
+    assert [part.kv_transfer_params for part in parts] == [None, None, {"k": 1}]
+    await peer.close()
+
+
+async def test_a_last_chunk_without_tokens_needs_no_credit(served: Acceptor) -> None:
+    acceptor, worker, _ = served
+    peer = await RawRouter.welcomed(acceptor.port)
+    await opened(peer, leg(), credit_tokens=1)
+    for chunk in (EngineChunk((1,)), EngineChunk(finish=FinishReason.STOP)):
+        worker.streams[0].chunks.put_nowait(chunk)
+    items: list[ReadItem] = []
+    while len(items) < 2:
+        items += items_decoder.decode(await peer.next(Kind.CHUNKS))
+    assert items[1][2] == EngineChunk(finish=FinishReason.STOP)
+    await peer.close()
+
+
+async def _tokens_arrive_once_and_in_order(sizes: list[int], credit_tokens: int, pauses: set[int]) -> None:
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
+    await acceptor.start()
+    worker = ScriptedWorker()
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    acceptor.serve(address, worker)
+    plane = TcpRequestPlane(token=TOKEN, stream_credit_tokens=credit_tokens)
+    stream = await plane.open(address, leg())
+    sent: list[int] = []
+
+    async def produce() -> None:
+        for size in sizes:
+            token_ids = tuple(range(len(sent), len(sent) + size))
+            sent.extend(token_ids)
+            await worker.streams[0].put(EngineChunk(token_ids))
+        await worker.streams[0].put(EngineChunk(finish=FinishReason.LENGTH))
+
+    producer = asyncio.create_task(produce())
+    read: list[int] = []
+    n_reads = 0
+    async with asyncio.timeout(IN_TIME_S):
+        async for chunk in stream:
+            assert len(chunk.token_ids) <= credit_tokens
+            read.extend(chunk.token_ids)
+            n_reads += 1
+            if n_reads in pauses:
+                await asyncio.sleep(0.002)
+    await producer
+    assert read == sent
+    await plane.close()
+    await acceptor.close()
+
+
+@settings(max_examples=15)
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    credit_tokens=st.integers(1, 32),
+    pauses=st.sets(st.integers(0, 60)),
+)
+def test_tokens_arrive_once_and_in_order_whatever_the_credit(
+    sizes: list[int], credit_tokens: int, pauses: set[int]
+) -> None:
+    asyncio.run(_tokens_arrive_once_and_in_order(sizes, credit_tokens, pauses))
+
+
+async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
+    served: Acceptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrouter.planes.requests.tcp.router_end.REQUEST_MAX_BYTES", 100)
+    plane = TcpRequestPlane(token=TOKEN)
+    with pytest.raises(InvalidRequest, match="bytes, over the 100 allowed") as refused:
+        await plane.open(served[2], leg())
+    assert refused.value.param == "token_ids"
+    await plane.close()
+
+
+async def test_a_router_opens_no_more_streams_than_it_may(served: Acceptor) -> None:
+    plane = TcpRequestPlane(token=TOKEN, streams_max=2)
+    first = await plane.open(served[2], leg("a"))
+    await plane.open(served[2], leg("b"))
+    with pytest.raises(WorkerFull, match="2 streams"):
+        await plane.open(served[2], leg("c"))
+    first.cancel("the client left")
+    await plane.open(served[2], leg("c"))
+    await plane.close()
+
+
+async def test_requests_that_a_worker_does_not_read_do_not_pile_up() -> None:
+    plane = TcpRequestPlane(token=TOKEN, write_max_bytes=3_000_000, open_timeout_s=20.0)
+    large = msgspec.structs.replace(leg(), kv_transfer_params={"x": b"0" * 2_000_000})
+    async with RawWorkers() as workers:
+        openings = [
+            asyncio.create_task(plane.open(workers.address_of(), msgspec.structs.replace(large, attempt=n)))
+            for n in range(12)
+        ]
+        peer = await workers.welcome_next()
+        done, _ = await asyncio.wait(openings, timeout=IN_TIME_S, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(WorkerFull, match="wait to be read"):
+            await done.pop()
+        await plane.close()
+        await peer.close()
+        await asyncio.gather(*openings, return_exceptions=True)
+
+
+async def test_a_router_that_does_not_read_is_cut_off_at_a_limit() -> None:
+    refused = KvrouterError("x" * 8000)
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, write_max_bytes=100_000)
+    await acceptor.start()
+    worker = ScriptedWorker()
+    worker.refusal = refused
+    place = acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), worker)
+    peer = await RawRouter.welcomed(acceptor.port)
+    peer.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    stream_id = 0
+    async with asyncio.timeout(IN_TIME_S):
+        while not peer.writer.transport.is_closing():
+            for _ in range(100):
+                peer.send_frame(Kind.OPEN, encode_open(stream_id, 9, leg(str(stream_id))))
+                stream_id += 1
+            try:
+                await peer.writer.drain()
+            except ConnectionError:
+                break
+    assert place.running_legs == 0
+    await peer.close()
+    await acceptor.close()
+
+
+async def test_a_chunk_that_cannot_travel_fails_its_own_leg(served: Acceptor) -> None:
+    _, worker, address = served
+    plane = TcpRequestPlane(token=TOKEN)
+    odd, good = [await plane.open(address, leg(name)) for name in ("odd", "good")]
+    worker.streams[0].chunks.put_nowait(EngineChunk(kv_transfer_params={"x": b"0" * 20_000_000}))
+    with pytest.raises(KvrouterError, match="over"):
+        await read_all(odd)
+    assert worker.streams[0].reasons != []
+    worker.streams[1].chunks.put_nowait(EngineChunk((1,), finish=FinishReason.STOP))
+    assert (await read_all(good))[0] == [1]
+    await plane.close()
+
+
+async def test_a_mistake_of_an_engine_breaks_its_stream_and_is_shown(served: Acceptor) -> None:
+    acceptor, _, _ = served
+
+    class Mistaken(ScriptedStream):
+        async def __anext__(self) -> EngineChunk:
+            raise ZeroDivisionError("in the engine's adapter")
+
+    class Worker(ScriptedWorker):
+        async def submit(self, request: EngineRequest) -> EngineStream:
+            return Mistaken()
+
+    address = acceptor.address_of(WorkerId(2), Epoch(1))
+    acceptor.serve(address, Worker())
+    mistakes = Mistakes()
+    unwatch = mistakes.watch()
+    plane = TcpRequestPlane(token=TOKEN)
+    with pytest.raises(StreamBroken, match="ZeroDivisionError"):
+        await read_all(await plane.open(address, leg()))
+    assert len(mistakes.seen) == 1
+    unwatch()
+    await plane.close()
+
+
+async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Acceptor) -> None:
+    acceptor, _, _ = served
+
+    class Short(ScriptedStream):
+        async def __anext__(self) -> EngineChunk:
+            raise StopAsyncIteration
+
+    class Worker(ScriptedWorker):
+        async def submit(self, request: EngineRequest) -> EngineStream:
+            return Short()
+
+    address = acceptor.address_of(WorkerId(2), Epoch(1))
+    acceptor.serve(address, Worker())
+    plane = TcpRequestPlane(token=TOKEN)
+    with pytest.raises(StreamBroken, match="without a last chunk"):
+        await read_all(await plane.open(address, leg()))
+    await plane.close()
+
+
+async def test_ended_prefill_legs_are_kept_to_a_number(served: Acceptor) -> None:
+    acceptor, worker, _ = served
+    peer = await RawRouter.welcomed(acceptor.port)
+    for stream_id in range(ENDED_PREFILLS_MAX + 1):
+        peer.send_frame(Kind.OPEN, encode_open(stream_id, 9, leg(str(stream_id), which=Leg.PREFILL)))
+        await peer.next(Kind.ACCEPTED)
+        worker.streams[stream_id].chunks.put_nowait(EngineChunk((1,), finish=FinishReason.LENGTH))
+        await peer.next(Kind.CHUNKS)
+    for stream_id in (0, 1):
+        peer.send_frame(Kind.CANCEL, encode_cancel(stream_id, "nobody decodes"))
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[1].cancelled.wait()
+    assert worker.streams[0].reasons == []
+    await peer.close()

@@ -1,0 +1,143 @@
+"""Frames of the tcp request plane, without a socket."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
+from kvrouter.planes.requests.tcp.frames import (
+    CHUNK_MAX_BYTES,
+    HEADER,
+    TO_ROUTER,
+    TO_WORKER,
+    FrameReader,
+    Kind,
+    encode_items,
+    frame,
+    goodbye,
+    item_of,
+    items_decoder,
+)
+from kvrouter.planes.requests.tcp.hello import Secret, greeting, hello, read_greeting, read_hello
+from kvrouter.planes.requests.tcp.link import Backoff
+
+
+@given(bodies=st.lists(st.binary(max_size=40)), data=st.data())
+def test_frames_come_out_as_they_went_in_however_the_bytes_are_cut(
+    bodies: list[bytes], data: st.DataObject
+) -> None:
+    stream = b"".join(frame(Kind.CHUNKS, body) for body in bodies)
+    reader = FrameReader(TO_ROUTER)
+    read = []
+    while stream:
+        n_bytes = data.draw(st.integers(1, len(stream)))
+        read += reader.feed(stream[:n_bytes])
+        stream = stream[n_bytes:]
+    assert read == [(Kind.CHUNKS, body) for body in bodies]
+
+
+def test_an_oversized_frame_is_refused_by_its_header() -> None:
+    header = HEADER.pack(TO_WORKER[Kind.CREDIT] + 1, Kind.CREDIT)
+    with pytest.raises(ProtocolError, match=r"CREDIT frame of 1048577 bytes is over") as refused:
+        FrameReader(TO_WORKER).feed(header)
+    assert refused.value.param == "length"
+
+
+@pytest.mark.parametrize("kind", [0, Kind.CHUNKS, 255])
+def test_a_frame_that_may_not_come_here_is_refused_by_its_header(kind: int) -> None:
+    with pytest.raises(ProtocolError, match=f"kind {int(kind)} may not come") as refused:
+        FrameReader(TO_WORKER).feed(HEADER.pack(0, kind))
+    assert refused.value.param == "kind"
+
+
+@given(
+    chunk=st.builds(
+        EngineChunk,
+        token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=4).map(tuple),
+        finish=st.none() | st.sampled_from(FinishReason),
+        cached_tokens=st.none() | st.integers(0, 10**6),
+        kv_transfer_params=st.none() | st.just({"remote_block_ids": [[1, 2]]}),
+        error=st.none() | st.text(max_size=9),
+    )
+)
+def test_a_chunk_arrives_as_it_was(chunk: EngineChunk) -> None:
+    ((stream_id, token_ids, whole),) = items_decoder.decode(encode_items([item_of(3, chunk)]))
+    assert stream_id == 3
+    assert (EngineChunk(token_ids) if whole is None else whole) == chunk
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_that_is_none_is_refused(token: int) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        items_decoder.decode(encode_items([(0, (token,), None)]))
+
+
+def test_a_chunk_that_is_too_large_to_travel_is_refused() -> None:
+    huge = EngineChunk(kv_transfer_params={"x": b"0" * CHUNK_MAX_BYTES}, finish=FinishReason.STOP)
+    with pytest.raises(ProtocolError, match="over"):
+        item_of(0, huge)
+
+
+def test_a_goodbye_is_never_too_long_to_be_read() -> None:
+    assert len(FrameReader(TO_ROUTER).feed(goodbye("é" * 100_000))) == 1
+
+
+def test_openings_are_read_whole_or_refused_by_their_first_bytes() -> None:
+    secret = Secret("t")
+    said = greeting(b"n" * 16)
+    assert [read_greeting(said[:n]) for n in range(len(said))] == [None] * len(said)
+    assert read_greeting(said) == b"n" * 16
+    answer = hello(secret, b"n" * 16, b"m" * 16, 2**63 - 1, 7)
+    assert [read_hello(answer[:n]) for n in range(len(answer))] == [None] * len(answer)
+    read = read_hello(answer)
+    assert read is not None
+    assert (read.nonce, read.worker_id, read.incarnation) == (b"m" * 16, 2**63 - 1, 7)
+    assert read.proof == secret.router_proof(b"n" * 16, b"m" * 16, 2**63 - 1, 7)
+    with pytest.raises(ProtocolError, match="does not speak"):
+        read_hello(b"G")
+    with pytest.raises(ProtocolError, match="version 258, not 1"):
+        read_hello(b"kvrouter\x02\x01")
+
+
+def test_a_proof_holds_for_one_connection_one_worker_and_one_side() -> None:
+    said = (b"n" * 16, b"m" * 16, 1, 1)
+    others = [(b"x" * 16, b"m" * 16, 1, 1), (b"n" * 16, b"x" * 16, 1, 1), (b"n" * 16, b"m" * 16, 2, 1)]
+    proofs = {
+        Secret("t").router_proof(*said),
+        Secret("t").worker_proof(*said),
+        Secret(None).router_proof(*said),
+    }
+    proofs |= {Secret("t").router_proof(*other) for other in others}
+    assert len(proofs) == 6
+
+
+@given(
+    host=st.sampled_from(["10.0.0.1", "a-host.example", "::1", "fe80::2"]),
+    port=st.integers(1, 65535),
+    worker_id=st.integers(0, 2**63 - 1),
+    incarnation=st.integers(0, 2**63 - 1),
+)
+def test_an_address_is_read_as_it_was_written(host: str, port: int, worker_id: int, incarnation: int) -> None:
+    address = TcpAddress(host, port, WorkerId(worker_id), Epoch(incarnation))
+    assert read_address(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "tcp://", "tcp://h:1", "tcp://h:1/2", "tcp://h:1/2/x", "tcp://h/2/3", "http://h:1/2/3",
+     "tcp://h:99999/2/3", "tcp://h:1/-2/3", "tcp://h:1/2/99999999999999999999999", "tcp://[h:1/2/3"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        read_address(address)
+
+
+@given(n_failed=st.integers(1, 10**6))
+def test_waits_grow_to_a_limit_and_differ(n_failed: int) -> None:
+    wait_s = Backoff(0.1, 5.0).wait_s(n_failed)
+    assert 0.05 <= wait_s <= 5.0
+    assert wait_s <= 0.1 * 2.0 ** min(n_failed - 1, 60)

@@ -1,0 +1,204 @@
+"""Connections of the tcp request plane: how many, how long, over TLS, and on the loop that servers run."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+
+import pytest
+import trustme
+import uvloop
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.planes.requests.port import WorkerUnreachable
+from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from tests.support.proxy import Proxy
+from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.support.tcp_peers import Mistakes, RawWorkers
+from tests.support.wires_tcp import TOKEN
+
+
+@pytest.fixture
+async def acceptor() -> AsyncIterator[TcpRequestAcceptor]:
+    of = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
+    await of.start()
+    yield of
+    await of.close()
+
+
+async def answers(plane: TcpRequestPlane, worker: ScriptedWorker, address: str, name: str = "x") -> list[int]:
+    """What one leg brings, from its request to its end."""
+    stream = await plane.open(address, leg(name))
+    worker.streams[-1].chunks.put_nowait(EngineChunk((4, 5), finish=FinishReason.STOP))
+    return (await read_all(stream))[0]
+
+
+async def test_many_requests_at_once_share_one_connection(acceptor: TcpRequestAcceptor) -> None:
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    acceptor.serve(address, ScriptedWorker())
+    async with Proxy("127.0.0.1", acceptor.port) as proxy:
+        behind = address.replace(str(acceptor.port), str(proxy.port))
+        plane = TcpRequestPlane(token=TOKEN)
+        await asyncio.gather(*(plane.open(behind, leg(str(n))) for n in range(50)))
+        plane.follow(behind, lambda _: None)
+        await plane.open(behind, leg("last"))
+        assert proxy.n_accepted == 1
+        await plane.close()
+
+
+async def test_workers_behind_one_listener_are_told_apart(acceptor: TcpRequestAcceptor) -> None:
+    workers = [ScriptedWorker() for _ in range(3)]
+    addresses = [acceptor.address_of(WorkerId(n), Epoch(1)) for n in range(3)]
+    for address, worker in zip(addresses, workers, strict=True):
+        acceptor.serve(address, worker)
+    with pytest.raises(ConfigError, match="served already"):
+        acceptor.serve(addresses[0], workers[0])
+    plane = TcpRequestPlane(token=TOKEN)
+    for n in (2, 0, 1):
+        assert await answers(plane, workers[n], addresses[n]) == [4, 5]
+    assert [len(worker.requests) for worker in workers] == [1, 1, 1]
+    await plane.close()
+
+
+async def test_a_new_incarnation_at_the_same_port_gets_none_of_the_olds_requests(
+    acceptor: TcpRequestAcceptor,
+) -> None:
+    old, new = [acceptor.address_of(WorkerId(1), Epoch(incarnation)) for incarnation in (1, 2)]
+    registration = acceptor.serve(old, ScriptedWorker())
+    plane = TcpRequestPlane(token=TOKEN)
+    await plane.open(old, leg())
+    registration.leave("a rolling restart")
+    worker = ScriptedWorker()
+    acceptor.serve(new, worker)
+    for why in ("a rolling restart", "not served here"):
+        with pytest.raises(WorkerUnreachable, match=why):
+            await plane.open(old, leg("y"))
+    assert await answers(plane, worker, new) == [4, 5]
+    await plane.close()
+
+
+async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: TcpRequestAcceptor) -> None:
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    worker = ScriptedWorker()
+    acceptor.serve(address, worker)
+    async with Proxy("127.0.0.1", acceptor.port) as proxy:
+        behind = address.replace(str(acceptor.port), str(proxy.port))
+        plane = TcpRequestPlane(token=TOKEN, heartbeat_s=0.02, idle_close_s=0.1)
+        assert await answers(plane, worker, behind) == [4, 5]
+        async with asyncio.timeout(IN_TIME_S):
+            while proxy.n_open:
+                await proxy.changed()
+        assert await answers(plane, worker, behind, "y") == [4, 5]
+        assert proxy.n_accepted == 2
+        await plane.close()
+
+
+async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
+    async with RawWorkers() as workers:
+        plane = TcpRequestPlane(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
+        told: list[bool] = []
+        plane.follow(workers.address_of(), told.append)
+        loop = asyncio.get_running_loop()
+        tried_s = []
+        for _ in range(6):
+            peer = await workers.next()
+            tried_s.append(loop.time())
+            await peer.close()
+        assert told == [False]
+        assert tried_s[5] - tried_s[4] > (tried_s[1] - tried_s[0]) / 20
+        assert tried_s[5] - tried_s[0] >= 0.005 + 0.01 + 0.02 + 0.04 + 0.08
+        await plane.close()
+
+
+async def test_a_plane_can_be_closed_while_it_connects() -> None:
+    mistakes = Mistakes()
+    unwatch = mistakes.watch()
+    async with RawWorkers() as workers:
+        plane = TcpRequestPlane(token=TOKEN)
+        plane.follow(workers.address_of(1), lambda _: None)
+        opening = asyncio.create_task(plane.open(workers.address_of(2), leg()))
+        await workers.next()
+        await plane.close()
+        with pytest.raises((WorkerUnreachable, asyncio.CancelledError)):
+            await opening
+    assert mistakes.seen == []
+    unwatch()
+
+
+@pytest.mark.parametrize("address", ["tcp://", "http://127.0.0.1:1/1/1", "tcp://127.0.0.1:1/1/1"])
+async def test_where_nobody_can_be_is_unreachable_and_not_alive(address: str) -> None:
+    plane = TcpRequestPlane(token=TOKEN)
+    with pytest.raises(WorkerUnreachable):
+        await plane.open(address, leg())
+    heard: asyncio.Queue[bool] = asyncio.Queue()
+    end = plane.follow(address, heard.put_nowait)
+    async with asyncio.timeout(IN_TIME_S):
+        assert await heard.get() is False
+    end()
+    await plane.close()
+
+
+def test_an_address_that_nobody_can_connect_to_is_not_advertised() -> None:
+    with pytest.raises(ConfigError, match="advertise"):
+        TcpRequestAcceptor("0.0.0.0", token=TOKEN)
+    acceptor = TcpRequestAcceptor("0.0.0.0", 7001, token=TOKEN, advertise="node-7.example")
+    assert acceptor.address_of(WorkerId(1), Epoch(2)) == "tcp://node-7.example:7001/1/2"
+
+
+async def round_trip(*, server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> list[int]:
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=server, advertise="localhost")
+    await acceptor.start()
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    worker = ScriptedWorker()
+    acceptor.serve(address, worker)
+    refusals: list[str] = []
+    patience_s = 0.2 if server is not None and client is None else IN_TIME_S
+    plane = TcpRequestPlane(token=TOKEN, ssl=client, connect_timeout_s=patience_s, on_refused=refusals.append)
+    try:
+        return await answers(plane, worker, address)
+    except WorkerUnreachable:
+        assert worker.requests == []
+        assert client is None or "certificate" in refusals[0]
+        raise
+    finally:
+        await plane.close()
+        await acceptor.close()
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def server_context(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+    return context
+
+
+def client_context(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+async def test_requests_go_over_tls(authority: trustme.CA) -> None:
+    tokens = await round_trip(server=server_context(authority), client=client_context(authority))
+    assert tokens == [4, 5]
+
+
+async def test_a_certificate_of_somebody_else_is_not_trusted(authority: trustme.CA) -> None:
+    with pytest.raises(WorkerUnreachable, match="certificate"):
+        await round_trip(server=server_context(authority), client=client_context(trustme.CA()))
+
+
+async def test_nothing_is_said_in_clear_where_tls_is_wanted(authority: trustme.CA) -> None:
+    with pytest.raises(WorkerUnreachable):
+        await round_trip(server=server_context(authority), client=None)
+
+
+def test_the_loop_that_servers_run_carries_it_too(authority: trustme.CA) -> None:
+    assert uvloop.run(round_trip(server=None, client=None)) == [4, 5]
+    tls = round_trip(server=server_context(authority), client=client_context(authority))
+    assert uvloop.run(tls) == [4, 5]

@@ -1,0 +1,280 @@
+"""Whoever is not let in, or does not keep to the protocol, is sent away with a reason and hurts nobody."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.tcp import TcpRegistration, TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.planes.requests.tcp.frames import HEADER, Kind, encode_open, frame
+from kvrouter.planes.requests.tcp.hello import GREETING_BYTES, Secret, greeting, hello, new_nonce
+from tests.support.scripted_worker import ScriptedWorker, leg, read_all
+from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
+from tests.support.wires_tcp import TOKEN
+
+
+@dataclass
+class Behind:
+    """A listener with one worker, number 1, behind it."""
+
+    acceptor: TcpRequestAcceptor
+    worker: ScriptedWorker
+    place: TcpRegistration
+    refusals: list[str]
+    mistakes: Mistakes = field(default_factory=Mistakes)
+
+
+@pytest.fixture
+async def behind() -> AsyncIterator[Behind]:
+    refusals: list[str] = []
+    acceptor = TcpRequestAcceptor(
+        "127.0.0.1", token=TOKEN, streams_max=4, connections_max=3, on_refused=refusals.append
+    )
+    await acceptor.start()
+    worker = ScriptedWorker()
+    place = acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), worker)
+    of = Behind(acceptor, worker, place, refusals)
+    unwatch = of.mistakes.watch()
+    yield of
+    await acceptor.close()
+    unwatch()
+    assert of.mistakes.seen == []
+
+
+async def test_another_protocol_is_refused_by_its_first_byte(behind: Behind) -> None:
+    peer = await RawRouter.connect(behind.acceptor.port)
+    await peer.reader.readexactly(GREETING_BYTES)
+    peer.send(b"GET / HTTP/1.1\r\n\r\n")
+    assert "does not speak" in await peer.goodbye()
+    assert "does not speak" in behind.refusals[0]
+    await peer.close()
+
+
+async def test_another_version_is_refused(behind: Behind) -> None:
+    peer = await RawRouter.connect(behind.acceptor.port)
+    await peer.reader.readexactly(GREETING_BYTES)
+    peer.send(b"kvrouter\x09\x00")
+    assert "version 9, not 1" in await peer.goodbye()
+    await peer.close()
+
+
+async def test_a_wrong_token_is_refused_before_anything_is_parsed(behind: Behind) -> None:
+    for token in ("another", "", None):
+        peer = await RawRouter.connect(behind.acceptor.port)
+        await peer.say_hello(token=token)
+        peer.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
+        assert "token" in await peer.goodbye()
+        await peer.close()
+    assert behind.worker.requests == []
+    assert len(behind.refusals) == 3
+
+
+async def test_what_was_overheard_opens_no_other_connection(behind: Behind) -> None:
+    said = hello(Secret(TOKEN), new_nonce(), new_nonce(), 1, 1)
+    peer = await RawRouter.connect(behind.acceptor.port)
+    await peer.reader.readexactly(GREETING_BYTES)
+    peer.send(said)
+    assert "token" in await peer.goodbye()
+    await peer.close()
+
+
+@pytest.mark.parametrize(("worker_id", "incarnation"), [(1, 2), (2, 1)])
+async def test_a_port_that_another_worker_took_over_refuses(
+    behind: Behind, worker_id: int, incarnation: int
+) -> None:
+    peer = await RawRouter.connect(behind.acceptor.port)
+    await peer.say_hello(worker_id, incarnation)
+    assert f"worker {worker_id}/{incarnation} is not served here" in await peer.goodbye()
+    await peer.close()
+
+
+async def test_who_says_nothing_is_sent_away() -> None:
+    refusals: list[str] = []
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, hello_within_s=0.05, on_refused=refusals.append)
+    await acceptor.start()
+    peer = await RawRouter.connect(acceptor.port)
+    await peer.reader.readexactly(GREETING_BYTES)
+    assert "no hello within 0.05 s" in await peer.goodbye()
+    await peer.close()
+    await acceptor.close()
+    assert len(refusals) == 1
+
+
+async def test_one_connection_too_many_is_sent_away_and_those_that_are_there_go_on(behind: Behind) -> None:
+    peers = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(3)]
+    extra = await RawRouter.connect(behind.acceptor.port)
+    await extra.reader.readexactly(GREETING_BYTES)
+    assert "3 connections are open" in await extra.goodbye()
+    peers[0].send_frame(Kind.OPEN, encode_open(0, 9, leg()))
+    await peers[0].next(Kind.ACCEPTED)
+    for peer in [*peers, extra]:
+        await peer.close()
+
+
+BAD_FRAMES = {
+    "garbage": frame(Kind.OPEN, b"\xc1\xff\x00"),
+    "an open without a request": frame(Kind.OPEN, msgspec.msgpack.encode([1])),
+    "a stream twice": frame(Kind.OPEN, encode_open(5, 9, leg("a"))) * 2,
+    "an older stream": b"".join(frame(Kind.OPEN, encode_open(n, 9, leg(str(n)))) for n in (5, 4)),
+    "credit of garbage": frame(Kind.CREDIT, b"\x93"),
+    "negative credit": frame(Kind.CREDIT, msgspec.msgpack.encode([[0, -5]])),
+    "a cancel without a reason": frame(Kind.CANCEL, msgspec.msgpack.encode([0])),
+    "oversized": HEADER.pack(2**32 - 1, Kind.OPEN),
+    "a frame of the other side": frame(Kind.CHUNKS, b"\x90"),
+    "an unknown kind": frame(Kind.PING)[:4] + b"\xf0",
+    "a second hello": hello(Secret(TOKEN), new_nonce(), new_nonce(), 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_FRAMES))
+async def test_a_malformed_frame_ends_its_connection_with_a_reason_and_frees_its_legs(
+    behind: Behind, name: str
+) -> None:
+    good, bad = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(2)]
+    for peer, request in ((good, "good"), (bad, "bad")):
+        peer.send_frame(Kind.OPEN, encode_open(0, 9, leg(request)))
+        await peer.next(Kind.ACCEPTED)
+    bad.send(BAD_FRAMES[name])
+    assert await bad.goodbye()
+    assert len(behind.refusals) == 1
+    assert behind.worker.streams[1].reasons != []
+    assert behind.place.running_legs == 1
+    good.send_frame(Kind.OPEN, encode_open(1, 9, leg("more")))
+    await good.next(Kind.ACCEPTED)
+    for peer in (good, bad):
+        await peer.close()
+
+
+async def test_a_connection_that_ends_inside_a_frame_frees_its_legs(behind: Behind) -> None:
+    peer = await RawRouter.welcomed(behind.acceptor.port)
+    peer.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
+    await peer.next(Kind.ACCEPTED)
+    peer.send(frame(Kind.OPEN, encode_open(1, 9, leg("cut")))[:-3])
+    await peer.close()
+    assert await behind.place.wait_idle(20.0)
+    assert len(behind.worker.requests) == 1
+
+
+async def test_a_request_that_cannot_be_read_is_refused_and_its_neighbours_go_on(behind: Behind) -> None:
+    peer = await RawRouter.welcomed(behind.acceptor.port)
+    peer.send_frame(Kind.OPEN, msgspec.msgpack.encode([0, 9, {"request_id": "x"}]))
+    refused = msgspec.msgpack.decode(await peer.next(Kind.REFUSED))
+    assert refused[:2] == [0, "protocol_error"]
+    peer.send_frame(Kind.OPEN, encode_open(1, 9, leg()))
+    await peer.next(Kind.ACCEPTED)
+    await peer.close()
+
+
+async def test_more_streams_than_a_connection_may_have_are_refused_as_full(behind: Behind) -> None:
+    plane = TcpRequestPlane(token=TOKEN)
+    address = behind.place.address
+    for n in range(4):
+        await plane.open(address, leg(str(n)))
+    with pytest.raises(WorkerFull, match="4 streams"):
+        await plane.open(address, leg("more"))
+    await plane.close()
+
+
+async def test_a_leg_that_another_router_has_open_is_refused(behind: Behind) -> None:
+    first, second = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(2)]
+    first.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
+    await first.next(Kind.ACCEPTED)
+    second.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
+    assert msgspec.msgpack.decode(await second.next(Kind.REFUSED))[1] == "invalid_request"
+    await first.close()
+    assert await behind.place.wait_idle(20.0)
+    second.send_frame(Kind.OPEN, encode_open(1, 9, leg()))
+    await second.next(Kind.ACCEPTED)
+    await second.close()
+
+
+# What a router does with a worker's end that is none, or a bad one
+
+
+async def test_a_router_does_not_talk_to_a_worker_without_the_token() -> None:
+    refusals: list[str] = []
+    plane = TcpRequestPlane(token=TOKEN, on_refused=refusals.append)
+    async with RawWorkers() as workers:
+        opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
+        peer = await workers.welcome_next(token="guessed")
+        assert "token" in await peer.goodbye()
+        with pytest.raises(WorkerUnreachable, match="does not know the token"):
+            await opening
+        assert len(refusals) == 1
+        await plane.close()
+
+
+@pytest.mark.parametrize(
+    ("first_bytes", "why"),
+    [(b"SSH-2.0-OpenSSH\r\n", "does not speak"), (b"kvrouter\x07\x00", "version 7"), (b"", "in time")],
+)
+async def test_a_router_does_not_talk_to_what_is_no_worker(first_bytes: bytes, why: str) -> None:
+    plane = TcpRequestPlane(token=TOKEN, connect_timeout_s=0.1 if not first_bytes else 20.0)
+    async with RawWorkers() as workers:
+        opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
+        (await workers.next()).send(first_bytes)
+        with pytest.raises(WorkerUnreachable, match=why):
+            await opening
+        await plane.close()
+
+
+async def test_a_frame_before_the_welcome_is_refused() -> None:
+    plane = TcpRequestPlane(token=TOKEN)
+    async with RawWorkers() as workers:
+        opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
+        peer = await workers.next()
+        peer.send(greeting(new_nonce()) + frame(Kind.CHUNKS, b"\x90"))
+        with pytest.raises(WorkerUnreachable, match="may not come"):
+            await opening
+        await plane.close()
+
+
+BAD_ANSWERS = {
+    "garbage": frame(Kind.CHUNKS, b"\xc1"),
+    "a token that is none": frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, [-1], None]])),
+    "tokens without end": frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, list(range(17)), None]])),
+    "oversized": HEADER.pack(2**31, Kind.CHUNKS),
+    "a frame of the other side": frame(Kind.OPEN, encode_open(0, 9, leg())),
+    "a failure of nothing": frame(Kind.FAILED, b"\x90"),
+    "a second welcome": frame(Kind.WELCOME, b"0" * 32),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_ANSWERS))
+async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reason(name: str) -> None:
+    refusals: list[str] = []
+    plane = TcpRequestPlane(token=TOKEN, stream_credit_tokens=16, on_refused=refusals.append)
+    async with RawWorkers() as workers:
+        opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
+        peer = await workers.welcome_next()
+        await peer.next(Kind.OPEN)
+        peer.send_frame(Kind.ACCEPTED, b"\x00")
+        stream = await opening
+        peer.send(BAD_ANSWERS[name])
+        with pytest.raises(StreamBroken):
+            await read_all(stream)
+        assert await peer.goodbye()
+        assert len(refusals) == 1
+        await plane.close()
+
+
+async def test_answers_to_streams_that_nobody_has_are_left_alone() -> None:
+    plane = TcpRequestPlane(token=TOKEN)
+    async with RawWorkers() as workers:
+        opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
+        peer = await workers.welcome_next()
+        await peer.next(Kind.OPEN)
+        peer.send_frame(Kind.ACCEPTED, b"\x09")
+        peer.send_frame(Kind.CHUNKS, msgspec.msgpack.encode([[9, [1], None]]))
+        peer.send_frame(Kind.FAILED, msgspec.msgpack.encode([9, "stream_broken", "x", None]))
+        peer.send_frame(Kind.ACCEPTED, b"\x00")
+        stream = await opening
+        last = EngineChunk((1, 2), finish=FinishReason.STOP)
+        peer.send_frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, [], last]]))
+        assert await read_all(stream) == ([1, 2], last)
+        await plane.close()
