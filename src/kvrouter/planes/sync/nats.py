@@ -1,0 +1,136 @@
+"""The sync plane over NATS: each message is published once; what the broker or a connection loses is lost.
+
+Subjects: ``kvrouter.<namespace>.sync.v<version>.all.<from>`` for every router, and
+``kvrouter.<namespace>.sync.v<version>.to.<router>.<from>`` for one. The broker's own credentials keep
+strangers out. Every message begins with a proof that its sender knows the shared token; without it, it is
+dropped unread.
+"""
+
+import asyncio
+import hmac
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import SyncMessage
+from kvrouter.planes.sync.port import MessageSink
+from kvrouter.planes.sync.wire import MESSAGE_MAX_BYTES, VERSION, decode_message, encode_message
+
+OUTBOX_MAX_BYTES: Final = 16 * 1024 * 1024
+"""What may wait to be sent. When it is full messages are dropped; the others notice, and ask."""
+
+INBOX_MAX_MESSAGES: Final = 8_192
+INBOX_MAX_BYTES: Final = 64 * 1024 * 1024
+"""What may wait to be read; beyond that the client drops, and this router asks."""
+
+LAST_WORDS_S: Final = 1.0
+"""How long the end waits for what is still to be sent."""
+
+PROOF_BYTES: Final = 32
+_NOT_IN_A_NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class NatsSyncPlane:
+    """One router's access to the others; the client is its owner's, who connects and closes it.
+
+    ``on_refused`` hears of each message that was dropped unread or unreadable.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        token: str = "",
+        on_refused: Callable[[str], None] = lambda _why: None,
+        outbox_max_bytes: int = OUTBOX_MAX_BYTES,
+        inbox_max_messages: int = INBOX_MAX_MESSAGES,
+        inbox_max_bytes: int = INBOX_MAX_BYTES,
+    ) -> None:
+        self._client = client
+        self._subject = f"kvrouter.{_NOT_IN_A_NAME.sub('_', namespace)}.sync.v{VERSION}"
+        self._proof = hmac.digest(token.encode(), f"sync {VERSION} {namespace}".encode(), "sha256")
+        self._on_refused = on_refused
+        self._outbox_max_bytes = outbox_max_bytes
+        self._inbox_max_messages = inbox_max_messages
+        self._inbox_max_bytes = inbox_max_bytes
+        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._outbox_bytes = 0
+        self._sender: asyncio.Task[None] | None = None
+
+    def publish(self, message: SyncMessage, *, to: RouterId | None = None) -> bool:
+        """Send when the loop next turns; False when there is no connection, or too much waits already."""
+        if not self._client.is_connected:
+            return False
+        frame = self._proof + encode_message(message)
+        size_max_bytes = min(self._client.max_payload, PROOF_BYTES + MESSAGE_MAX_BYTES)
+        if len(frame) > size_max_bytes or self._outbox_bytes + len(frame) > self._outbox_max_bytes:
+            return False
+        whom = "all" if to is None else f"to.{to}"
+        self._outbox.append((f"{self._subject}.{whom}.{message.router_id}", frame))
+        self._outbox_bytes += len(frame)
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.get_running_loop().create_task(self._send())
+        return True
+
+    async def subscribe(self, router_id: RouterId, on_message: MessageSink) -> Callable[[], Awaitable[None]]:
+        """Listen on both subjects; raises what the client raises when it is not connected."""
+        own = f".{router_id}"
+
+        async def on_frame(frame: Msg) -> None:
+            if frame.subject.endswith(own):  # our own words come back, and are not worth a reading
+                return
+            message = self._read(frame)
+            if message is not None and frame.subject.endswith(f".{message.router_id}"):
+                on_message(message)
+
+        subscriptions = [
+            await self._client.subscribe(
+                f"{self._subject}.{whom}.*",
+                cb=on_frame,
+                pending_msgs_limit=self._inbox_max_messages,
+                pending_bytes_limit=self._inbox_max_bytes,
+            )
+            for whom in ("all", f"to.{router_id}")
+        ]
+        await self._client.flush()
+
+        async def end() -> None:
+            try:
+                async with asyncio.timeout(LAST_WORDS_S):
+                    if self._sender is not None:
+                        await self._sender
+                    for subscription in subscriptions:
+                        await subscription.unsubscribe()
+                    await self._client.flush()
+            except (TimeoutError, nats.errors.Error):
+                pass  # the connection is gone, and with it the subscriptions and whom we could tell
+
+        return end
+
+    def _read(self, frame: Msg) -> SyncMessage | None:
+        if not hmac.compare_digest(frame.data[:PROOF_BYTES], self._proof):
+            self._on_refused("a router that does not know the token, or of another version")
+            return None
+        try:
+            return decode_message(memoryview(frame.data)[PROOF_BYTES:])
+        except ProtocolError as error:
+            self._on_refused(error.message)
+            return None
+
+    async def _send(self) -> None:
+        while self._outbox:
+            subject, frame = self._outbox.popleft()
+            self._outbox_bytes -= len(frame)
+            try:
+                await self._client.publish(subject, frame)
+            except nats.errors.Error:
+                self._outbox.clear()  # the connection was lost meanwhile: the others will see the gap
+                self._outbox_bytes = 0

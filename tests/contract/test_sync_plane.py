@@ -1,0 +1,186 @@
+"""What every sync plane does: to all, to one, in order, never waiting; and what NATS refuses."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from uuid import uuid4
+
+import nats
+import pytest
+from nats.aio.client import Client
+
+from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
+from kvrouter.core.sync import (
+    NAMED_BLOCKS_MAX,
+    AddRequest,
+    Deltas,
+    Free,
+    Goodbye,
+    Heartbeat,
+    LeaseName,
+    MarkPrefillCompleted,
+    OutputBlocks,
+    StatePart,
+    StateQuestion,
+    SyncMessage,
+)
+from kvrouter.planes.sync.memory import MemorySyncPlane
+from kvrouter.planes.sync.nats import NatsSyncPlane
+from kvrouter.planes.sync.port import SyncPlane
+from tests.support.nats_server import NatsServer, running_nats
+
+A, B, C = RouterId("router-a"), RouterId("router-b"), RouterId("router-c")
+WITHIN_S = 60.0
+
+MakePlane = Callable[[], Awaitable[SyncPlane]]
+
+
+class Ear:
+    """What one router heard from others."""
+
+    def __init__(self, router_id: RouterId) -> None:
+        self.heard: list[SyncMessage] = []
+        self._router_id = router_id
+        self._more = asyncio.Event()
+
+    def __call__(self, message: SyncMessage) -> None:
+        if message.router_id != self._router_id:
+            self.heard.append(message)
+            self._more.set()
+
+    async def wait_for(self, n_messages: int) -> list[SyncMessage]:
+        async with asyncio.timeout(WITHIN_S):
+            while len(self.heard) < n_messages:
+                self._more.clear()
+                await self._more.wait()
+        return self.heard
+
+
+@pytest.fixture(params=["memory", "nats"])
+async def make_plane(request: pytest.FixtureRequest) -> AsyncIterator[MakePlane]:
+    clients: list[Client] = []
+    shared = MemorySyncPlane()
+    namespace = f"ns-{uuid4().hex}"
+
+    async def make() -> SyncPlane:
+        if request.param == "memory":
+            return shared
+        server: NatsServer = request.getfixturevalue("shared_nats")
+        clients.append(await nats.connect(server.url))
+        return NatsSyncPlane(clients[-1], namespace=namespace, token="secret")
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+def add(request: str = "r", *, n_blocks: int = 2) -> AddRequest:
+    return AddRequest(
+        model=ModelName("m"),
+        request_id=RequestId(request),
+        leg_number=1,
+        rank=WorkerRank(WorkerId(2**63 - 1), DpRank(3)),
+        incarnation=Epoch(2**64 - 1),
+        isl_tokens=16 * n_blocks + 1,
+        block_hashes=bytes(range(8)) * n_blocks,
+        prefill_tokens=17,
+        track_blocks=True,
+    )
+
+
+NAME = LeaseName(ModelName("m"), RequestId("r"), 1)
+MESSAGES: list[SyncMessage] = [
+    StateQuestion(A),
+    Deltas(A, 1, (add(), MarkPrefillCompleted(NAME), OutputBlocks(NAME, 7), Free(NAME))),
+    Heartbeat(A, 1, 0),
+    StatePart(A, 1, 0, 2, (add(),)),
+    StatePart(A, 1, 1, 2, ()),
+    Goodbye(A),
+]
+
+
+async def test_every_message_reaches_the_others_in_order(make_plane: MakePlane) -> None:
+    a, b, c = [await make_plane() for _ in range(3)]
+    ears = [Ear(router_id) for router_id in (A, B, C)]
+    ends = [await plane.subscribe(r, ear) for plane, r, ear in zip((a, b, c), (A, B, C), ears, strict=True)]
+    for message in MESSAGES:
+        assert a.publish(message)
+    for ear in ears[1:]:
+        assert await ear.wait_for(len(MESSAGES)) == MESSAGES
+    assert ears[0].heard == []
+    for end in ends:
+        await end()
+
+
+async def test_a_message_to_one_reaches_no_other(make_plane: MakePlane) -> None:
+    a, b, c = [await make_plane() for _ in range(3)]
+    ear_b, ear_c = Ear(B), Ear(C)
+    ends = [await b.subscribe(B, ear_b), await c.subscribe(C, ear_c)]
+    a.publish(Heartbeat(A, 1, 0), to=B)
+    a.publish(Heartbeat(A, 2, 0))
+    assert len(await ear_b.wait_for(2)) == 2
+    assert await ear_c.wait_for(1) == [Heartbeat(A, 2, 0)]
+    for end in ends:
+        await end()
+
+
+async def test_the_longest_prompt_travels(make_plane: MakePlane) -> None:
+    a, b = await make_plane(), await make_plane()
+    ear = Ear(B)
+    end = await b.subscribe(B, ear)
+    message = Deltas(A, 1, tuple(add(str(n), n_blocks=NAMED_BLOCKS_MAX) for n in range(4)))
+    assert a.publish(message)
+    assert await ear.wait_for(1) == [message]
+    await end()
+
+
+async def test_nothing_is_heard_after_the_end_and_last_words_leave(make_plane: MakePlane) -> None:
+    a, b, c = [await make_plane() for _ in range(3)]
+    ear_b, ear_c = Ear(B), Ear(C)
+    end_a = await a.subscribe(A, Ear(A))
+    end_b, end_c = await b.subscribe(B, ear_b), await c.subscribe(C, ear_c)
+    await end_b()
+    a.publish(Goodbye(A))
+    await end_a()
+    assert await ear_c.wait_for(1) == [Goodbye(A)]
+    assert ear_b.heard == []
+    await end_c()
+
+
+async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> None:
+    client = await nats.connect(shared_nats.url)
+    namespace = f"ns-{uuid4().hex}"
+    refused: list[str] = []
+    ours = NatsSyncPlane(client, namespace=namespace, token="secret", on_refused=refused.append)
+    ear = Ear(B)
+    end = await ours.subscribe(B, ear)
+    subject = f"kvrouter.{namespace}.sync.v1.all.router-a"
+    NatsSyncPlane(client, namespace=namespace, token="guess").publish(Heartbeat(A, 1, 0))
+    await asyncio.sleep(0)
+    await client.publish(subject, b"")
+    await client.publish(subject, b"x" * 100)
+    friend = NatsSyncPlane(client, namespace=namespace, token="secret")
+    await client.publish(subject, friend._proof + b"\xc1")
+    friend.publish(Goodbye(A))
+    assert await ear.wait_for(1) == [Goodbye(A)]
+    assert len(refused) == 4
+    assert sum("token" in why for why in refused) == 3
+    await end()
+    await client.close()
+
+
+async def test_nats_drops_what_it_cannot_take(shared_nats: NatsServer) -> None:
+    client = await nats.connect(shared_nats.url)
+    plane = NatsSyncPlane(client, namespace="ns", outbox_max_bytes=2_000)
+    big = Deltas(A, 1, (add(n_blocks=100),))
+    assert [plane.publish(big) for _ in range(3)] == [True, True, False]
+    await client.close()
+    assert not plane.publish(Goodbye(A))
+
+
+async def test_a_broker_that_takes_less_makes_it_a_loss() -> None:
+    with running_nats(max_payload_bytes=4_096) as server:
+        client = await nats.connect(server.url)
+        plane = NatsSyncPlane(client, namespace="ns")
+        assert not plane.publish(Deltas(A, 1, (add(n_blocks=1_000),)))
+        assert plane.publish(Deltas(A, 2, (add(n_blocks=10),)))
+        await client.close()
