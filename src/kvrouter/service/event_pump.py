@@ -90,6 +90,11 @@ class EventPump:
         """Every rank's feed."""
         return ((entrance.slot, entrance.feed) for entrance in self._entrances.values())
 
+    def feed_at(self, slot: Slot) -> RankFeed | None:
+        """The feed whose blocks are at the slot now."""
+        entrance = self._by_slot.get(slot)
+        return None if entrance is None else entrance.feed
+
     def feed_readings(self) -> Iterator[tuple[Slot, FeedReading]]:
         """What there is to tell of each slot's feed."""
         now_s = self._now_s()

@@ -37,6 +37,9 @@ class Event(StrEnum):
     PLANE_LOST = "plane_lost"
     PLANE_BACK = "plane_back"
     PLANE_REFUSED = "plane_refused"
+    PLANE_DISTURBED = "plane_disturbed"
+    EVENTS_DROPPED = "events_dropped"
+    STATES_RESET = "states_reset"
     TOKENIZER_FAILED = "tokenizer_failed"
     PROCESS_STARTED = "process_started"
     PROCESS_ENDED = "process_ended"
@@ -46,6 +49,8 @@ class Event(StrEnum):
     FEED_STATE = "feed_state"
     KV_EVENTS_MISSING = "kv_events_missing"
     RECOVERY_FAILED = "recovery_failed"
+    INDEX_STORED = "index_stored"
+    INDEX_NOT_STORED = "index_not_stored"
     EVENTS_MISTAKEN = "events_mistaken"
     BUSY_THRESHOLD = "busy_threshold"
     HTTP_BAD_REQUEST = "http_bad_request"
@@ -105,6 +110,7 @@ class Fields(TypedDict, total=False):
     unsent_bytes: int
     plane: str
     address: str
+    batches: int
     process: str
     exit_code: int
 
@@ -161,6 +167,15 @@ EVENTS: dict[Event, EventSpec] = {
     Event.PLANE_REFUSED: EventSpec(
         logging.WARNING, "A peer was refused or cut off: its token, its version or its frame is wrong."
     ),
+    Event.PLANE_DISTURBED: EventSpec(
+        logging.WARNING, "A wire between processes could not do what it wanted; it tries again."
+    ),
+    Event.EVENTS_DROPPED: EventSpec(
+        logging.WARNING, "KV events could not be published; routers see the gap and ask this worker."
+    ),
+    Event.STATES_RESET: EventSpec(
+        logging.WARNING, "The event stream and the saved index were cleared, as --router-reset-states asks."
+    ),
     Event.TOKENIZER_FAILED: EventSpec(
         logging.ERROR, "A model's tokenizer could not be loaded here: its requests are refused."
     ),
@@ -179,6 +194,12 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.RECOVERY_FAILED: EventSpec(
         logging.WARNING, "A worker was asked for KV events and did not give them; it is asked again."
+    ),
+    Event.INDEX_STORED: EventSpec(
+        logging.INFO, "The index was stored for routers that start later, and the event stream purged."
+    ),
+    Event.INDEX_NOT_STORED: EventSpec(
+        logging.WARNING, "The index could not be stored; the snapshot before it stays valid."
     ),
     Event.EVENTS_MISTAKEN: EventSpec(
         logging.WARNING, "A rank's KV events do not make sense; what it holds is asked for."

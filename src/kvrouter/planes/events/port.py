@@ -1,8 +1,9 @@
 """The event plane: KV event batches and load reports, from workers to routers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, LoadReport, WorkerCard
@@ -68,3 +69,41 @@ class RecoveryServer(Protocol):
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         """Let ``source`` answer for the worker; return the function that ends it."""
+
+
+class SnapshotFailed(KvrouterError):
+    """A snapshot of the index could not be stored; the one before it stays valid."""
+
+    code = "snapshot_failed"
+
+
+class SnapshotTaking(Protocol):
+    """One snapshot of the index on its way into a store; it is nothing before :meth:`commit`.
+
+    It covers what this replica had been handed when it began: whoever loads it goes on from there.
+    """
+
+    def covers(self, rank: WorkerRank) -> bool:
+        """Whether all that the rank published before the beginning was handed over here."""
+
+    async def add(self, snapshot: KvSnapshot) -> None:
+        """Store one rank, as it is now; raise :class:`SnapshotFailed`."""
+
+    async def commit(self) -> None:
+        """Make it the valid one, and let go of what it covers; raise :class:`SnapshotFailed`.
+
+        Once it is valid it stays so, also where letting go fails.
+        """
+
+    async def abandon(self) -> None:
+        """Give it up; what was stored of it goes, soon or when the next one is taken."""
+
+
+class SnapshotStore(Protocol):
+    """Where replicas keep the index for those that start later; one of them at a time takes a snapshot."""
+
+    async def overdue(self, *, messages_max: int) -> Sequence[str]:
+        """The components that keep more than ``messages_max`` messages of KV events."""
+
+    async def take(self, component: str) -> SnapshotTaking | None:
+        """Begin; None while another replica does, or where nothing new would be covered."""

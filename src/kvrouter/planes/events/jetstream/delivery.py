@@ -62,8 +62,8 @@ class Delivery:
         on_idle: Callable[[], None] | None = None,
         stream: str,
         subjects: str,
+        heartbeat_s: float,
         durable: str | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.position = 0
         self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()

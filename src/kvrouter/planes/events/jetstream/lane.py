@@ -66,6 +66,7 @@ class LaneParts:
     observer: LaneObserver
     on_batch: BatchSink
     on_load: LoadSink
+    heartbeat_s: float
     resets: bool
     """Clear the stream and its snapshots before anything is heard."""
 
@@ -87,6 +88,7 @@ class ComponentLane:
         self._stored = StoredIndex(self.shelf, self.stream)
         self._followed: dict[WorkerId, Epoch] = {}
         self._began: dict[WorkerRank, str | None] = {}
+        self._undecided: set[WorkerRank] = set()
         self._replays: dict[WorkerRank, Replay] = {}
         self._replay_parts = ReplayParts(
             client=parts.client,
@@ -94,6 +96,7 @@ class ComponentLane:
             names=parts.names,
             observer=parts.observer,
             limit=asyncio.Semaphore(REPLAYS_MAX),
+            heartbeat_s=parts.heartbeat_s,
             hand=self._hand_replayed,
             ended=self._replayed,
         )
@@ -128,7 +131,8 @@ class ComponentLane:
 
     def covers(self, rank: WorkerRank) -> bool:
         """Whether all of the rank up to ``position`` was handed over."""
-        return rank.worker_id in self._followed and rank not in self._replays
+        is_heard = rank not in self._replays and rank not in self._undecided
+        return is_heard and rank.worker_id in self._followed
 
     async def close(self) -> None:
         """Hear nothing any more."""
@@ -147,7 +151,11 @@ class ComponentLane:
         epoch = self._followed[rank.worker_id]
         if rank not in self._began:
             self._began[rank] = None
-            snapshot = await self._stored_answer(rank, epoch)
+            self._undecided.add(rank)
+            try:
+                snapshot = await self._stored_answer(rank, epoch)
+            finally:
+                self._undecided.discard(rank)
             if snapshot is not None:
                 return snapshot
         trouble: Exception | None = None
@@ -159,7 +167,21 @@ class ComponentLane:
             snapshot = await self._stored_answer(rank, epoch)
         if snapshot is None and trouble is not None:
             raise trouble
+        if snapshot is None:
+            await self._until_replayed(rank)
         return snapshot
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last``, of its worker; None once a replay has brought it."""
+        if rank in self._replays:
+            await self._until_replayed(rank)
+            return None
+        return await self._parts.recovery.recover_range(rank, first, last)
+
+    async def _until_replayed(self, rank: WorkerRank) -> None:
+        replay = self._replays.get(rank)
+        if replay is not None:
+            await replay.over.wait()
 
     async def _stored_answer(self, rank: WorkerRank, epoch: Epoch) -> KvSnapshot | None:
         """What the snapshot, or the stream alone, tells of the rank; None when they don't tell all."""
@@ -285,6 +307,7 @@ class ComponentLane:
             stream=self.names.stream,
             subjects=self.names.all_events,
             durable=f"kvrouter-{subject_name(self._parts.replica_name)}",
+            heartbeat_s=self._parts.heartbeat_s,
         )
         try:
             await live.open(after=self.position)
@@ -309,7 +332,7 @@ class ComponentLane:
         replay = self._replays.get(batch.rank)
         if replay is not None:
             replay.skipped(sequence)
-        else:
+        elif batch.rank not in self._undecided:  # else a replay brings it, or the worker's answer has it
             self._parts.on_batch(batch)
 
     async def _on_load(self, message: Msg) -> None:

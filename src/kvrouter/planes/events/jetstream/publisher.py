@@ -110,9 +110,9 @@ class JetStreamPublisher:
         return EventSource(EventLane.JETSTREAM)
 
     @property
-    def waiting_batches(self) -> int:
-        """How many batches wait to be sent."""
-        return self._n_waiting
+    def is_idle(self) -> bool:
+        """Whether everything was sent and acknowledged, or given up."""
+        return self._idle.is_set()
 
     def publish(self, batch: KvBatch) -> None:
         """Queue a batch; never waits."""

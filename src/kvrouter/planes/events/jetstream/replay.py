@@ -28,6 +28,7 @@ class ReplayParts:
     limit: asyncio.Semaphore
     """How many read at the same time."""
 
+    heartbeat_s: float
     hand: Callable[[bytes, Epoch], None]
     """Hands a message's batch to the router, if it is of the epoch."""
 
@@ -50,7 +51,8 @@ class Replay:
         self._position = after
         self._skipped_to = 0
         self._idles = 0
-        self._has_ended = False
+        self.over = asyncio.Event()
+        """Set once nothing more is handed over."""
         self._delivery: Delivery | None = None
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -61,12 +63,12 @@ class Replay:
 
     def cancel(self) -> None:
         """Hand over nothing any more."""
-        self._has_ended = True
+        self.over.set()
         self._task.cancel()
 
     async def _run(self) -> None:
         async with self._parts.limit:
-            while not self._has_ended:
+            while not self.over.is_set():
                 try:
                     await self._read()
                 except CLIENT_ERRORS as error:
@@ -82,6 +84,7 @@ class Replay:
             on_idle=self._on_idle,
             stream=parts.names.stream,
             subjects=parts.names.events(self.rank),
+            heartbeat_s=parts.heartbeat_s,
         )
         try:
             pending = await delivery.open(after=self._position)
@@ -92,7 +95,7 @@ class Replay:
             await delivery.close()
 
     def _on_message(self, payload: bytes, sequence: int, pending: int) -> None:
-        if self._has_ended:
+        if self.over.is_set():
             return
         self._position = sequence
         self._idles = 0
@@ -106,8 +109,8 @@ class Replay:
             self._end()
 
     def _end(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
+        if not self.over.is_set():
+            self.over.set()
             if self._delivery is not None:
                 self._delivery.stop("it has ended")
             self._parts.ended(self)

@@ -1,15 +1,30 @@
 """A router's end of the lane: one stream for each component whose workers publish there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nats.aio.client import Client
 
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, WorkerCard
+from kvrouter.planes.events.jetstream.delivery import HEARTBEAT_S
 from kvrouter.planes.events.jetstream.lane import ComponentLane, LaneParts
-from kvrouter.planes.events.jetstream.words import LaneNames, LaneObserver, StreamLimits, Unobserved
-from kvrouter.planes.events.port import BatchSink, LoadSink, RecoveryClient
+from kvrouter.planes.events.jetstream.taking import LEASE_S, Taker
+from kvrouter.planes.events.jetstream.words import (
+    CLIENT_ERRORS,
+    LaneNames,
+    LaneObserver,
+    StreamLimits,
+    Unobserved,
+    reason,
+)
+from kvrouter.planes.events.port import (
+    BatchSink,
+    LoadSink,
+    RecoveryClient,
+    SnapshotFailed,
+    SnapshotTaking,
+)
 
 COMPONENTS_MAX = 64
 """How many components' streams one router hears."""
@@ -20,7 +35,8 @@ class JetStreamSubscriber:
 
     ``replica_name`` must be this router's alone: its consumers on the server carry it. ``recovery`` asks a
     worker, for what the stream can't tell. ``resets_states``: each component's stream and snapshots are
-    cleared once, before it is heard; other replicas lose what they relied on.
+    cleared once, before it is heard; other replicas lose what they relied on. A server that is silent for
+    three times ``heartbeat_s`` is taken for dead; a replica that takes a snapshot for dead after ``lease_s``.
     """
 
     def __init__(
@@ -33,6 +49,8 @@ class JetStreamSubscriber:
         limits: StreamLimits | None = None,
         observer: LaneObserver | None = None,
         resets_states: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float = LEASE_S,
     ) -> None:
         self._client = client
         self._recovery = recovery
@@ -41,8 +59,11 @@ class JetStreamSubscriber:
         self._limits = limits or StreamLimits()
         self._observer = observer or Unobserved()
         self._resets_states = resets_states
+        self._heartbeat_s = heartbeat_s
+        self._lease_s = lease_s
         self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._lanes: dict[str, ComponentLane] = {}
+        self._takers: dict[str, Taker] = {}
         self._lane_of: dict[WorkerId, ComponentLane] = {}
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
@@ -77,8 +98,11 @@ class JetStreamSubscriber:
         return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
-        """Ask the worker for the batch of ids ``first`` to ``last`` (inclusive)."""
-        return await self._recovery.recover_range(rank, first, last)
+        """The batch of ids ``first`` to ``last``, of the worker; None once the stream has brought it."""
+        lane = self._lane_of.get(rank.worker_id)
+        if lane is None:
+            return await self._recovery.recover_range(rank, first, last)
+        return await lane.recover_range(rank, first, last)
 
     async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         """The rank's state: at its first ask what was stored, at any other what its worker says."""
@@ -91,9 +115,38 @@ class JetStreamSubscriber:
         """Hear nothing any more; idempotent."""
         lanes = list(self._lanes.values())
         self._lanes.clear()
+        self._takers.clear()
         self._lane_of.clear()
         for lane in lanes:
             await lane.close()
+
+    # Snapshots
+
+    async def overdue(self, *, messages_max: int) -> Sequence[str]:
+        """The components whose streams hold more than ``messages_max`` messages; raise SnapshotFailed."""
+        try:
+            return [
+                component
+                for component, lane in list(self._lanes.items())
+                if lane.made and (await lane.stream.read()).messages > messages_max
+            ]
+        except CLIENT_ERRORS as error:
+            raise SnapshotFailed(reason(error)) from error
+
+    async def take(self, component: str) -> SnapshotTaking | None:
+        """Begin a snapshot of the component; None while another replica does. Raises SnapshotFailed."""
+        taker = self._takers.get(component)
+        if taker is None:
+            lane = self._lanes.get(component)
+            if lane is None:
+                return None
+            taker = self._takers[component] = Taker(
+                lane,
+                replica_name=self._replica_name,
+                name=lambda: self._client.new_inbox().rpartition(".")[2],
+                lease_s=self._lease_s,
+            )
+        return await taker.take()
 
     # The sinks
 
@@ -108,6 +161,7 @@ class JetStreamSubscriber:
                 observer=self._observer,
                 on_batch=self._hand,
                 on_load=self._hand_load,
+                heartbeat_s=self._heartbeat_s,
                 resets=self._resets_states,
             )
         )

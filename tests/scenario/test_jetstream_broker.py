@@ -1,0 +1,105 @@
+"""The JetStream lane when the broker dies, comes back, or loses what it kept."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvrouter.planes.events.jetstream.words import LaneNames
+from tests.support.event_waits import eventually
+from tests.support.jetstream_fleet import Fleet, fleet_on
+from tests.support.nats_server import NatsServer
+
+
+@pytest.fixture
+async def fleet(own_nats: NatsServer) -> AsyncIterator[Fleet]:
+    async with fleet_on(own_nats.url) as opened:
+        yield opened
+
+
+async def test_a_broker_that_is_killed_and_comes_back_forgets_nothing(
+    fleet: Fleet, own_nats: NatsServer
+) -> None:
+    worker = fleet.worker(1)
+    replica = await fleet.replica("only", refused=True)
+    replica.join(worker)
+    worker.serve(5)
+    await replica.until_right(worker)
+    worker.serve(3)
+    own_nats.kill()
+    worker.serve(3)
+    await eventually(lambda: not fleet.client.is_connected)
+    worker.serve(3)
+    own_nats.start()
+    await fleet.published()
+    await replica.until_right(worker)
+    assert fleet.notes.dropped_batches == 0
+    late = await fleet.replica("late", refused=True)
+    late.join(worker)
+    await late.until_right(worker)
+
+
+async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_full(
+    fleet: Fleet, own_nats: NatsServer
+) -> None:
+    worker = fleet.worker(1)
+    replica = await fleet.replica("only")
+    replica.join(worker)
+    worker.serve(5)
+    await replica.until_right(worker)
+    own_nats.kill()
+    await eventually(lambda: not fleet.client.is_connected)
+    fleet.publisher("backend")._queue_batches_max = 10
+    worker.serve(30)
+    assert fleet.notes.dropped_batches > 0
+    own_nats.start()
+    await fleet.published()
+    worker.heartbeat()
+    await replica.until_right(worker)
+    assert replica.asking.asked > 0
+
+
+async def test_a_stream_that_is_gone_is_made_anew(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    replica = await fleet.replica("only")
+    replica.join(worker)
+    worker.serve(5)
+    await replica.until_right(worker)
+    assert await replica.snapshots.check() == 1
+    await fleet.client.jetstream().delete_stream(LaneNames(fleet.namespace, "backend").stream)
+    worker.serve(5)
+    await fleet.published()
+    worker.heartbeat()
+    await replica.until_right(worker)
+    worker.serve(3)
+    await replica.until_right(worker)
+    late = await fleet.replica("late")
+    late.join(worker)
+    await late.until_right(worker)
+
+
+async def test_a_consumer_that_is_gone_is_made_anew(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    replica = await fleet.replica("only", refused=True)
+    replica.join(worker)
+    worker.serve(5)
+    await replica.until_right(worker)
+    stream = LaneNames(fleet.namespace, "backend").stream
+    await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")
+    worker.serve(5)
+    await replica.until_right(worker)
+    assert replica.notes.disturbances
+
+
+async def test_a_broker_that_hangs_for_a_while_forgets_nothing(fleet: Fleet, own_nats: NatsServer) -> None:
+    worker = fleet.worker(1)
+    replica = await fleet.replica("only", refused=True)
+    replica.join(worker)
+    worker.serve(5)
+    await replica.until_right(worker)
+    own_nats.pause()
+    worker.serve(5)
+    await eventually(lambda: bool(replica.notes.disturbances))
+    own_nats.resume()
+    worker.serve(5)
+    await fleet.published()
+    await replica.until_right(worker)

@@ -1,0 +1,117 @@
+"""A router's restart forgets nothing that matters, with the stream and a snapshot of the index."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.event_waits import eventually
+from tests.support.jetstream_fleet import Fleet, fleet_on
+from tests.support.nats_server import NatsServer
+
+
+@pytest.fixture
+async def fleet(shared_nats: NatsServer) -> AsyncIterator[Fleet]:
+    async with fleet_on(shared_nats.url) as opened:
+        yield opened
+
+
+async def test_a_router_that_starts_late_knows_all_from_the_stream_alone(fleet: Fleet) -> None:
+    workers = [fleet.worker(1), fleet.worker(2, component="prefill")]
+    for worker in workers:
+        worker.serve(20)
+    await fleet.published()
+    replica = await fleet.replica("late", refused=True)
+    replica.join(*workers)
+    await replica.until_right(*workers)
+    for worker in workers:
+        worker.serve(5)
+    await replica.until_right(*workers)
+    assert replica.asking.asked == 0
+
+
+async def test_a_router_that_starts_late_knows_all_from_a_snapshot_and_what_followed(fleet: Fleet) -> None:
+    workers = [fleet.worker(1), fleet.worker(2, component="prefill")]
+    first = await fleet.replica("first")
+    first.join(*workers)
+    for worker in workers:
+        worker.serve(20)
+    await first.until_right(*workers)
+    assert await first.snapshots.check() == 2, "one of each component"
+    for worker in workers:
+        worker.serve(3)
+    await first.until_right(*workers)
+    await first.stop()
+    for worker in workers:
+        worker.serve(3)
+    await fleet.published()
+    late = await fleet.replica("late", refused=True)
+    late.join(*workers)
+    await late.until_right(*workers)
+    assert late.asking.asked == 0
+
+
+async def test_events_that_flow_while_a_router_starts_are_neither_lost_nor_applied_twice(
+    fleet: Fleet,
+) -> None:
+    worker = fleet.worker(1)
+    for _ in range(10):
+        worker.serve(1)
+    await fleet.published()
+    late = await fleet.replica("late", refused=True)
+    late.join(worker)
+    for _ in range(30):
+        worker.serve(1)
+        await fleet.published()
+    await late.until_right(worker)
+    assert late.asking.asked == 0
+
+
+async def test_a_worker_that_started_anew_is_not_taken_for_the_one_in_the_snapshot(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    first = await fleet.replica("first")
+    first.join(worker)
+    worker.serve(10)
+    await first.until_right(worker)
+    assert await first.snapshots.check() == 1
+    worker.serve(2)  # what is left of the old start in the stream
+    await fleet.published()
+    worker.die()
+    newer = fleet.worker(1, epoch=2)
+    newer.serve(5)
+    await fleet.published()
+    late = await fleet.replica("late", refused=True)
+    late.join(newer)
+    await late.until_right(newer)
+    first.join(newer)
+    await first.until_right(newer)
+    newer.serve(5)
+    await late.until_right(newer)
+    await first.until_right(newer)
+    assert late.asking.asked == 0
+
+
+async def test_a_rank_that_can_not_be_trusted_asks_its_worker(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    replica = await fleet.replica("only")
+    replica.join(worker)
+    worker.serve(5)
+    await replica.until_right(worker)
+    asked = replica.asking.asked
+    silent = fleet.publisher("backend")
+    worker.publisher.kv._events = Deaf(silent)  # type: ignore[assignment]
+    worker.serve(5)
+    worker.publisher.kv._events = silent
+    worker.heartbeat()
+    await replica.until_right(worker)
+    assert replica.asking.asked > asked
+    await eventually(lambda: fleet.publisher("backend").is_idle)
+
+
+class Deaf:
+    """Lets every batch go."""
+
+    def __init__(self, publisher: object) -> None:
+        pass
+
+    def publish(self, batch: object) -> None:
+        pass

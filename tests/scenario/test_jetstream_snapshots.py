@@ -1,0 +1,246 @@
+"""Snapshots of the index: one replica at a time, safe against dying anywhere, never past what they cover."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvrouter.planes.events.jetstream.lane import ComponentLane
+from tests.support.event_waits import eventually
+from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
+from tests.support.nats_server import NatsServer
+
+STEPS = ["claim", "tidy", "part", "list", "commit", "purge", "remove"]
+
+
+@pytest.fixture
+async def fleet(shared_nats: NatsServer) -> AsyncIterator[Fleet]:
+    async with fleet_on(shared_nats.url) as opened:
+        yield opened
+
+
+def lane_of(replica: Replica) -> ComponentLane:
+    return replica.subscriber._lanes["backend"]
+
+
+async def messages(replica: Replica) -> int:
+    return (await lane_of(replica).stream.read()).messages
+
+
+async def snapshots_stored(replica: Replica) -> set[str]:
+    return {name.partition("/")[0] for name in await lane_of(replica).shelf.objects()}
+
+
+async def take(replica: Replica, worker: Worker) -> None:
+    """Take a snapshot, as soon as the lease of whoever held the key is over."""
+    async with asyncio.timeout(60):
+        while not await replica.snapshots.check():
+            worker.serve(1)
+            await replica.until_right(worker)
+
+
+def dies_before(replica: Replica, step: str) -> None:
+    """From ``step`` on nothing that the replica does reaches NATS any more."""
+    lane = lane_of(replica)
+    left = STEPS.index(step)
+
+    def fatal(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def maybe(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise ConnectionError("dead")
+            return await call(*args, **kwargs)
+
+        return maybe
+
+    for owner, name in (
+        (lane.shelf, "write"),
+        (lane.shelf, "put"),
+        (lane.shelf, "remove"),
+        (lane.stream, "purge"),
+    ):
+        setattr(owner, name, fatal(getattr(owner, name)))
+
+
+async def test_of_two_replicas_one_takes_the_snapshot_and_both_stay_right(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    replicas = [await fleet.replica(name) for name in ("a", "b")]
+    for replica in replicas:
+        replica.join(worker)
+    worker.serve(10)
+    for replica in replicas:
+        await replica.until_right(worker)
+    before = await messages(replicas[0])
+    assert sum(await asyncio.gather(*(replica.snapshots.check() for replica in replicas))) == 1
+    assert before > 0
+    assert await messages(replicas[0]) == 0
+    worker.serve(5)
+    for replica in replicas:
+        await replica.until_right(worker)
+        assert await messages(replica) > 0
+    await take(replicas[1], worker)
+    assert len(await snapshots_stored(replicas[1])) == 1
+    worker.serve(5)
+    late = await fleet.replica("late", refused=True)
+    late.join(worker)
+    await late.until_right(worker)
+    assert late.asking.asked == 0
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_a_replica_that_dies_at_any_step_leaves_a_valid_snapshot(fleet: Fleet, step: str) -> None:
+    worker = fleet.worker(1)
+    dying, staying = await fleet.replica("dying"), await fleet.replica("staying")
+    for replica in (dying, staying):
+        replica.join(worker)
+    worker.serve(6)
+    await dying.until_right(worker)
+    await staying.until_right(worker)
+    assert await dying.snapshots.check() == 1
+    worker.serve(3)
+    await dying.until_right(worker)
+    dies_before(dying, step)
+    assert await dying.snapshots.check() == 0
+    await dying.stop()
+
+    worker.serve(2)
+    await fleet.published()
+    late = await fleet.replica("late", refused=True)
+    late.join(worker)
+    await late.until_right(worker)
+    assert late.asking.asked == 0
+
+    await take(staying, worker)
+    assert len(await snapshots_stored(staying)) == 1, "what the dead one left is gone"
+    worker.serve(2)
+    later = await fleet.replica("later", refused=True)
+    later.join(worker)
+    await later.until_right(worker)
+    assert later.asking.asked == 0
+
+
+async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    slow, quick = await fleet.replica("slow"), await fleet.replica("quick")
+    for replica in (slow, quick):
+        replica.join(worker)
+    worker.serve(6)
+    await slow.until_right(worker)
+    taking = await slow.subscriber.take("backend")
+    assert taking is not None
+    taking._renewal.cancel()  # type: ignore[attr-defined]  # as if the process were paused
+    await quick.until_right(worker)
+    await take(quick, worker)
+    with pytest.raises(Exception, match="no more at revision"):
+        await taking.commit()
+    await taking.abandon()
+    assert len(await snapshots_stored(quick)) == 1
+    late = await fleet.replica("late", refused=True)
+    late.join(worker)
+    await late.until_right(worker)
+
+
+async def test_a_snapshot_that_is_replaced_while_a_replica_starts_from_it_is_loaded_again(
+    fleet: Fleet,
+) -> None:
+    first, second = fleet.worker(1), fleet.worker(2)
+    taker = await fleet.replica("taker")
+    taker.join(first, second)
+    for worker in (first, second):
+        worker.serve(6)
+    await taker.until_right(first, second)
+    assert await taker.snapshots.check() == 1
+
+    starting = await fleet.replica("starting", refused=True)
+    starting.join(first)
+    await starting.until_right(first)
+    first.serve(3)
+    second.serve(3)
+    await taker.until_right(first, second)
+    await take(taker, first)
+    starting.join(second)
+    await starting.until_right(first, second)
+    assert starting.asking.asked == 0
+
+
+async def test_a_purge_between_a_snapshot_and_its_replay_is_noticed(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    taker = await fleet.replica("taker")
+    taker.join(worker)
+    worker.serve(6)
+    await taker.until_right(worker)
+    assert await taker.snapshots.check() == 1
+    worker.serve(6)
+    await taker.until_right(worker)
+
+    starting = await fleet.replica("starting", refused=True)
+    starting.subscriber.follow(worker.card)
+    limit = lane_of(starting)._replay_parts.limit
+    for _ in range(limit._value):
+        await limit.acquire()
+    starting.join(worker)
+    await eventually(lambda: len(lane_of(starting)._replays) == len(worker.card.ranks()))
+    await take(taker, worker)  # what the waiting replays want is gone now
+    limit.release()
+    await starting.until_right(worker)
+
+
+async def test_a_lagging_replica_whose_events_were_purged_asks_the_worker(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    taker, lagging = await fleet.replica("taker"), await fleet.replica("lagging")
+    for replica in (taker, lagging):
+        replica.join(worker)
+    worker.serve(6)
+    await lagging.until_right(worker)
+    lane = lane_of(lagging)
+    lane._task.cancel()
+    await asyncio.gather(lane._task, return_exceptions=True)
+    worker.serve(6)
+    await taker.until_right(worker)
+    assert await taker.snapshots.check() == 1
+    lane._task = asyncio.get_running_loop().create_task(lane._run())
+    worker.heartbeat()
+    await lagging.until_right(worker)
+    assert lagging.asking.asked > 0
+
+
+async def test_a_rank_that_is_not_live_is_not_in_the_snapshot_and_asks_its_worker(fleet: Fleet) -> None:
+    known, other = fleet.worker(1), fleet.worker(2)
+    taker = await fleet.replica("taker")
+    taker.join(known)
+    for worker in (known, other):
+        worker.serve(6)
+    await fleet.published()
+    await taker.until_right(known)
+    last = (await lane_of(taker).stream.read()).last
+    await eventually(lambda: lane_of(taker).position == last)
+    assert await taker.snapshots.check() == 1
+    late = await fleet.replica("late")
+    late.join(known, other)
+    await late.until_right(known, other)
+    assert late.asking.asked == len(other.card.ranks())
+
+
+async def test_reset_states_clears_the_stream_and_the_snapshots_once(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    first = await fleet.replica("first")
+    first.join(worker)
+    worker.serve(6)
+    await first.until_right(worker)
+    assert await first.snapshots.check() == 1
+    worker.serve(3)
+    await first.until_right(worker)
+    await first.stop()
+
+    fresh = await fleet.replica("fresh", resets=True)
+    fresh.join(worker)
+    await fresh.until_right(worker)
+    assert fresh.notes.resets == ["backend"]
+    assert fresh.asking.asked == len(worker.card.ranks()), "there is nothing else to learn from"
+    assert await messages(fresh) == 0
+    assert await snapshots_stored(fresh) == set()
+    worker.serve(3)
+    await fresh.until_right(worker)
+    assert await fresh.snapshots.check() == 1

@@ -1,0 +1,274 @@
+"""Workers with mock engines, and routers with real indexes, on the JetStream lane of a real nats-server.
+
+The truth is what the engines find in their own caches.
+"""
+
+import random
+from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from uuid import uuid4
+
+from nats.aio.client import Client
+
+from kvrouter.core.columns import unpack_hashes
+from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot
+from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
+from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.feed.words import FeedState
+from kvrouter.index.naive import NaiveBlockIndex
+from kvrouter.index.native import BlockIndex
+from kvrouter.mock import MockConfig, MockEngine
+from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.planes.events.nats_recovery import NatsRecovery
+from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.event_pump import EventPump
+from kvrouter.service.index_snapshots import IndexSnapshots
+from kvrouter.service.observed import ModelObserved
+from kvrouter.telemetry import Telemetry
+from kvrouter.worker import KvPublisher
+from tests.support.event_ends_jetstream import Notes
+from tests.support.event_ends_nats import connect
+from tests.support.event_waits import eventually
+
+BLOCK_SIZE = 4
+DP_SIZE = 2
+
+Blocks = Counter[tuple[int, int]]
+
+
+def blocks(events: Iterable[Held]) -> Blocks:
+    counted: Blocks = Counter()
+    for event in events:
+        pairs = zip(unpack_hashes(event.engine_hashes), unpack_hashes(event.sequence_hashes), strict=True)
+        counted.update(pairs)
+    return counted
+
+
+class Worker:
+    """One start of a worker: an engine whose cache begins empty, and its publisher."""
+
+    def __init__(self, fleet: "Fleet", worker_id: int, *, component: str, epoch: int) -> None:
+        self.card = WorkerCard(
+            worker_id=WorkerId(worker_id),
+            incarnation=Epoch(epoch),
+            model=ModelName("m"),
+            role=Role.BOTH,
+            block_size=BLOCK_SIZE,
+            context_length=1024,
+            address="nowhere",
+            dp_size=DP_SIZE,
+            component=component,
+            event_source=fleet.publisher(component).source,
+        )
+        self._fleet = fleet
+        self._chance = random.Random(worker_id + epoch)
+        self._now_s = 0.0
+        self._served = 0
+        self.engine = MockEngine(
+            MockConfig(block_size=BLOCK_SIZE, total_kv_blocks=48, dp_size=DP_SIZE, seed=epoch),
+            worker_id=self.card.worker_id,
+            engine_id=f"mock-{worker_id}-{epoch}",
+        )
+        self.publisher = KvPublisherOf(self, fleet.publisher(component))
+        self.end_recovery = fleet.recovery.serve_recovery(self.card.worker_id, self.publisher.kv)
+
+    def serve(self, n_requests: int = 4) -> None:
+        """Let each rank run requests; every store and every eviction is published."""
+        for _ in range(n_requests):
+            for rank in self.card.ranks():
+                prompt = [self._chance.randrange(3)] * self._chance.randrange(4, 40)
+                self.engine.submit(self._now_s, self._request(rank, prompt))
+            self._now_s += 100.0
+            self.engine.advance(self._now_s)
+            self.publisher.tell()
+
+    def heartbeat(self) -> None:
+        self.publisher.kv.heartbeat([rank.dp_rank for rank in self.card.ranks()])
+
+    def holds(self, rank: WorkerRank) -> Blocks:
+        """What the engine's own cache holds, by a walk of its blocks."""
+        index = NaiveBlockIndex()
+        applied = index.apply(Slot(0), self.engine.snapshot(rank.dp_rank))
+        assert (applied.orphaned, applied.repeated) == (0, 0)
+        return blocks(index.dump(Slot(0)))
+
+    def die(self) -> None:
+        self.publisher.kv.close()
+        self.end_recovery()
+
+    def _request(self, rank: WorkerRank, prompt: list[int]) -> EngineRequest:
+        self._served += 1
+        return EngineRequest(
+            request_id=RequestId(f"{self.card.worker_id}-{self._served}"),
+            attempt=0,
+            leg=Leg.AGGREGATED,
+            model=self.card.model,
+            token_ids=array("I", [*prompt, self._served]),
+            sampling=Sampling(max_tokens=3),
+            dp_rank=rank.dp_rank,
+        )
+
+
+class KvPublisherOf:
+    """A worker's publisher, told of the engine's events."""
+
+    def __init__(self, worker: Worker, events: JetStreamPublisher) -> None:
+        self._engine = worker.engine
+        self.kv = KvPublisher(
+            events,
+            worker_id=worker.card.worker_id,
+            epoch=worker.card.incarnation,
+            block_size=BLOCK_SIZE,
+            snapshot=self._snapshot,
+        )
+
+    def tell(self) -> None:
+        for dp_rank, events in self._engine.take_outputs().events:
+            self.kv.publish(dp_rank, events)
+        self.kv.flush()
+
+    def _snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
+        self.tell()
+        return self._engine.snapshot(dp_rank)
+
+
+class Asking:
+    """Asks workers, unless they are said to refuse; counts the questions."""
+
+    def __init__(self, recovery: NatsRecovery) -> None:
+        self.refuses = False
+        self.asked = 0
+        self._recovery = recovery
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        self.asked += 1
+        return None if self.refuses else await self._recovery.recover_range(rank, first, last)
+
+    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        self.asked += 1
+        return None if self.refuses else await self._recovery.recover_snapshot(rank)
+
+
+class Replica:
+    """One start of a router: an index that begins empty."""
+
+    def __init__(
+        self, fleet: "Fleet", client: Client, name: str, *, refused: bool, resets: bool = False
+    ) -> None:
+        self.notes = Notes()
+        self.client = client
+        self.recovery = NatsRecovery(client, namespace=fleet.namespace, on_malformed=self.notes.refused)
+        self.asking = Asking(self.recovery)
+        self.asking.refuses = refused
+        self.subscriber = JetStreamSubscriber(
+            client,
+            self.asking,
+            namespace=fleet.namespace,
+            replica_name=name,
+            observer=self.notes,
+            resets_states=resets,
+            heartbeat_s=0.2,
+            lease_s=0.5,
+        )
+        self.index = BlockIndex()
+        self.pump = EventPump(self.index, self.subscriber, ModelObserved(Telemetry(), "m"))
+        self.subscriber.subscribe(self.pump.on_batch, lambda _report: None)
+        self.snapshots = IndexSnapshots(
+            self.subscriber, lambda: [EventCacheView(self.index, self.pump)], messages_max=0
+        )
+        self.slots: dict[WorkerRank, Slot] = {}
+        self._fleet = fleet
+
+    def join(self, *workers: Worker) -> None:
+        """Discovery tells of workers."""
+        for worker in workers:
+            self.subscriber.follow(worker.card)
+            for rank in worker.card.ranks():
+                if rank in self.slots:
+                    self.pump.freed(self.slots[rank])
+                slot = self.slots.setdefault(rank, Slot(len(self.slots)))
+                self.pump.joined(rank, slot, worker.card.incarnation)
+
+    def believes(self, rank: WorkerRank) -> Blocks:
+        return blocks(self.index.dump(self.slots[rank]))
+
+    def state(self, rank: WorkerRank) -> FeedState:
+        feed = self.pump.feed_at(self.slots[rank])
+        assert feed is not None
+        return feed.state
+
+    def is_right(self, *workers: Worker) -> bool:
+        """Whether the index is what the engines' caches are."""
+        return all(
+            self.state(rank) is FeedState.LIVE and self.believes(rank) == worker.holds(rank)
+            for worker in workers
+            for rank in worker.card.ranks()
+        )
+
+    async def until_right(self, *workers: Worker) -> None:
+        await eventually(lambda: self.is_right(*workers))
+
+    async def stop(self) -> None:
+        """End; what was learned is forgotten."""
+        self.pump.close()
+        await self.subscriber.close()
+        await self.recovery.close()
+        await self.client.close()
+
+
+class Fleet:
+    """Workers and routers of one namespace."""
+
+    def __init__(self, url: str, worker_client: Client) -> None:
+        self.url = url
+        self.namespace = f"test-{uuid4().hex}"
+        self.notes = Notes()
+        self.client = worker_client
+        self.recovery = NatsRecovery(worker_client, namespace=self.namespace, on_malformed=self.notes.refused)
+        self._publishers: dict[str, JetStreamPublisher] = {}
+        self._replicas: list[Replica] = []
+
+    def publisher(self, component: str) -> JetStreamPublisher:
+        if component not in self._publishers:
+            self._publishers[component] = JetStreamPublisher(
+                self.client,
+                namespace=self.namespace,
+                component=component,
+                observer=self.notes,
+                ack_timeout_s=0.5,
+            )
+        return self._publishers[component]
+
+    def worker(self, worker_id: int, *, component: str = "backend", epoch: int = 1) -> Worker:
+        return Worker(self, worker_id, component=component, epoch=epoch)
+
+    async def replica(self, name: str, *, refused: bool = False, resets: bool = False) -> Replica:
+        """A router starts; with ``refused`` no worker answers it."""
+        replica = Replica(self, await connect(self.url), name, refused=refused, resets=resets)
+        self._replicas.append(replica)
+        return replica
+
+    async def published(self) -> None:
+        """Wait until everything is in the stream."""
+        await eventually(lambda: all(publisher.is_idle for publisher in self._publishers.values()))
+
+    async def close(self) -> None:
+        for publisher in self._publishers.values():
+            await publisher.close()
+        await self.recovery.close()
+        for replica in self._replicas:
+            if not replica.client.is_closed:
+                await replica.stop()
+        await self.client.close()
+
+
+@asynccontextmanager
+async def fleet_on(url: str) -> AsyncIterator[Fleet]:
+    fleet = Fleet(url, await connect(url))
+    try:
+        yield fleet
+    finally:
+        await fleet.close()
