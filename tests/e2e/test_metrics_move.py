@@ -4,13 +4,16 @@ import asyncio
 
 import pytest
 
-from kvrouter.assembly.strangers import refusals_on
+from kvrouter.assembly.told import SyncGauges, refusals_on
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import DpRank, EventId, WorkerId
+from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId
+from kvrouter.ledger.replicas import Counts
+from kvrouter.planes.sync.memory import MemorySyncPlane
 from kvrouter.service import event_pump
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.telemetry import Telemetry
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs, until
 from tests.support.served import MODEL, Served, served, user, words
@@ -54,6 +57,9 @@ ASSERTED_HERE = {
     "kvrouter_worker_blocks",
     "kvrouter_discovery_up",
     "kvrouter_planes_refused_total",
+    "kvrouter_replicas",
+    "kvrouter_replica_leases",
+    "kvrouter_replica_sync_events_total",
     "kvrouter_http_connections",
     "kvrouter_http_events_total",
     "kvrouter_build_info",
@@ -253,3 +259,29 @@ async def test_a_lost_discovery_and_a_refused_peer() -> None:
         page = await here.metrics()
         assert page.value("discovery_up") == 0
         assert page.value("planes_refused_total", plane="tcp") == 1
+
+
+class TellingSync(ReplicaSync):
+    """What there is to tell is what the test says."""
+
+    told = SyncCounts(
+        Counts(replicas=2, behind=0, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=0),
+        0,
+        0,
+        0,
+        0,
+    )
+
+    def counts(self) -> SyncCounts:
+        return self.told
+
+
+def test_other_replicas_are_on_the_page() -> None:
+    telemetry = Telemetry()
+    sync = TellingSync(MemorySyncPlane(), RouterId("me"))
+    gauges = SyncGauges(telemetry, sync)
+    gauges.refresh()
+    gauges.refresh()
+    assert telemetry.replicas.value() == 2
+    assert telemetry.replica_leases.value() == 7
+    assert telemetry.replica_sync.value("gap") == 3

@@ -1,6 +1,7 @@
 """``kvrouter frontend``: a front door for workers in other processes, which discovery finds."""
 
 import logging
+import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,13 +11,18 @@ import uvloop
 from kvrouter.assembly.address import claimed
 from kvrouter.assembly.door import OpenDoor, open_door
 from kvrouter.assembly.lifetime import told_to_stop
-from kvrouter.assembly.router import build_service
+from kvrouter.assembly.router import build_service, new_router_id
 from kvrouter.assembly.router_wires import router_wires
 from kvrouter.assembly.serve import serve_until
 from kvrouter.assembly.texts import AnnouncedTexts
+from kvrouter.assembly.told import SyncGauges
 from kvrouter.config import Settings
 from kvrouter.config.version import installed_version
 from kvrouter.core.ids import ModelName
+from kvrouter.planes.events.port import SnapshotStore
+from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
+from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.text.encode_pool import EncodePool
 from kvrouter.topology import LinkTable
@@ -43,6 +49,8 @@ async def frontend(
             claimed(front.http_host, front.http_port) as sockets,
             router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1]) as wires,
         ):
+            router_id = new_router_id()
+            sync = None if wires.sync is None else ReplicaSync(wires.sync, router_id)
             service = build_service(
                 settings.router,
                 plane=wires.requests,
@@ -50,16 +58,53 @@ async def frontend(
                 subscriber=wires.events,
                 telemetry=telemetry,
                 links=links,
+                router_id=router_id,
+                sync=sync,
             )
             stop_texts = await wires.discovery.watch(texts.on_card, texts.on_gone)
-            async with open_door(
-                service, texts, settings=front, telemetry=telemetry, sockets=sockets
-            ) as door:
+            async with (
+                _syncing(sync, telemetry),
+                open_door(service, texts, settings=front, telemetry=telemetry, sockets=sockets) as door,
+                _saving(wires.snapshots, service, settings.router.snapshot_threshold),
+            ):
                 yield door
             stop_texts()
     finally:
         await texts.close()
         pool.close()
+
+
+@asynccontextmanager
+async def _syncing(sync: ReplicaSync | None, telemetry: Telemetry) -> AsyncIterator[None]:
+    """Tell other routers, and count their requests, where that is asked for."""
+    if sync is None:
+        yield
+        return
+    await sync.start()
+    end = telemetry.before_scrape(SyncGauges(telemetry, sync).refresh)
+    try:
+        yield
+    finally:
+        end()
+        await sync.stop()
+
+
+@asynccontextmanager
+async def _saving(
+    store: SnapshotStore | None, service: RouterService, messages_max: int
+) -> AsyncIterator[None]:
+    """Save the index when the stream grows too long, where there is a stream."""
+    if store is None:
+        yield
+        return
+    snapshots = IndexSnapshots(
+        store, lambda: fed_caches(service.models()), messages_max=messages_max, seed=random.getrandbits(32)
+    )
+    snapshots.start()
+    try:
+        yield
+    finally:
+        await snapshots.stop()
 
 
 def serve_frontend(

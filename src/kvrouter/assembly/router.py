@@ -18,6 +18,7 @@ from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.event_pump import EventPump
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.observed import ModelObserved, ServiceObserved
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService, ServiceParts
 from kvrouter.telemetry import Telemetry
 from kvrouter.topology import LinkTable, RouterTopologyDefault
@@ -31,11 +32,17 @@ def build_service(
     subscriber: EventSubscriber,
     telemetry: Telemetry | None = None,
     links: LinkTable | None = None,
+    router_id: RouterId | None = None,
+    sync: ReplicaSync | None = None,
 ) -> RouterService:
-    """Put a router together; it follows the fleet once it is started."""
+    """Put a router together; it follows the fleet once it is started.
+
+    ``sync``, where the requests of other routers count, is told this router's ``router_id`` by its maker and
+    is started and stopped by its maker.
+    """
     observed = ServiceObserved(telemetry or Telemetry())
     decisions = DecisionLog(requests_max=config.decisions_kept)
-    router_id = RouterId(uuid4().hex)
+    own_id = router_id or new_router_id()
     settings = routing_settings(config, links)
 
     def make_model(model: ModelName, block_size: int) -> ModelRouter:
@@ -44,12 +51,13 @@ def build_service(
             fleet=Fleet(model, block_size),
             cache=_cache_view(config, subscriber, of_model),
             ledger=Ledger(),
-            router_id=router_id,
+            router_id=own_id,
             config=config,
             settings=settings,
             decisions=decisions,
             observed=of_model,
             seed=random.getrandbits(64),
+            sync=sync,
         )
 
     return RouterService(
@@ -63,6 +71,11 @@ def build_service(
             observed=observed,
         )
     )
+
+
+def new_router_id() -> RouterId:
+    """Return the id of one life of a router."""
+    return RouterId(uuid4().hex)
 
 
 def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:

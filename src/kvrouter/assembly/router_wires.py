@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from nats.aio.client import Client
 
 from kvrouter.assembly.nats import nats_connection, revealed
-from kvrouter.assembly.strangers import refusals_on, troubles_on
 from kvrouter.assembly.tls import Tls, tls_of
+from kvrouter.assembly.told import StreamTold, refusals_on, troubles_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import EventLane
@@ -19,12 +19,14 @@ from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.jetstream import JetStreamSubscriber
 from kvrouter.planes.events.nats import NatsEventSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.planes.events.port import EventSubscriber, SnapshotStore
 from kvrouter.planes.events.zmq import ZmqEventSubscriber
 from kvrouter.planes.requests.http import HttpRequestPlane
 from kvrouter.planes.requests.nats import NatsRequestPlane
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.planes.requests.tcp import TcpRequestPlane
+from kvrouter.planes.sync.nats import NatsSyncPlane
+from kvrouter.planes.sync.port import SyncPlane
 from kvrouter.service.lanes import LaneSubscriber
 from kvrouter.telemetry import Telemetry
 
@@ -36,7 +38,11 @@ class RouterWires:
     discovery: Discovery
     requests: RequestPlane
     events: EventSubscriber
-    nats: Client | None
+    snapshots: SnapshotStore | None
+    """Where the index is saved; None without JetStream."""
+
+    sync: SyncPlane | None
+    """Where other routers are told; None without replica sync."""
 
 
 @asynccontextmanager
@@ -59,8 +65,20 @@ async def router_wires(
         stack.push_async_callback(discovery.close)
         requests = _requests(planes, nats, tls, telemetry)
         stack.push_async_callback(requests.close)
-        lanes = await _lanes(settings, nats, telemetry, stack, http_port=http_port)
-        yield RouterWires(discovery, requests, LaneSubscriber(lanes), nats)
+        lanes = await _lanes(settings, nats, telemetry, stack)
+        stream: JetStreamSubscriber | None = None
+        if nats is not None:
+            stream = _stream(settings, nats, telemetry, stack, http_port=http_port)
+            lanes[EventLane.JETSTREAM] = stream
+        sync: SyncPlane | None = None
+        if settings.router.replica_sync:
+            sync = NatsSyncPlane(
+                wanted(nats),
+                namespace=planes.namespace,
+                token=revealed(planes.plane_token) or "",
+                on_refused=refusals_on("sync", telemetry),
+            )
+        yield RouterWires(discovery, requests, LaneSubscriber(lanes), stream, sync)
 
 
 def needs_nats(settings: Settings) -> bool:
@@ -129,10 +147,8 @@ async def _lanes(
     nats: Client | None,
     telemetry: Telemetry,
     stack: AsyncExitStack,
-    *,
-    http_port: int,
 ) -> dict[EventLane, EventSubscriber]:
-    """Every lane on which workers of this fleet may publish: the router hears all that it can."""
+    """Every lane without a memory on which workers of this fleet may publish: the router hears all."""
     planes = settings.planes
     lanes: dict[EventLane, EventSubscriber] = {}
     zmq = ZmqEventSubscriber(token=revealed(planes.plane_token), on_malformed=refusals_on("zmq", telemetry))
@@ -147,17 +163,25 @@ async def _lanes(
     await core.start()
     stack.push_async_callback(core.close)
     lanes[EventLane.NATS] = core
+    return lanes
+
+
+def _stream(
+    settings: Settings, nats: Client, telemetry: Telemetry, stack: AsyncExitStack, *, http_port: int
+) -> JetStreamSubscriber:
+    namespace = settings.planes.namespace
+    recovery = NatsRecovery(nats, namespace=namespace, on_malformed=refusals_on("jetstream", telemetry))
+    stack.push_async_callback(recovery.close)
     stream = JetStreamSubscriber(
         nats,
         recovery,
-        namespace=planes.namespace,
+        namespace=namespace,
         replica_name=replica_name(settings, http_port=http_port),
-        on_malformed=refusals_on("jetstream", telemetry),
+        observer=StreamTold(telemetry),
+        resets_states=settings.router.reset_states,
     )
-    await stream.start()
     stack.push_async_callback(stream.close)
-    lanes[EventLane.JETSTREAM] = stream
-    return lanes
+    return stream
 
 
 def replica_name(settings: Settings, *, http_port: int) -> str:

@@ -21,6 +21,7 @@ from kvrouter.assembly.described import (
     worker_card,
 )
 from kvrouter.assembly.lifetime import settle_memory, told_to_stop
+from kvrouter.assembly.nats import revealed
 from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.assembly.tls import advertised, tls_of
 from kvrouter.assembly.worker_wires import worker_wires
@@ -31,7 +32,7 @@ from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock import MockCluster, TransferSettings
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.encode_pool import EncodePool
-from kvrouter.worker import Worker, new_incarnation
+from kvrouter.worker import EngineDoor, Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
@@ -144,15 +145,38 @@ async def mock_worker(
                 requests=wires.requests,
                 recovery=wires.recovery,
                 topology=topology,
+                engine_tells_events=spec.engine_events is None,
             )
             await worker.start()
             try:
-                yield worker
+                async with _engine_door(settings, spec, worker):
+                    yield worker
             finally:
                 await worker.stop()
     finally:
         await cluster.close()
         pool.close()
+
+
+@asynccontextmanager
+async def _engine_door(settings: Settings, spec: MockWorkerSpec, worker: Worker) -> AsyncIterator[None]:
+    """Let an engine of somebody's own tell its KV events, where that is asked for. Raises ConfigError."""
+    if spec.engine_events is None:
+        yield
+        return
+    door = EngineDoor(
+        worker.publisher,
+        address=spec.engine_events,
+        block_size=worker.card.block_size,
+        token=revealed(settings.planes.plane_token) or "",
+        dp_ranks=[rank.dp_rank for rank in worker.card.ranks()],
+    )
+    await door.start()
+    log_event(logger, Event.READY, worker=str(spec.worker_id), address=door.address)
+    try:
+        yield
+    finally:
+        await door.stop()
 
 
 def serve_mock_worker(

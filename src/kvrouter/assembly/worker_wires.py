@@ -9,8 +9,8 @@ from nats.aio.client import Client
 
 from kvrouter.assembly.nats import nats_connection, revealed
 from kvrouter.assembly.router_wires import make_discovery, wanted
-from kvrouter.assembly.strangers import refusals_on
 from kvrouter.assembly.tls import Tls, advertised, tls_of
+from kvrouter.assembly.told import StreamTold, refusals_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
@@ -144,6 +144,8 @@ async def _events(
         core = NatsEventPublisher(wanted(nats), namespace=planes.namespace, component=component)
         stack.push_async_callback(core.close)
         return core, recovery
-    stream = JetStreamPublisher(wanted(nats), namespace=planes.namespace, component=component)
+    stream = JetStreamPublisher(
+        wanted(nats), namespace=planes.namespace, component=component, observer=StreamTold()
+    )
     stack.push_async_callback(stream.close)
     return stream, recovery

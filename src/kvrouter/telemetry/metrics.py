@@ -270,6 +270,17 @@ class Telemetry:
         "plane",
     )
 
+    replicas = _gauge(
+        "kvrouter_replicas", "Other routers whose requests are counted here; 0 without replica sync."
+    )
+    replica_leases = _gauge("kvrouter_replica_leases", "Open leases of other routers.")
+    replica_sync = _counter(
+        "kvrouter_replica_sync_events",
+        "What went wrong between replicas and was mended: gap, duplicate, replica_lost, over_limit, untold, "
+        "dropped or unsent.",
+        "outcome",
+    )
+
     http_connections = _gauge("kvrouter_http_connections", "Connections that are open.")
     http_events = _counter(
         "kvrouter_http_events",

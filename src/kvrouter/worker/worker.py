@@ -31,7 +31,8 @@ class Worker:
     """One engine in the fleet: ``start``, ``drain``, ``stop``; ``die`` is a death without goodbye.
 
     With a ``topology`` contract the worker starts once its place is known, and publishes its card again when
-    its place changes.
+    its place changes. With ``engine_tells_events`` False somebody else feeds :attr:`publisher`, such as an
+    :class:`EngineDoor`; what the engine tells of its cache is let go.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Worker:
         requests: RequestAcceptor,
         recovery: RecoveryServer,
         topology: TopologyEnv | None = None,
+        engine_tells_events: bool = True,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.engine = engine
@@ -53,6 +55,7 @@ class Worker:
         self._requests = requests
         self._recovery = recovery
         self._topology = topology
+        self._engine_tells_events = engine_tells_events
         self._heartbeat_s = heartbeat_s
         self._dp_ranks = tuple(rank.dp_rank for rank in card.ranks())
         self._tasks: list[asyncio.Task[None]] = []
@@ -63,7 +66,7 @@ class Worker:
             worker_id=card.worker_id,
             epoch=card.incarnation,
             block_size=card.block_size,
-            snapshot=engine.snapshot,
+            snapshot=engine.snapshot if engine_tells_events else None,
         )
 
     @property
@@ -182,7 +185,7 @@ class Worker:
             log_event(_log, Event.INTERNAL_ERROR, worker=str(self.card.worker_id), exc_info=error)
 
     def _on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
-        if self.card.publishes_kv_events:
+        if self.card.publishes_kv_events and self._engine_tells_events:
             self.publisher.publish(dp_rank, events)
 
     def _on_load(self, report: LoadReport) -> None:

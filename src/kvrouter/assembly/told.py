@@ -1,0 +1,82 @@
+"""What adapters tell: of refused peers, of frames that make no sense, of wires that trouble them."""
+
+import logging
+from collections.abc import Callable
+
+from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.telemetry import Event, Telemetry, log_event
+
+_log = logging.getLogger("kvrouter.planes")
+
+
+def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
+    """Return the sink of one plane's refusals; without ``telemetry`` they are only logged."""
+
+    def on_refused(why: str) -> None:
+        if telemetry is not None:
+            telemetry.planes_refused.inc(plane)
+        log_event(_log, Event.PLANE_REFUSED, plane=plane, reason=why)
+
+    return on_refused
+
+
+def troubles_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str, str], None]:
+    """Return the sink for what a person should look at: what it is, and why."""
+    on_refused = refusals_on(plane, telemetry)
+
+    def on_trouble(what: str, why: str) -> None:
+        on_refused(f"{what}: {why}")
+
+    return on_trouble
+
+
+class StreamTold:
+    """What happens on the JetStream lane, for both of its ends."""
+
+    def __init__(self, telemetry: Telemetry | None = None) -> None:
+        self._refused = refusals_on("jetstream", telemetry)
+
+    def dropped(self, n_batches: int, why: str) -> None:
+        """A worker's batches were not published; routers will see the gap and ask."""
+        log_event(_log, Event.EVENTS_DROPPED, plane="jetstream", batches=n_batches, reason=why)
+
+    def refused(self, why: str) -> None:
+        """A message that is no batch or load was let go."""
+        self._refused(why)
+
+    def disturbed(self, component: str, why: str) -> None:
+        """The lane could not do what it wanted, and tries again."""
+        log_event(_log, Event.PLANE_DISTURBED, plane=f"jetstream {component}", reason=why)
+
+    def was_reset(self, component: str) -> None:
+        """The stream and the snapshots of the component were cleared, as asked."""
+        log_event(_log, Event.STATES_RESET, plane=f"jetstream {component}")
+
+
+class SyncGauges:
+    """Replica sync on the metrics page, read before each scrape."""
+
+    def __init__(self, telemetry: Telemetry, sync: ReplicaSync) -> None:
+        self._telemetry = telemetry
+        self._sync = sync
+        self._seen: dict[str, int] = {}
+
+    def refresh(self) -> None:
+        """Set the gauges, and count what happened since the last time."""
+        counts = self._sync.counts()
+        others = counts.others
+        self._telemetry.replicas.set(others.replicas)
+        self._telemetry.replica_leases.set(others.leases)
+        for outcome, total in (
+            ("gap", others.gaps),
+            ("duplicate", others.duplicates),
+            ("replica_lost", others.lost),
+            ("over_limit", others.over_limit),
+            ("untold", counts.untold),
+            ("dropped", counts.dropped),
+            ("unsent", counts.unsent),
+        ):
+            new = total - self._seen.get(outcome, 0)
+            if new:
+                self._telemetry.replica_sync.inc(outcome, by=new)
+                self._seen[outcome] = total
