@@ -245,11 +245,11 @@ def play(world: World, requests: list[Request], acts: list[Act]) -> None:
         )
         sink = Party(wanted.decode_at, sequence_key(decode))
         may_decode = sink not in world.submitted and (wanted.bootstrap or params is not None)
+        if act.what in ("prefill", "both") and source not in world.submitted:
+            world.submit(PREFILL, prefill)
+        if act.what in ("decode", "both") and may_decode:
+            world.submit(wanted.decode_at, decode)
         match act.what:
-            case "prefill" if source not in world.submitted:
-                world.submit(PREFILL, prefill)
-            case "decode" if may_decode:
-                world.submit(wanted.decode_at, decode)
             case "cancel prefill":
                 world.cancel(source)
             case "cancel decode":
@@ -257,7 +257,7 @@ def play(world: World, requests: list[Request], acts: list[Act]) -> None:
             case "prefill dies":
                 world.die(PREFILL)
             case "decode dies":
-                world.die(DECODE)
+                world.die(wanted.decode_at)
             case "cut" if world.ways:
                 world.cut(sorted(world.ways)[act.which % len(world.ways)], both=True)
                 world.talk()
@@ -273,16 +273,17 @@ REQUESTS = st.lists(
             lambda base, length: [base] * length + [99, base], st.integers(0, 2), st.integers(1, 24)
         ),
     ),
-    min_size=1,
+    min_size=2,
     max_size=4,
 )
-LIKELY = ["prefill", "decode"] * 3
+LIKELY = ["both"] * 4 + ["prefill", "decode"]
 ENDINGS = ["cancel prefill", "cancel decode", "prefill dies", "decode dies"]
 
 
 def acts_of(kinds: list[str]) -> st.SearchStrategy[list[Act]]:
-    gaps_s = st.sampled_from([0.0, 0.0137, 0.1093, 0.3371, 1.2713, 9.1301])
-    return st.lists(st.builds(Act, gaps_s, st.sampled_from(kinds), st.integers(0, 7)), max_size=24)
+    gaps_s = st.sampled_from([0.0, 0.0137, 0.1093, 0.1671, 0.3371, 1.2713, 9.1301])
+    act = st.builds(Act, gaps_s, st.sampled_from(kinds), st.integers(0, 3))
+    return st.lists(act, min_size=3, max_size=16)
 
 
 POLICIES = st.sampled_from(KvLoadFailurePolicy)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from ssl import SSLContext
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -91,11 +91,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The way is open: what was said before goes out now."""
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError(f"{type(transport).__name__} is no stream")
-        self._transport = transport
+        stream = cast("asyncio.Transport", transport)  # uvloop's transports are of no class of asyncio's
+        self._transport = stream
         self._heard_at_s = monotonic()
-        transport.writelines(self._unsent)
+        stream.writelines(self._unsent)
         self._unsent.clear()
         if not self._office.opened(self):
             self._refuse(ConnectionRefused(Refusal.FULL, "this process has too many connections"))
