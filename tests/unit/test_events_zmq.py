@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from kvrouter.core.columns import pack_hashes
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot, Stored
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
@@ -254,7 +254,7 @@ async def test_questions_that_are_open_at_the_end_have_no_answer() -> None:
 async def test_a_card_that_does_not_say_where_is_refused(source: EventSource) -> None:
     router = Router()
     async with closing(router):
-        with pytest.raises(ProtocolError) as caught:
+        with pytest.raises(ConfigError) as caught:
             router.plane.follow(card(4, source))
         assert caught.value.param == "event_source"
 

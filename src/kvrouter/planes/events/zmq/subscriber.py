@@ -7,7 +7,7 @@ from itertools import count
 
 import zmq
 
-from kvrouter.core.errors import ProtocolError
+from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, WorkerCard
@@ -111,18 +111,18 @@ class ZmqEventSubscriber:
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Connect to the worker; return the function that ends it.
 
-        Raises ProtocolError when its card does not say where to.
+        Raises ConfigError when its card does not say where to.
         """
         source, worker_id = card.event_source, card.worker_id
         if source.lane is not EventLane.ZMQ or not source.events or not source.recovery:
-            raise ProtocolError(
+            raise ConfigError(
                 f"event_source: worker {worker_id} names no endpoints to connect to", param="event_source"
             )
         self._connect(source.events)
         topic = worker_topic(worker_id)
         try:
             self._begin_questions(source.recovery)
-        except ProtocolError:
+        except ConfigError:
             self._disconnect(source.events)
             raise
         self._topics[topic] += 1
@@ -189,7 +189,7 @@ class ZmqEventSubscriber:
             socket = self._new_socket(zmq.DEALER, ANSWER_MAX_BYTES)
             try:
                 _connect(socket, endpoint)
-            except ProtocolError:
+            except ConfigError:
                 socket.close(linger=0)
                 raise
             questions = self._questions[endpoint] = _Questions(socket, self._on_malformed)
@@ -236,4 +236,4 @@ def _connect(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ProtocolError(f"event_source: {endpoint!r}: {error}", param="event_source") from None
+        raise ConfigError(f"event_source: {endpoint!r}: {error}", param="event_source") from None
