@@ -130,8 +130,10 @@ class Place:
         except RouterGone:
             self._stop(leg, CONNECTION_CLOSED)
         except KvrouterError as error:
+            leg.cancel("its answer was lost")
             await answer.end(error)
         except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
+            leg.cancel("its answer was lost")
             lost = WorkerUnreachable if leg.inner is None else StreamBroken
             await answer.end(lost(f"the worker failed: {type(error).__name__}: {error}"))
         finally:

@@ -157,7 +157,7 @@ class HttpRequestAcceptor:
     ) -> None:
         self._host = host
         self._port = port
-        self._credentials = f"Bearer {token}".encode()
+        self._credentials = f"Bearer {token}".strip().encode()
         self._ssl = ssl
         self._advertise_host = advertise_host or host
         self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
@@ -185,7 +185,12 @@ class HttpRequestAcceptor:
         )
         try:
             self._listener = await loop.create_server(
-                self._connection, self._host, self._port, ssl=self._ssl, backlog=1024
+                self._connection,
+                self._host,
+                self._port,
+                ssl=self._ssl,
+                ssl_handshake_timeout=None if self._ssl is None else self._dead_after_s,
+                backlog=1024,
             )
         except OSError as error:
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
@@ -199,6 +204,7 @@ class HttpRequestAcceptor:
             place.leave("the listener was closed")
         if self._clock is not None:
             self._clock.cancel()
+            await asyncio.gather(self._clock, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
         await asyncio.gather(*(place.wait_idle(GOODBYE_S) for place in places))

@@ -170,7 +170,7 @@ class HttpRequestPlane:
         self._dead_after_s = dead_after_s
         self._slow_stream_limit_s = slow_stream_limit_s
         self._legs_max = legs_max
-        self._headers = {"authorization": f"Bearer {token}", ROUTER_HEADER: secrets.token_hex(8)}
+        self._headers = {"authorization": f"Bearer {token}".strip(), ROUTER_HEADER: secrets.token_hex(8)}
         self._numbers = itertools.count()
         self._legs: dict[int, _HttpLeg] = {}
         self._tells: dict[int, asyncio.Task[None]] = {}
@@ -280,7 +280,11 @@ class HttpRequestPlane:
             n_bytes = response.content_length
             if response.content_type != MSGPACK or n_bytes is None or n_bytes > REFUSAL_MAX_BYTES:
                 raise WorkerUnreachable(f"{url} answered {response.status}")
-            raise error_of(decode_refusal(await response.read()))
+            try:
+                refusal = decode_refusal(await response.read())
+            except ProtocolError as error:
+                raise WorkerUnreachable(f"{url} answered {response.status}: {error.message}") from error
+            raise error_of(refusal)
 
     async def _is_well(self, address: str) -> bool:
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -26,6 +27,7 @@ from kvrouter.planes.requests.nats.frames import (
     Tokens,
     answers_subject,
     from_router,
+    namespace_name,
     proof_of,
     requests_subject,
 )
@@ -234,7 +236,7 @@ class NatsRequestAcceptor:
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._client = client
-        self._namespace = namespace
+        self._namespace = namespace_name(namespace)
         self._proof = proof_of(token, namespace)
         self._dead_after_s = dead_after_s
         self._on_refused = on_refused
@@ -255,6 +257,7 @@ class NatsRequestAcceptor:
             place.leave("the worker's end of the plane was closed")
         if self._clock is not None:
             self._clock.cancel()
+            await asyncio.gather(self._clock, return_exceptions=True)
         await asyncio.gather(*(place.wait_idle(GOODBYE_S) for place in places))
         await asyncio.gather(*self._leaving)
         await self._post.close()
@@ -297,11 +300,8 @@ class NatsRequestAcceptor:
         task.add_done_callback(self._leaving.discard)
 
     async def _unsubscribe(self, subscribing: asyncio.Task[Subscription]) -> None:
-        try:
-            subscription = await subscribing
-            await subscription.unsubscribe()
-        except (NatsError, OSError):
-            return  # the connection is gone, and the subscription with it
+        with suppress(NatsError, OSError):  # where the connection is gone, the subscription is too
+            await (await subscribing).unsubscribe()
 
     async def _check(self) -> None:
         while True:

@@ -158,8 +158,13 @@ def answers_subject(namespace: str, router: str, link: int | str) -> str:
     return f"{_prefix(namespace)}.answers.{router}.{link}"
 
 
+def namespace_name(namespace: str) -> str:
+    """Return ``namespace`` as one word of a subject; whatever has a meaning there becomes ``_``."""
+    return _NOT_IN_A_NAME.sub("_", namespace)
+
+
 def _prefix(namespace: str) -> str:
-    return f"kvrouter.{_NOT_IN_A_NAME.sub('_', namespace)}"
+    return f"kvrouter.{namespace}"
 
 
 def _proven(message: bytes, proof: bytes) -> memoryview:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import WeakSet
 
 from nats.aio.client import Client
@@ -29,6 +30,7 @@ from kvrouter.planes.requests.nats.frames import (
     WorkerFrame,
     answers_subject,
     from_worker,
+    namespace_name,
     proof_of,
     requests_subject,
 )
@@ -52,6 +54,9 @@ OVERRUN_TOKENS_MAX = 65_536
 PART_HEAD_BYTES = 64
 LEG_IN_PULSE_BYTES = 16
 """What a leg adds to a pulse, which is one message: it limits the legs that a worker runs for a router."""
+
+REASON_MAX = 1000
+"""Characters of a reason that a worker is told."""
 
 LINK_IDLE_S = 60.0
 """How long the name of a worker that nobody uses is kept."""
@@ -106,7 +111,7 @@ class _NatsLeg:
     def withdraw(self, reason: str) -> None:
         """Tell the worker that the leg is not wanted."""
         self._link.drop(self)
-        self._link.box.put(Cancel(self.number, reason))
+        self._link.box.put(Cancel(self.number, reason[:REASON_MAX]))
 
     def _is_next(self, number: int) -> bool:
         if self.accepted.done() and number == self.received + 1:
@@ -222,7 +227,7 @@ class NatsRequestPlane:
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._client = client
-        self._namespace = namespace
+        self._namespace = namespace_name(namespace)
         self._proof = proof_of(token, namespace)
         self._open_timeout_s = open_timeout_s
         self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
@@ -283,12 +288,11 @@ class NatsRequestPlane:
                 leg.withdraw("the router closed its connection")
         if self._clock is not None:
             self._clock.cancel()
+            await asyncio.gather(self._clock, return_exceptions=True)
         await self._post.close()
         if self._listening is not None:
-            try:
+            with suppress(NatsError, OSError):  # where the connection is gone, the subscription is too
                 await (await self._listening).unsubscribe()
-            except (NatsError, OSError):
-                return  # the connection is gone, and the subscription with it
 
     def _send(self, link: _Link, leg: _NatsLeg, body: bytes) -> None:
         """Put the request into the post, in parts when it is larger than a message."""
@@ -352,10 +356,10 @@ class NatsRequestPlane:
     async def _beat(self) -> None:
         """Send pulses, and see who answers."""
         loop = asyncio.get_running_loop()
+        with suppress(WorkerUnreachable):
+            await self._listen()
         while not self._client.is_closed:
-            if self._client.is_connected:
-                await self._listen()
-            else:
+            if not self._client.is_connected:
                 self._deaf_s = loop.time()
             for address, (number, link) in tuple(self._links.items()):
                 if link.is_used:

@@ -1,0 +1,304 @@
+"""The http request plane beyond the contract: strangers, limits, TLS, and what its connections do."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trustme
+import uvloop
+
+from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.planes.requests.http import HttpRequestAcceptor, HttpRequestPlane
+from kvrouter.planes.requests.http.frames import ALIVE, FRAMES, chunk_frame
+from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES
+from tests.support.proxy import Proxy
+from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+
+TOKEN = "t0p"
+LAST = EngineChunk(token_ids=(4, 5), finish=FinishReason.STOP)
+
+
+class Ends:
+    """A worker behind a listener, and a plane."""
+
+    def __init__(self, acceptor: HttpRequestAcceptor, plane: HttpRequestPlane, refused: list[str]) -> None:
+        self.acceptor = acceptor
+        self.plane = plane
+        self.refused = refused
+        self.worker = ScriptedWorker()
+        self.address = acceptor.address_of(WorkerId(1), Epoch(1))
+        self.place = acceptor.serve(self.address, self.worker)
+        self.port = int(self.address.split(":")[2].split("/")[0])
+
+
+@asynccontextmanager
+async def both_ends(
+    *,
+    router_token: str = TOKEN,
+    worker_token: str = TOKEN,
+    server: ssl.SSLContext | None = None,
+    client: ssl.SSLContext | None = None,
+    connections_max: int = 100,
+    dead_after_s: float = 5.0,
+) -> AsyncIterator[Ends]:
+    refused: list[str] = []
+    acceptor = HttpRequestAcceptor(
+        "127.0.0.1",
+        0,
+        token=worker_token,
+        ssl=server,
+        advertise_host="localhost",
+        connections_max=connections_max,
+        dead_after_s=dead_after_s,
+        on_refused=refused.append,
+    )
+    await acceptor.start()
+    plane = HttpRequestPlane(token=router_token, ssl=client, dead_after_s=dead_after_s)
+    try:
+        yield Ends(acceptor, plane, refused)
+    finally:
+        await plane.close()
+        await acceptor.close()
+
+
+async def say(port: int, text: str) -> bytes:
+    """Send ``text`` and nothing more; return all that comes until the peer closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(text.replace("\n", "\r\n").encode())
+    try:
+        async with asyncio.timeout(IN_TIME_S):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def post(path: str, *, token: str = TOKEN, length: int | None = 10, leg_number: str = "1") -> str:
+    size = "" if length is None else f"content-length: {length}\n"
+    return (
+        f"POST {path} HTTP/1.1\nhost: x\nauthorization: Bearer {token}\n"
+        f"x-kvrouter-router: r\nx-kvrouter-leg: {leg_number}\n{size}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (post("/v1/legs/1/1", token="guess", length=REQUEST_MAX_BYTES), 401),
+        (post("/v1/legs/1/1", length=REQUEST_MAX_BYTES + 1), 413),
+        (post("/v1/legs/1/1", length=None), 411),
+        (post("/v1/legs/1/2"), 404),
+        (post("/v1/elsewhere/1/1"), 404),
+        (post("/v1/legs/1/1", leg_number="-1"), 400),
+        (post("/v1/legs/1/1").replace("POST", "PUT"), 405),
+    ],
+)
+async def test_what_is_refused_is_refused_before_its_body_is_read(request_head: str, status: int) -> None:
+    async with both_ends() as ends:
+        answer = await say(ends.port, request_head)
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        assert len(ends.refused) == 1
+        assert ends.worker.requests == []
+
+
+async def test_a_body_that_is_no_request_and_a_line_that_is_no_http_harm_nobody() -> None:
+    async with both_ends() as ends:
+        assert b" 400 " in await say(ends.port, post("/v1/legs/1/1", length=4) + "abcd")
+        assert b" 400 " in await say(ends.port, "\x00\x01 garbage\n\n")
+        stream = await ends.plane.open(ends.address, leg())
+        await ends.worker.streams[0].put(LAST)
+        assert (await read_all(stream))[0] == [4, 5]
+
+
+async def test_health_tells_of_a_worker_and_without_a_token_of_the_listener() -> None:
+    async with both_ends() as ends:
+        close = "connection: close\n"
+        assert b" 204 " in await say(ends.port, f"GET /health HTTP/1.1\nhost: x\n{close}\n")
+        assert b" 401 " in await say(ends.port, f"GET /health/1/1 HTTP/1.1\nhost: x\n{close}\n")
+        known = f"authorization: Bearer {TOKEN}\n{close}"
+        assert b" 204 " in await say(ends.port, f"GET /health/1/1 HTTP/1.1\nhost: x\n{known}\n")
+        assert b" 404 " in await say(ends.port, f"GET /health/1/2 HTTP/1.1\nhost: x\n{known}\n")
+
+
+async def test_a_router_with_another_token_is_refused_and_one_without_any_where_none_is_set_is_not() -> None:
+    async with both_ends(router_token="guess") as ends:
+        with pytest.raises(WorkerUnreachable, match="token"):
+            await ends.plane.open(ends.address, leg())
+    async with both_ends(router_token="", worker_token="") as ends:
+        await ends.plane.open(ends.address, leg())
+
+
+async def test_a_port_that_another_incarnation_took_over_refuses() -> None:
+    async with both_ends() as ends:
+        with pytest.raises(WorkerUnreachable, match="nobody serves"):
+            await ends.plane.open(ends.address.removesuffix("1") + "2", leg())
+        with pytest.raises(ConfigError):
+            ends.acceptor.serve(ends.address, ScriptedWorker())
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1/1/1", "http://127.0.0.1:1", "nonsense"])
+async def test_an_address_of_another_plane_is_unreachable(address: str) -> None:
+    async with both_ends() as ends:
+        with pytest.raises(WorkerUnreachable, match="no address"):
+            await ends.plane.open(address, leg())
+
+
+async def test_a_request_above_the_limit_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.planes.requests.http.plane.REQUEST_MAX_BYTES", 10)
+    async with both_ends() as ends:
+        with pytest.raises(InvalidRequest, match="above"):
+            await ends.plane.open(ends.address, leg())
+
+
+async def test_a_prompt_of_a_million_tokens_arrives() -> None:
+    async with both_ends() as ends:
+        long = leg()
+        long.token_ids.extend(range(1_000_000))
+        await ends.plane.open(ends.address, long)
+        assert ends.worker.requests == [long]
+
+
+async def test_a_connection_too_many_is_closed_and_a_silent_one_too() -> None:
+    async with both_ends(connections_max=1, dead_after_s=0.2) as ends:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ends.port)
+        assert await say(ends.port, "") == b""
+        async with asyncio.timeout(IN_TIME_S):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_legs_share_a_connection_one_after_the_other() -> None:
+    async with both_ends() as ends, Proxy("127.0.0.1", ends.port) as proxy:
+        address = f"http://127.0.0.1:{proxy.port}/1/1"
+        ends.plane.follow(address, lambda _is_alive: None)
+        for n in range(5):
+            stream = await ends.plane.open(address, leg(str(n)))
+            await ends.worker.streams[-1].put(LAST)
+            await read_all(stream)
+            assert await ends.place.wait_idle(IN_TIME_S)
+        assert (
+            proxy.n_accepted <= 3
+        )  # one for legs, one for health, and one where a leg's end was not yet read
+
+
+async def test_a_reset_connection_breaks_its_stream_and_frees_the_worker() -> None:
+    async with both_ends() as ends, Proxy("127.0.0.1", ends.port) as proxy:
+        stream = await ends.plane.open(f"http://127.0.0.1:{proxy.port}/1/1", leg())
+        reader = asyncio.create_task(read_all(stream))
+        proxy.cut()
+        with pytest.raises(StreamBroken):
+            await reader
+        assert await ends.place.wait_idle(IN_TIME_S)
+        assert ends.worker.streams[0].reasons == ["the router closed its connection"]
+
+
+@asynccontextmanager
+async def strange_worker(answer: bytes) -> AsyncIterator[str]:
+    """A listener that answers every request with ``answer``, and then stays silent."""
+
+    writers: list[asyncio.StreamWriter] = []
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        head = await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer if b"POST" in head else b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/1/1"
+    finally:
+        server.close()
+        for writer in writers:
+            writer.close()
+
+
+def streaming(*bodies: bytes) -> bytes:
+    pieces = b"".join(b"%x\r\n%s\r\n" % (len(body), body) for body in bodies)
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {FRAMES}\r\ntransfer-encoding: chunked\r\n\r\n"
+    return head.encode() + pieces
+
+
+@pytest.mark.parametrize(
+    ("frames", "why"),
+    [
+        ([b"\xff\xff\xff\xff"], "above"),
+        ([b"\x00\x00\x00\x01?"], "kind"),
+        ([b"\x00\x00\x00\x02c\xc1"], "chunk"),
+        ([chunk_frame(EngineChunk(token_ids=(1,))), b""], "before the last chunk"),
+        ([ALIVE], "was not heard"),
+    ],
+)
+async def test_a_worker_that_breaks_the_protocol_breaks_its_stream_only(
+    frames: list[bytes], why: str
+) -> None:
+    async with strange_worker(streaming(*frames)) as address:
+        plane = HttpRequestPlane(token=TOKEN, dead_after_s=0.3)
+        stream = await plane.open(address, leg())
+        with pytest.raises(StreamBroken, match=why):
+            await read_all(stream)
+        await plane.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\noops",
+        b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
+        b"HTTP/1.1 400 Bad\r\ncontent-type: application/vnd.msgpack\r\ncontent-length: 3\r\n\r\nabc",
+        b"HTTP/1.1 400 Bad\r\ncontent-type: application/vnd.msgpack\r\ncontent-length: 999999\r\n\r\n",
+        b"no http at all\r\n\r\n",
+    ],
+)
+async def test_an_answer_that_is_none_is_an_unreachable_worker(answer: bytes) -> None:
+    async with strange_worker(answer) as address:
+        plane = HttpRequestPlane(token=TOKEN)
+        with pytest.raises(WorkerUnreachable):
+            await plane.open(address, leg())
+        await plane.close()
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+def server_context(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+    return context
+
+
+def client_context(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+async def round_trip(server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> list[int]:
+    async with both_ends(server=server, client=client) as ends:
+        stream = await ends.plane.open(ends.address, leg())
+        await ends.worker.streams[0].put(LAST)
+        return (await read_all(stream))[0]
+
+
+async def test_requests_go_over_tls(authority: trustme.CA) -> None:
+    assert await round_trip(server_context(authority), client_context(authority)) == [4, 5]
+
+
+async def test_a_certificate_of_somebody_else_is_not_trusted(authority: trustme.CA) -> None:
+    with pytest.raises(WorkerUnreachable, match="certificate"):
+        await round_trip(server_context(authority), client_context(trustme.CA()))
+
+
+async def test_nothing_is_said_in_clear_where_tls_is_wanted(authority: trustme.CA) -> None:
+    with pytest.raises(WorkerUnreachable, match="not encrypted"):
+        await round_trip(None, client_context(authority))
+
+
+def test_the_loop_that_servers_run_carries_it_too(authority: trustme.CA) -> None:
+    assert uvloop.run(round_trip(None, None)) == [4, 5]
+    assert uvloop.run(round_trip(server_context(authority), client_context(authority))) == [4, 5]
