@@ -1,98 +1,130 @@
 """What every discovery promises."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from kvrouter.core.ids import Epoch, ModelName, WorkerId
-from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.discovery.port import Discovery
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.planes.discovery.port import Discovery, Gone
+from tests.support.discovery_stores import STORES, Store, card, listen
 
 OLD, NEW = Epoch(9), Epoch(2)
-Heard = WorkerCard | tuple[int, int]
+ONE = WorkerId(1)
 
 
-def card(worker_id: int = 1, incarnation: Epoch = OLD) -> WorkerCard:
-    return WorkerCard(
-        worker_id=WorkerId(worker_id),
-        incarnation=incarnation,
-        model=ModelName("m"),
-        role=Role.BOTH,
-        block_size=16,
-        context_length=1024,
-        address=f"test://{worker_id}",
-    )
+@pytest.fixture(params=STORES)
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
+    async with STORES[request.param](tmp_path, "") as made:
+        yield made
 
 
-@pytest.fixture(params=[MemoryDiscovery])
-def discovery(request: pytest.FixtureRequest) -> Discovery:
-    made: Discovery = request.param()
-    return made
+@pytest.fixture
+def discovery(store: Store) -> Discovery:
+    """The end of the workers."""
+    return store.end()
 
 
-async def listen(discovery: Discovery) -> tuple[list[Heard], Callable[[], None]]:
-    heard: list[Heard] = []
-    end = await discovery.watch(heard.append, lambda *gone: heard.append(gone[:2]))
-    return heard, end
-
-
-async def test_present_cards_come_first_then_changes_in_order(discovery: Discovery) -> None:
+async def test_present_cards_come_first_then_changes_in_order(store: Store, discovery: Discovery) -> None:
     await discovery.publish(card(1))
     await discovery.publish(card(2))
-    heard, _ = await listen(discovery)
+    ear = await listen(store.end())
+    assert ear.heard == [card(1), card(2)]
     await discovery.publish(card(3))
-    await discovery.withdraw(WorkerId(1), OLD)
-    assert heard == [card(1), card(2), card(3), (1, OLD)]
+    await ear.until_heard(card(1), card(2), card(3))
+    await discovery.withdraw(ONE, OLD)
+    await ear.until_heard(card(1), card(2), card(3), (1, OLD, Gone.WITHDRAWN))
 
 
-async def test_the_same_incarnation_again_is_an_update(discovery: Discovery) -> None:
-    heard, _ = await listen(discovery)
+async def test_who_publishes_may_watch_too(discovery: Discovery) -> None:
+    ear = await listen(discovery)
     await discovery.publish(card())
-    drained = replace(card(), draining=True)
-    await discovery.publish(drained)
-    assert heard == [card(), drained]
-    later, _ = await listen(discovery)
-    assert later == [drained]
+    await ear.until_heard(card())
 
 
-async def test_another_incarnation_is_another_worker(discovery: Discovery) -> None:
-    heard, _ = await listen(discovery)
+async def test_the_same_incarnation_again_is_an_update(store: Store, discovery: Discovery) -> None:
+    ear = await listen(store.end())
     await discovery.publish(card())
-    await discovery.publish(card(incarnation=NEW))
-    assert heard == [card(), (1, OLD), card(incarnation=NEW)]
+    await ear.until_heard(card())
+    await discovery.publish(card(draining=True))
+    await ear.until_heard(card(), card(draining=True))
+    later = await listen(store.end())
+    assert later.heard == [card(draining=True)]
 
 
-async def test_an_older_incarnation_takes_nothing_away_and_comes_not_back(discovery: Discovery) -> None:
+@pytest.mark.parametrize("is_same_process", [True, False])
+async def test_another_incarnation_is_another_worker(
+    store: Store, discovery: Discovery, is_same_process: bool
+) -> None:
+    ear = await listen(store.end())
     await discovery.publish(card())
-    await discovery.publish(card(incarnation=NEW))
-    await discovery.withdraw(WorkerId(1), OLD)
-    await discovery.publish(replace(card(), draining=True))
-    heard, _ = await listen(discovery)
-    assert heard == [card(incarnation=NEW)]
+    await ear.until_heard(card())
+    await (discovery if is_same_process else store.end()).publish(card(incarnation=NEW))
+    await ear.until_heard(card(), (1, OLD, Gone.REPLACED), card(incarnation=NEW))
 
 
-async def test_withdrawing_is_idempotent(discovery: Discovery) -> None:
+@pytest.mark.parametrize("is_same_process", [True, False])
+async def test_an_older_incarnation_takes_nothing_away_and_comes_not_back(
+    store: Store, discovery: Discovery, is_same_process: bool
+) -> None:
+    ear = await listen(store.end())
     await discovery.publish(card())
-    heard, _ = await listen(discovery)
-    await discovery.withdraw(WorkerId(1), OLD)
-    await discovery.withdraw(WorkerId(1), OLD)
+    await ear.until_heard(card())
+    newer = discovery if is_same_process else store.end()
+    await newer.publish(card(incarnation=NEW))
+    await ear.until(lambda: card(incarnation=NEW) in ear.heard)
+    for end in (discovery, store.end()):
+        await end.withdraw(ONE, OLD)
+        await end.publish(card(draining=True))
+    await newer.publish(card(2))
+    await ear.until_heard(card(), (1, OLD, Gone.REPLACED), card(incarnation=NEW), card(2))
+    later = await listen(store.end())
+    assert later.heard == [card(incarnation=NEW), card(2)]
+
+
+async def test_withdrawing_is_idempotent(store: Store, discovery: Discovery) -> None:
+    await discovery.publish(card())
+    ear = await listen(store.end())
+    await discovery.withdraw(ONE, OLD)
+    await discovery.withdraw(ONE, OLD)
+    await store.end().withdraw(ONE, OLD)
     await discovery.withdraw(WorkerId(8), OLD)
-    assert heard == [card(), (1, OLD)]
+    await discovery.publish(card(2))
+    await ear.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card(2))
 
 
-async def test_a_withdrawn_worker_may_come_back(discovery: Discovery) -> None:
+async def test_another_process_may_withdraw_a_worker(store: Store, discovery: Discovery) -> None:
     await discovery.publish(card())
-    await discovery.withdraw(WorkerId(1), OLD)
-    await discovery.publish(card())
-    heard, _ = await listen(discovery)
-    assert heard == [card()]
+    ear = await listen(store.end())
+    await store.end().withdraw(ONE, OLD)
+    await ear.until_heard(card(), (1, OLD, Gone.WITHDRAWN))
 
 
-async def test_a_watch_that_ended_hears_nothing_and_may_end_twice(discovery: Discovery) -> None:
-    heard, end = await listen(discovery)
-    end()
-    end()
+async def test_a_withdrawn_worker_may_come_back(store: Store, discovery: Discovery) -> None:
     await discovery.publish(card())
-    assert heard == []
+    watching = await listen(store.end())
+    await discovery.withdraw(ONE, OLD)
+    await watching.until_heard(card(), (1, OLD, Gone.WITHDRAWN))
+    late = await listen(store.end())
+    assert late.heard == []
+    await discovery.publish(card())
+    await late.until_heard(card())
+    await watching.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card())
+
+
+async def test_a_watch_that_ended_hears_nothing_and_may_end_twice(store: Store, discovery: Discovery) -> None:
+    end = store.end()
+    deaf, hears = await listen(end), await listen(end)
+    deaf.end()
+    deaf.end()
+    await discovery.publish(card())
+    await hears.until_heard(card())
+    assert deaf.heard == []
+
+
+async def test_a_thousand_workers_are_all_there_at_once(store: Store, discovery: Discovery) -> None:
+    cards = [card(number) for number in range(1000)]
+    for each in cards:
+        await discovery.publish(each)
+    ear = await listen(store.end())
+    assert sorted(ear.heard, key=str) == sorted(cards, key=str)

@@ -1,12 +1,57 @@
 """A worker's card as stores keep it: JSON, so that people can read what is there."""
 
+import re
+
 import msgspec
 
-from kvrouter.core.errors import ProtocolError
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.ids import Epoch
 from kvrouter.core.workers import ModelType, WorkerCard
 
 CARD_MAX_BYTES = 256 * 1024
 """The largest card that is read."""
+
+RECORD_MAX_BYTES = CARD_MAX_BYTES + 4096
+"""The largest record that is read: a card and what is kept with it."""
+
+LEASE_MAX_S = 3600.0
+"""The longest lease that a record may ask for."""
+
+DP_RANKS_MAX = 4096
+"""The most data-parallel ranks of one card, so that no card makes a router allocate without limit."""
+
+WORKER_IDS = 2**63
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class CardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a store keeps for one worker id.
+
+    ``lease_s`` is how long the card is good without being renewed. ``replaced`` are the incarnations that
+    came before, newest first: whoever finds itself there has been replaced for good. ``withdrawn`` says that
+    the worker left; the record stays a while, so that absence is never taken for a goodbye.
+    """
+
+    card: WorkerCard
+    lease_s: float
+    replaced: tuple[Epoch, ...] = ()
+    withdrawn: bool = False
+
+
+def checked_namespace(namespace: str) -> str:
+    """Return ``namespace``; raise ConfigError for one that cannot be a folder, a subject and a bucket."""
+    if not _NAMESPACE.fullmatch(namespace):
+        raise ConfigError(
+            f"namespace: 1 to 64 letters, digits, '_' and '-', not {namespace[:80]!r}", param="namespace"
+        )
+    return namespace
+
+
+def checked_lease(lease_s: float) -> float:
+    """Return ``lease_s``, in seconds; raise ConfigError for a lease that no record may ask for."""
+    if not 0 < lease_s <= LEASE_MAX_S:
+        raise ConfigError(f"lease_s: more than 0 and at most {LEASE_MAX_S:g}, not {lease_s}", param="lease_s")
+    return lease_s
 
 
 def encode_card(card: WorkerCard) -> bytes:
@@ -19,9 +64,43 @@ def decode_card(text: bytes) -> WorkerCard:
     if len(text) > CARD_MAX_BYTES:
         raise ProtocolError(f"card: {len(text)} bytes are more than {CARD_MAX_BYTES}", param="card")
     try:
-        return _decoder.decode(text)
-    except (msgspec.MsgspecError, ValueError) as error:
+        card = _decoder.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"card: {error}", param="card") from error
+    _check(card)
+    return card
+
+
+def encode_record(record: CardRecord) -> bytes:
+    """Return ``record`` as JSON."""
+    return _encoder.encode(record)
+
+
+def decode_record(text: bytes) -> CardRecord:
+    """Return the record in ``text``; raise ProtocolError that names the field."""
+    if len(text) > RECORD_MAX_BYTES:
+        raise ProtocolError(f"record: {len(text)} bytes are more than {RECORD_MAX_BYTES}", param="record")
+    try:
+        record = _record_decoder.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"record: {error}", param="record") from error
+    if not 0 < record.lease_s <= LEASE_MAX_S:
+        raise ProtocolError(f"lease_s: at most {LEASE_MAX_S:g}, not {record.lease_s}", param="lease_s")
+    _check(record.card)
+    return record
+
+
+def _check(card: WorkerCard) -> None:
+    """Refuse numbers that no worker may have: what reads a card counts on them."""
+    for name, number, least, most in (
+        ("worker_id", card.worker_id, 0, WORKER_IDS - 1),
+        ("dp_size", card.dp_size, 1, DP_RANKS_MAX),
+        ("dp_start", card.dp_start, 0, WORKER_IDS - 1),
+        ("block_size", card.block_size, 1, WORKER_IDS - 1),
+        ("context_length", card.context_length, 1, WORKER_IDS - 1),
+    ):
+        if not least <= number <= most:
+            raise ProtocolError(f"{name}: {least} to {most}, not {number}", param=name)
 
 
 def _pack(value: object) -> object:
@@ -38,3 +117,4 @@ def _unpack(kind: type, value: object) -> object:
 
 _encoder = msgspec.json.Encoder(enc_hook=_pack)
 _decoder = msgspec.json.Decoder(WorkerCard, dec_hook=_unpack)
+_record_decoder = msgspec.json.Decoder(CardRecord, dec_hook=_unpack)

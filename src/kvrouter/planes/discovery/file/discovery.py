@@ -1,0 +1,182 @@
+"""Discovery by the files of one directory, for processes of one host and one user."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.discovery.file.folder import UNWRITTEN, Folder, Held
+from kvrouter.planes.discovery.file.scanner import Scanner
+from kvrouter.planes.discovery.file.watch import FolderWatch
+from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE, Delivery, TroubleSink
+from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
+from kvrouter.planes.discovery.wire import CardRecord, checked_lease, checked_namespace
+
+LEASE_S = 10.0
+POLL_S = 0.5
+REMOVE_AFTER_S = 600.0
+"""When a watcher removes the file of a worker that nobody renews."""
+
+ANSWER_LEAST_S = 2.0
+"""The least time in which file operations must come back, else the store is lost."""
+
+THREADS_MAX = 4
+
+_T = TypeVar("_T")
+
+
+class FileDiscovery:
+    """Keeps the cards of ``namespace`` as files of ``directory``, for this user alone.
+
+    A worker that starts or withdraws is heard within ``poll_s`` and the time of one look, one that dies
+    within ``lease_s`` + ``poll_s``, by the watchers' own clocks. ``lease_s`` is what this end's cards ask
+    for; a watcher honours what each card asks for. ``on_trouble`` hears of files that do not belong there
+    and of cards that cannot be renewed.
+
+    Raises ConfigError: at once for arguments out of range, from ``publish`` and ``watch`` for a directory
+    that cannot be made, is another user's, or may be written by everybody.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        namespace: str,
+        on_trouble: TroubleSink,
+        lease_s: float = LEASE_S,
+        poll_s: float = POLL_S,
+        remove_after_s: float = REMOVE_AFTER_S,
+    ) -> None:
+        self._lease_s = checked_lease(lease_s)
+        if not 0 < poll_s <= lease_s / 2:
+            raise ConfigError(f"poll_s: at most half of lease_s ({lease_s}), not {poll_s}", param="poll_s")
+        if remove_after_s < 2 * lease_s:
+            raise ConfigError("remove_after_s: at least two leases", param="remove_after_s")
+        self._folder = Folder(directory, checked_namespace(namespace))
+        self._poll_s = poll_s
+        self._remove_after_s = remove_after_s
+        self._answer_s = max(lease_s / 2, ANSWER_LEAST_S)
+        self._on_trouble = on_trouble
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="discovery")
+        self._writing = asyncio.Lock()
+        self._held: dict[WorkerId, Held] = {}
+        self._failing: set[WorkerId] = set()
+        self._watches: set[FolderWatch] = set()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def publish(self, card: WorkerCard) -> None:
+        """Write the card and renew its lease from now on. An incarnation that was replaced is let go.
+
+        An update that cannot be written is written with the next renewal that succeeds.
+        """
+        async with self._writing:
+            known = self._held.get(card.worker_id)
+            try:
+                held = await self._in_thread(lambda: self._folder.put(card, self._lease_s, known))
+            except (OSError, ConfigError) as error:
+                if known is None or known.record.card.incarnation != card.incarnation:
+                    raise ConfigError(str(error), param="directory") from error
+                self._tell_failing(card.worker_id, str(error))
+                held = Held(CardRecord(card, self._lease_s, known.record.replaced), UNWRITTEN)
+            if held is None:
+                return
+            self._held[card.worker_id] = held
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew_for_ever(), name="discovery: renew leases")
+
+    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        """Mark the card as withdrawn; where that cannot be written, its lease runs out."""
+        async with self._writing:
+            held = self._held.get(worker_id)
+            if held is not None and held.record.card.incarnation == incarnation:
+                del self._held[worker_id]
+                self._failing.discard(worker_id)
+            try:
+                await self._in_thread(lambda: self._folder.withdraw(worker_id, incarnation))
+            except OSError as error:
+                self._on_trouble(f"worker {worker_id}", f"not withdrawn: {error}")
+
+    async def watch(
+        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
+    ) -> Callable[[], None]:
+        """Deliver every present card, then every change, in order; return the function that ends it."""
+        await self._in_thread(self._folder.open)
+        watch = FolderWatch(
+            Scanner(self._folder, remove_after_s=self._remove_after_s),
+            Delivery(on_card, on_gone, on_store),
+            threads=self._threads,
+            poll_s=self._poll_s,
+            answer_s=self._answer_s,
+            on_trouble=self._on_trouble,
+        )
+        self._watches.add(watch)
+        await watch.start()
+
+        def end() -> None:
+            self._watches.discard(watch)
+            watch.end()
+
+        return end
+
+    async def close(self) -> None:
+        """Renew nothing and watch nothing any more; idempotent. Cards that were not withdrawn run out."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait({self._renewing})
+        for watch in self._watches:
+            watch.end()
+        self._watches.clear()
+        self._held.clear()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / RENEWALS_PER_LEASE)
+            async with self._writing:
+                all_held = tuple(self._held.values())
+                try:
+                    outcomes = await self._in_thread(lambda: self._renew_all(all_held))  # noqa: B023
+                except TimeoutError as error:
+                    outcomes = [(held, error) for held in all_held]
+                for held, outcome in outcomes:
+                    self._note(held.record.card.worker_id, outcome)
+
+    async def _in_thread(self, work: Callable[[], _T]) -> _T:
+        """Run what blocks; raise TimeoutError, which is an OSError, when it does not come back."""
+        waiting = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        # asyncio.wait_for loses a cancellation that comes as the work ends, and close would wait for ever.
+        done, _ = await asyncio.wait({waiting}, timeout=self._answer_s)
+        if not done:
+            waiting.cancel()
+            raise TimeoutError(f"the directory did not answer within {self._answer_s:g} s")
+        return waiting.result()
+
+    def _renew_all(self, all_held: tuple[Held, ...]) -> list[tuple[Held, Held | Exception | None]]:
+        """Renew each card, whatever becomes of the others. Blocks."""
+        outcomes: list[tuple[Held, Held | Exception | None]] = []
+        for held in all_held:
+            try:
+                outcomes.append((held, self._folder.renew(held)))
+            except (OSError, ConfigError) as error:
+                outcomes.append((held, error))
+        return outcomes
+
+    def _note(self, worker_id: WorkerId, outcome: Held | Exception | None) -> None:
+        if isinstance(outcome, Exception):
+            self._tell_failing(worker_id, str(outcome))
+            return
+        self._failing.discard(worker_id)
+        if outcome is None:
+            self._held.pop(worker_id, None)
+            self._on_trouble(f"worker {worker_id}", "replaced, or withdrawn by somebody else")
+        else:
+            self._held[worker_id] = outcome
+
+    def _tell_failing(self, worker_id: WorkerId, why: str) -> None:
+        if worker_id not in self._failing:
+            self._failing.add(worker_id)
+            self._on_trouble(f"worker {worker_id}", f"its card cannot be written: {why}")

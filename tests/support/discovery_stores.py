@@ -1,0 +1,165 @@
+"""Discovery stores that a test can lose and bring back, and somebody who listens to one."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.planes.discovery.file import FileDiscovery
+from kvrouter.planes.discovery.memory import MemoryDiscovery
+from kvrouter.planes.discovery.port import Discovery, Gone
+
+LEASE_S = 1.5
+POLL_S = 0.02
+DEADLINE_S = 60.0
+"""Only a test that fails waits as long as this."""
+
+Heard = WorkerCard | tuple[int, int, Gone] | bool
+"""A card, one that is gone, or whether the store answers."""
+
+
+def card(worker_id: int = 1, incarnation: int = 9, *, draining: bool = False) -> WorkerCard:
+    return WorkerCard(
+        worker_id=WorkerId(worker_id),
+        incarnation=Epoch(incarnation),
+        model=ModelName("m"),
+        role=Role.BOTH,
+        block_size=16,
+        context_length=1024,
+        address=f"test://{worker_id}",
+        draining=draining,
+    )
+
+
+class Ear:
+    """Listens to a discovery, and wakes whoever waits."""
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+        self.end: Callable[[], None] = lambda: None
+        self._news = asyncio.Event()
+
+    def take(self, heard: Heard) -> None:
+        self.heard.append(heard)
+        self._news.set()
+
+    def gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
+        self.take((worker_id, incarnation, why))
+
+    def store(self, is_reachable: bool, why: str) -> None:
+        assert is_reachable or why
+        self.take(is_reachable)
+
+    @property
+    def losses(self) -> list[Heard]:
+        """Every worker that was said to be gone."""
+        return [each for each in self.heard if isinstance(each, tuple)]
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Return once ``is_so``, which is asked after each thing heard."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not is_so():
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_heard(self, *heard: Heard) -> None:
+        """Return once exactly this was heard, or fail with what was."""
+        with suppress(TimeoutError):
+            await self.until(lambda: len(self.heard) >= len(heard))
+        assert self.heard == [*heard]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Return once ``is_so``, for what nobody says."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_so():  # noqa: ASYNC110 - a file system has no event to wait for
+            await asyncio.sleep(0.01)
+
+
+async def listen(discovery: Discovery) -> Ear:
+    ear = Ear()
+    ear.end = await discovery.watch(ear.take, ear.gone, ear.store)
+    return ear
+
+
+class Store(Protocol):
+    """A store that several processes use, each with an end of its own."""
+
+    def end(self) -> Discovery: ...
+
+    async def lose(self) -> None: ...
+
+    async def bring_back(self, *, is_empty: bool) -> None: ...
+
+
+class MemoryStore:
+    """One process: both ends are the same, and nothing is ever lost."""
+
+    def __init__(self) -> None:
+        self._only = MemoryDiscovery()
+
+    def end(self) -> Discovery:
+        return self._only
+
+    async def lose(self) -> None:
+        raise NotImplementedError
+
+    async def bring_back(self, *, is_empty: bool) -> None:
+        raise NotImplementedError
+
+
+class FileStore:
+    """A directory; while it is lost, a file stands in its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.directory = folder / "cards"
+        self._aside = folder / "aside"
+        self.ends: list[FileDiscovery] = []
+        self.troubles: list[tuple[str, str]] = []
+
+    def end(self) -> FileDiscovery:
+        made = FileDiscovery(
+            self.directory,
+            namespace="space",
+            on_trouble=lambda *trouble: self.troubles.append(trouble),
+            lease_s=LEASE_S,
+            poll_s=POLL_S,
+        )
+        self.ends.append(made)
+        return made
+
+    async def lose(self) -> None:
+        self.directory.rename(self._aside)
+        self.directory.write_text("in the way")
+
+    async def bring_back(self, *, is_empty: bool) -> None:
+        self.directory.unlink()
+        if is_empty:
+            shutil.rmtree(self._aside)
+        else:
+            self._aside.rename(self.directory)
+
+
+@asynccontextmanager
+async def memory_store(folder: Path, nats_url: str) -> AsyncIterator[Store]:
+    yield MemoryStore()
+
+
+@asynccontextmanager
+async def file_store(folder: Path, nats_url: str) -> AsyncIterator[FileStore]:
+    store = FileStore(folder)
+    try:
+        yield store
+    finally:
+        for end in store.ends:
+            await end.close()
+
+
+STORES: dict[str, Callable[[Path, str], AbstractAsyncContextManager[Store]]] = {
+    "memory": memory_store,
+    "file": file_store,
+}
