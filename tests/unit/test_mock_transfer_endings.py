@@ -207,3 +207,18 @@ async def test_a_prefill_process_does_not_answer_for_the_one_before_it_at_its_ad
         await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, "no KV waits")
         engine.kill()
         await reborn.close()
+
+
+@POLICIES
+@pytest.mark.parametrize("stage", ["connecting", "mid pull"])
+async def test_a_process_that_ends_its_connections_ends_its_own_pulls(
+    stage: str, policy: KvLoadFailurePolicy
+) -> None:
+    async with processes(policy=policy, links=SLOW_LINKS, expiry_s=0.1) as pair:
+        if stage == "mid pull":
+            _, decode = await reach(pair, stage)
+        else:
+            decode = await pair.send(Leg.DECODE, room=5)
+        await pair.decode_cluster.close()
+        await assert_without_kv(decode, policy, "")
+        await pair.until_idle()

@@ -230,7 +230,7 @@ class MockEngineSpec(_Part):
     """What a decode leg does when its KV is lost."""
 
     kv_wait_expiry_s: Positive = 60.0
-    """How long finished KV waits to be fetched."""
+    """How long finished KV waits to be fetched: on the clock that speedup drives, and on the real one."""
 
     eos_every: PositiveCount | None = None
     """Makes one token in about so many the end of an answer. Unset: answers end by their length alone."""

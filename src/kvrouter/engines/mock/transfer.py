@@ -66,10 +66,15 @@ class Transfers:
 
     async def listen(self, host: str, port: int) -> int:
         """Take pulls at ``host``; return the port. ConfigError when that is not possible."""
-        loop = asyncio.get_running_loop()
+        loop, server_ssl = asyncio.get_running_loop(), self.settings.server_ssl
         try:
             self._server = await loop.create_server(
-                lambda: _Incoming(self), host, port, ssl=self.settings.server_ssl, backlog=1_024
+                lambda: _Incoming(self),
+                host,
+                port,
+                ssl=server_ssl,
+                ssl_handshake_timeout=None if server_ssl is None else self.settings.hello_timeout_s,
+                backlog=1_024,
             )
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot listen at {host}:{port}: {error}", param="port") from error
@@ -85,6 +90,8 @@ class Transfers:
         for connection in self._open:
             connection.cut()
         await asyncio.gather(*self._connecting, return_exceptions=True)
+        for outgoing in tuple(self._outgoing.values()):
+            outgoing.end("this process ends its connections")
         await asyncio.gather(*(connection.gone for connection in tuple(self._open)))
         if self._server is not None:
             await self._server.wait_closed()
@@ -106,6 +113,8 @@ class Transfers:
     def opened(self, connection: "Connection") -> bool:
         """Count an open connection; False when there are too many."""
         self._open.add(connection)
+        if isinstance(connection, _Incoming):
+            self._incoming[connection.sink] = connection
         return len(self._open) <= self.settings.connections_max
 
     def closed(self, connection: "Connection") -> None:
@@ -116,12 +125,10 @@ class Transfers:
         elif isinstance(connection, _Outgoing):
             self._outgoing.pop(connection.pull, None)
 
-    def enter(self, incoming: "_Incoming") -> RemoteSink:
-        """Give a remote sink its number."""
+    def next_sink(self) -> RemoteSink:
+        """Return a number for a remote sink."""
         self._sinks += 1
-        sink = RemoteSink(self._sinks)
-        self._incoming[sink] = incoming
-        return sink
+        return RemoteSink(self._sinks)
 
     def _connect(self, pull: PullId, peer: Peer, join: Join) -> None:
         self.counts.outgoing += 1
@@ -164,7 +171,7 @@ class _Incoming(Connection):
     def __init__(self, transfers: Transfers) -> None:
         super().__init__(transfers, frame_bytes_max=HELLO_BYTES_MAX)
         self._transfers = transfers
-        self.sink = transfers.enter(self)
+        self.sink = transfers.next_sink()
         self._stage = _Stage.STRANGER
         self._deadline: asyncio.TimerHandle | None = None
 
