@@ -4,8 +4,7 @@ import asyncio
 import hmac
 import socket
 import ssl as tls
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Awaitable, Callable
 
 from aiohttp import ClientError, web
 
@@ -39,6 +38,12 @@ BODIES_MAX_BYTES = 512 * 1024 * 1024
 
 CUT_OFF_S = 0.05
 """How long idle connections are waited for when the listener closes."""
+
+ACCEPT_TURNS = 3
+"""Turns of the loop from a connection's arrival until it is made; asyncio loses one that falls in between."""
+
+IDLE_S = 75.0
+"""How long a connection is kept from one request to the next; routers let go of theirs sooner."""
 
 GOODBYE_S = 1.0
 """How long the readers of a listener that closes have to hear of it."""
@@ -127,11 +132,41 @@ class _Refused(Exception):
         self.error = error
 
 
-class _TooMany(asyncio.Protocol):
-    """A connection above the limit."""
+class _Connections(web.Server):
+    """Every connection of a listener; which ones have not asked for anything, and since when."""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        cast("asyncio.Transport", transport).abort()  # uvloop's transports are of no class of asyncio's
+    def __init__(
+        self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], connections_max: int
+    ) -> None:
+        super().__init__(
+            handler, handler_cancellation=True, access_log=None, lingering_time=0.0, keepalive_timeout=IDLE_S
+        )
+        self.silent_since_s: dict[web.RequestHandler, float] = {}
+        self._connections_max = connections_max
+        self._is_closed = False
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Keep it, unless there are too many, or the listener was closed meanwhile."""
+        super().connection_made(handler, transport)
+        if self._is_closed or len(self.connections) > self._connections_max:
+            transport.abort()
+        else:
+            self.silent_since_s[handler] = asyncio.get_running_loop().time()
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget it."""
+        super().connection_lost(handler, exc)
+        self.silent_since_s.pop(handler, None)
+
+    def close_silent(self, since_s: float) -> None:
+        """Close those that have been silent since before ``since_s``."""
+        for connection, at_s in tuple(self.silent_since_s.items()):
+            if at_s < since_s:
+                connection.force_close()
+
+    def take_no_more(self) -> None:
+        """Abort whatever is connected from now on."""
+        self._is_closed = True
 
 
 class HttpRequestAcceptor:
@@ -163,29 +198,20 @@ class HttpRequestAcceptor:
         self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
         self._dead_after_s = dead_after_s
         self._request_timeout_s = request_timeout_s
-        self._connections_max = connections_max
         self._on_refused = on_refused
         self._places: dict[str, Place] = {}
         self._answers: set[_Answer] = set()
-        self._silent_since_s: dict[web.RequestHandler, float] = {}
         self._reading_bytes = 0
-        self._http: web.Server | None = None
+        self._connections = _Connections(self._handle, connections_max)
         self._listener: asyncio.Server | None = None
         self._clock: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
         loop = asyncio.get_running_loop()
-        self._http = web.Server(
-            self._handle,
-            handler_cancellation=True,
-            access_log=None,
-            lingering_time=0.0,
-            keepalive_timeout=75.0,
-        )
         try:
             self._listener = await loop.create_server(
-                self._connection,
+                self._connections,
                 self._host,
                 self._port,
                 ssl=self._ssl,
@@ -205,11 +231,13 @@ class HttpRequestAcceptor:
         if self._clock is not None:
             self._clock.cancel()
             await asyncio.gather(self._clock, return_exceptions=True)
+        self._connections.take_no_more()
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
         if self._listener is not None:
             self._listener.close()
         await asyncio.gather(*(place.wait_idle(GOODBYE_S) for place in places))
-        if self._http is not None:
-            await self._http.shutdown(timeout=CUT_OFF_S)
+        await self._connections.shutdown(CUT_OFF_S)
 
     def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
         """Return what the card of a worker served here says. The listener must have started."""
@@ -229,14 +257,6 @@ class HttpRequestAcceptor:
         place = self._places[path] = Place(address, server, forget)
         return place
 
-    def _connection(self) -> asyncio.Protocol:
-        if self._http is None or len(self._http.connections) >= self._connections_max:
-            self._on_refused(f"{self._connections_max} connections are open")
-            return _TooMany()
-        connection = self._http()
-        self._silent_since_s[connection] = asyncio.get_running_loop().time()
-        return connection
-
     async def _beat(self) -> None:
         """Show that this worker lives, and find out which routers and strangers do not."""
         loop = asyncio.get_running_loop()
@@ -246,14 +266,10 @@ class HttpRequestAcceptor:
                 await answer.beat(self._heartbeat_s)
             for place in tuple(self._places.values()):
                 place.cancel_silent(self._dead_after_s)
-            too_long_s = loop.time() - self._dead_after_s
-            for connection, since_s in tuple(self._silent_since_s.items()):
-                if since_s < too_long_s:
-                    del self._silent_since_s[connection]
-                    connection.force_close()
+            self._connections.close_silent(loop.time() - self._dead_after_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._silent_since_s.pop(request.protocol, None)
+        self._connections.silent_since_s.pop(request.protocol, None)
         if request.method == "GET" and request.path == "/health":
             return web.Response(status=204)
         try:
