@@ -43,7 +43,7 @@ typedef struct kvr_config {
     const char *token;       /* what the door asks for */
     uint32_t block_size;     /* tokens of a block; must be the worker's */
     uint64_t queue_bytes_max; /* what may wait to be sent; 0: 8 MiB */
-    uint64_t held_blocks_max; /* what the mirror may hold, about 60 bytes each; 0: 16 million */
+    uint64_t held_blocks_max; /* what the mirror may hold, 56 to 112 bytes each; 0: 16 million */
 } kvr_config;
 
 #define KVR_CONFIG_INIT { sizeof(kvr_config), NULL, NULL, 0, 0, 0 }

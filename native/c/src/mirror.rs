@@ -1,9 +1,14 @@
 //! What one rank of the engine holds: enough to tell a worker the whole of it again, from nothing.
 
+use std::sync::Arc;
+
 use hashbrown::HashMap;
 use kvrouter_core::hashing::chain;
 
 pub const MEDIA: usize = 4;
+
+/// Tables of one medium. A call of the engine's grows or copies one of them, never all.
+const TABLES: usize = 256;
 
 #[derive(Clone, Copy)]
 struct Block {
@@ -13,10 +18,48 @@ struct Block {
     stores: u32,
 }
 
-/// Blocks of each medium by engine hash. A clone is one copy of the tables.
+/// Blocks of each medium by engine hash. A clone shares the tables; whoever changes one first copies it.
 #[derive(Clone, Default)]
 pub struct Mirror {
-    media: [HashMap<u64, Block>; MEDIA],
+    media: [Held; MEDIA],
+}
+
+#[derive(Clone, Default)]
+struct Held {
+    /// None until the first store, then [`TABLES`] of them.
+    tables: Vec<Arc<HashMap<u64, Block>>>,
+    blocks: usize,
+}
+
+impl Held {
+    fn get(&self, name: u64) -> Option<&Block> {
+        self.tables.get(table_of(name))?.get(&name)
+    }
+
+    fn put(&mut self, name: u64, block: Block) {
+        if self.tables.is_empty() {
+            self.tables.resize_with(TABLES, Arc::default);
+        }
+        let before = Arc::make_mut(&mut self.tables[table_of(name)]).insert(name, block);
+        self.blocks += usize::from(before.is_none());
+    }
+
+    fn remove(&mut self, name: u64) {
+        if let Some(table) = self.tables.get_mut(table_of(name)) {
+            self.blocks -= usize::from(Arc::make_mut(table).remove(&name).is_some());
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = (u64, &Block)> {
+        self.tables.iter().flat_map(|table| table.iter().map(|(&name, block)| (name, block)))
+    }
+}
+
+/// Spreads by chance, not evenly: tables that fill at the same pace would all grow in the same call.
+fn table_of(name: u64) -> usize {
+    let mixed = (name ^ (name >> 32)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 29)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (mixed >> 32) as usize % TABLES
 }
 
 /// Consecutive blocks, as one store tells them.
@@ -31,7 +74,7 @@ pub struct Run {
 impl Mirror {
     /// How many blocks are held, one for each engine hash of each medium.
     pub fn blocks(&self) -> usize {
-        self.media.iter().map(HashMap::len).sum()
+        self.media.iter().map(|held| held.blocks).sum()
     }
 
     /// Notes consecutive blocks. False, and nothing is noted, when the parent is not held in any medium.
@@ -49,13 +92,9 @@ impl Mirror {
         let mut parent = parent;
         for (&name, &block_hash) in engine.iter().zip(blocks) {
             let sequence_hash = chain(sequence, block_hash);
-            let block = Block { block_hash, sequence_hash, parent, stores: 1 };
-            held.entry(name)
-                .and_modify(|old| {
-                    let stores = if old.sequence_hash == sequence_hash { old.stores } else { 0 };
-                    *old = Block { stores: stores.saturating_add(1), ..block };
-                })
-                .or_insert(block);
+            let before = held.get(name).filter(|old| old.sequence_hash == sequence_hash);
+            let stores = before.map_or(0, |old| old.stores).saturating_add(1);
+            held.put(name, Block { block_hash, sequence_hash, parent, stores });
             (sequence, parent) = (Some(sequence_hash), Some(name));
         }
         true
@@ -65,13 +104,13 @@ impl Mirror {
     pub fn remove(&mut self, medium: usize, engine: &[u64]) -> u64 {
         let held = &mut self.media[medium];
         let mut unknown = 0;
-        for name in engine {
-            match held.get_mut(name) {
+        for &name in engine {
+            match held.get(name) {
                 None => unknown += 1,
-                Some(block) if block.stores > 1 => block.stores -= 1,
-                Some(_) => {
-                    held.remove(name);
+                Some(&block) if block.stores > 1 => {
+                    held.put(name, Block { stores: block.stores - 1, ..block });
                 }
+                Some(_) => held.remove(name),
             }
         }
         unknown
@@ -94,59 +133,58 @@ impl Mirror {
 
     /// The sequence hash that the rank calls `name`: in this medium, or in any other.
     fn sequence_of(&self, medium: usize, name: u64) -> Option<u64> {
-        let in_medium = |medium: usize| Some(self.media[medium].get(&name)?.sequence_hash);
+        let in_medium = |medium: usize| Some(self.media[medium].get(name)?.sequence_hash);
         in_medium(medium).or_else(|| (0..MEDIA).find_map(in_medium))
     }
 }
 
 fn tell_medium<E>(
     medium: usize,
-    held: &HashMap<u64, Block>,
+    held: &Held,
     blocks_max: usize,
     tell: &mut impl FnMut(Run) -> Result<(), E>,
 ) -> Result<(), E> {
-    let mut children: HashMap<u64, Vec<u64>> = HashMap::new();
-    let mut starts: Vec<(Option<u64>, u64)> = Vec::new();
-    for (&name, block) in held {
+    let mut children: HashMap<u64, Vec<(u64, &Block)>> = HashMap::new();
+    let mut starts = Vec::new();
+    for (name, block) in held.iter() {
         match block.parent.filter(|parent| follows(held, *parent, block)) {
-            Some(parent) => children.entry(parent).or_default().push(name),
-            None => starts.push((None, name)),
+            Some(parent) => children.entry(parent).or_default().push((name, block)),
+            None => starts.push((None, name, block)),
         }
     }
-    while let Some((parent, first)) = starts.pop() {
-        let mut run = begin(medium, held, parent, first);
+    while let Some((parent, first, block)) = starts.pop() {
+        let mut run = begin(medium, parent, first, block);
         let mut last = first;
         while let Some(mut next) = children.remove(&last) {
-            let Some(name) = next.pop() else { break };
-            starts.extend(next.into_iter().map(|other| (Some(last), other)));
+            let Some((name, block)) = next.pop() else { break };
+            starts.extend(next.into_iter().map(|(other, block)| (Some(last), other, block)));
             if run.engine_hashes.len() == blocks_max {
-                tell(std::mem::replace(&mut run, begin(medium, held, Some(last), name)))?;
+                tell(std::mem::replace(&mut run, begin(medium, Some(last), name, block)))?;
             } else {
                 run.engine_hashes.push(name);
-                run.block_hashes.push(held[&name].block_hash);
+                run.block_hashes.push(block.block_hash);
             }
             last = name;
         }
         tell(run)?;
     }
-    for (&name, block) in held {
+    for (name, block) in held.iter() {
         for _ in 1..block.stores {
-            tell(begin(medium, held, None, name))?;
+            tell(begin(medium, None, name, block))?;
         }
     }
     Ok(())
 }
 
 /// A store that begins with `name`: after `parent`, or, without one, under the block's sequence hash.
-fn begin(medium: usize, held: &HashMap<u64, Block>, parent: Option<u64>, name: u64) -> Run {
-    let block = &held[&name];
+fn begin(medium: usize, parent: Option<u64>, name: u64, block: &Block) -> Run {
     let hash = if parent.is_some() { block.block_hash } else { block.sequence_hash };
     Run { medium, parent, engine_hashes: vec![name], block_hashes: vec![hash] }
 }
 
 /// Whether the engine's name for the parent still stands for what the block was stored after.
-fn follows(held: &HashMap<u64, Block>, parent: u64, block: &Block) -> bool {
-    held.get(&parent)
+fn follows(held: &Held, parent: u64, block: &Block) -> bool {
+    held.get(parent)
         .is_some_and(|parent| chain(Some(parent.sequence_hash), block.block_hash) == block.sequence_hash)
 }
 
@@ -160,7 +198,7 @@ mod tests {
     fn content(mirror: &Mirror) -> BTreeMap<(usize, u64), (u64, u32)> {
         let rows = mirror.media.iter().enumerate();
         rows.flat_map(|(medium, held)| {
-            held.iter().map(move |(&name, block)| ((medium, name), (block.sequence_hash, block.stores)))
+            held.iter().map(move |(name, block)| ((medium, name), (block.sequence_hash, block.stores)))
         })
         .collect()
     }
