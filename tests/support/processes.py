@@ -1,0 +1,225 @@
+"""Real ``kvrouter`` processes for tests: frontends and workers of one fleet, killed and started again."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+import tempfile
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+
+READY_WITHIN_S = 90.0
+"""Far above what a busy machine needs to start a process."""
+
+ENDS_WITHIN_S = 60.0
+SETTINGS = ("DYN_", "KVROUTER_", "NATS_")
+
+
+@dataclass
+class Running:
+    """One process and what it wrote."""
+
+    name: str
+    process: Process
+    log: Path
+    ready: Mapping[str, str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.returncode is None
+
+    async def kill(self) -> None:
+        """End at once, as by ``kill -9``."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> int:
+        """End in good order; return the exit code."""
+        await self._end(signal.SIGTERM)
+        code = self.process.returncode
+        assert code is not None
+        return code
+
+    def pause(self) -> None:
+        """Freeze: connections stay open and nothing answers."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def lines(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def rss_bytes(self) -> int:
+        """Memory that the process holds now."""
+        fields = Path(f"/proc/{self.pid}/statm").read_text().split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    async def _end(self, how: signal.Signals) -> None:
+        if self.is_running:
+            self.process.send_signal(how)
+            self.process.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            await self.process.wait()
+
+
+@dataclass
+class Frontend(Running):
+    """A front door, and a client for it."""
+
+    http: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ready['port']}"
+
+    async def fleet(self) -> Any:
+        """``GET /v1/fleet``."""
+        return (await self.http.get("/v1/fleet")).raise_for_status().json()
+
+    async def metrics(self) -> "Metrics":
+        """``GET /metrics``."""
+        return Metrics((await self.http.get("/metrics")).raise_for_status().text)
+
+
+class Metrics:
+    """A page of metrics, to be asked."""
+
+    _LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.M)
+    _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+    def __init__(self, text: str) -> None:
+        self.samples = [
+            (name, dict(self._LABEL.findall(labels)), float(value))
+            for name, labels, value in self._LINE.findall(text)
+        ]
+
+    def of(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Every sample of a metric, with its labels."""
+        return [(labels, value) for found, labels, value in self.samples if found == f"kvrouter_{name}"]
+
+    def total(self, name: str, **wanted: str) -> float:
+        """The sum over all samples with these labels."""
+        return sum(value for labels, value in self.of(name) if wanted.items() <= labels.items())
+
+
+class Fleet:
+    """The processes of one namespace. ``environ`` are the settings that all of them share."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.namespace = f"test-{uuid4().hex[:12]}"
+        self.environ = {
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("DYN_", "KVROUTER_"))
+            },
+            "DYN_NAMESPACE": self.namespace,
+            "DYN_DISCOVERY_BACKEND": "file",
+            "KVROUTER_DISCOVERY_DIR": str(folder / "discovery"),
+            **environ,
+        }
+        self.processes: list[Running] = []
+        self._starts = 0
+
+    async def worker(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Running:
+        """Start a mock worker and return once it serves."""
+        running = await self._start("worker", ("worker", "mock", *arguments), environ)
+        self.processes.append(running)
+        return running
+
+    async def frontend(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Frontend:
+        """Start a frontend and return once its door is open; workers it may not have found yet."""
+        started = await self._start("frontend", ("frontend", "--http-port", "0", *arguments), environ)
+        running = Frontend(started.name, started.process, started.log, started.ready)
+        running.http = httpx.AsyncClient(base_url=running.url, timeout=60.0)
+        self.processes.append(running)
+        return running
+
+    async def stop(self) -> None:
+        """End whatever still runs."""
+        for running in self.processes:
+            if running.is_running:
+                await running.kill()
+            if isinstance(running, Frontend):
+                await running.http.aclose()
+
+    def logs(self) -> str:
+        """The last lines of every process, for a test that failed."""
+        return "\n".join(f"== {each.name}\n{each.lines()[-4000:]}" for each in self.processes)
+
+    async def _start(
+        self, kind: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None
+    ) -> Running:
+        self._starts += 1
+        name = f"{kind}-{self._starts}"
+        log = self.folder / f"{name}.log"
+        with log.open("wb") as out:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "kvrouter.cli", *arguments),
+                env={**self.environ, **(environ or {})},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        try:
+            return Running(name, process, log, await _ready(process, log))
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            raise
+
+
+async def _ready(process: Process, log: Path) -> dict[str, str]:
+    """The fields of the process's ``ready`` line. Processes tell nobody but their log, so it is looked at."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + READY_WITHIN_S
+    while True:
+        has_ended = process.returncode is not None
+        lines = _read(log)
+        told = re.search(r" ready (.*)", lines)
+        if told is not None:
+            return dict(re.findall(r"(\w+)=(\S+)", told[1]))
+        assert not has_ended, f"it ended: {lines[-4000:]}"
+        assert loop.time() < until_s, f"not ready: {lines[-4000:]}"
+        await asyncio.sleep(0.02)
+
+
+def _read(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+@asynccontextmanager
+async def fleet(environ: Mapping[str, str] | None = None) -> AsyncIterator[Fleet]:
+    """A fleet to be, and its end; its logs are shown when the test fails."""
+    with tempfile.TemporaryDirectory(prefix="kvrouter-test-") as folder:
+        processes = Fleet(Path(folder), environ or {})
+        try:
+            yield processes
+        except BaseException:
+            print(processes.logs())
+            raise
+        finally:
+            await processes.stop()
+
+
+async def eventually(check: Any, *, limit_s: float = 60.0) -> None:
+    """Wait until ``await check()`` is true; other processes cannot be awaited, so they are asked again."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + limit_s
+    while not await check():
+        assert loop.time() < until_s, "it did not come true"
+        await asyncio.sleep(0.05)
