@@ -38,6 +38,8 @@ class ScriptedStream:
 
     def cancel(self, reason: str) -> None:
         if not self.reasons:
+            if self.chunks.full():
+                self.chunks.get_nowait()
             self.chunks.put_nowait(EngineChunk(finish=FinishReason.CANCELLED))
         self.reasons.append(reason)
         self.cancelled.set()
@@ -50,6 +52,7 @@ class ScriptedWorker:
         self.requests: list[EngineRequest] = []
         self.streams: list[ScriptedStream] = []
         self.refusal: Exception | None = None
+        self.next_stream = ScriptedStream
         self.answers = asyncio.Event()
         self.answers.set()
 
@@ -58,7 +61,7 @@ class ScriptedWorker:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
-        self.streams.append(ScriptedStream())
+        self.streams.append(self.next_stream())
         return self.streams[-1]
 
 

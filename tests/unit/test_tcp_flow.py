@@ -21,6 +21,7 @@ from kvrouter.planes.requests.tcp.frames import (
     encode_open,
     items_decoder,
 )
+from kvrouter.planes.requests.tcp.stream import TcpStream
 from kvrouter.planes.requests.tcp.worker_end import ENDED_PREFILLS_MAX
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
@@ -197,6 +198,7 @@ async def test_a_router_that_does_not_read_is_cut_off_at_a_limit() -> None:
                 await peer.writer.drain()
             except ConnectionError:
                 break
+            await asyncio.sleep(0)
     assert place.running_legs == 0
     await peer.close()
     await acceptor.close()
@@ -271,3 +273,54 @@ async def test_ended_prefill_legs_are_kept_to_a_number(served: Acceptor) -> None
         await worker.streams[1].cancelled.wait()
     assert worker.streams[0].reasons == []
     await peer.close()
+
+
+class Unheard:
+    """A connection that hears what its stream tells it."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def give_credit(self, stream_id: int, tokens: int) -> None:
+        pass
+
+    def cancel_stream(self, stream_id: int, reason: str) -> None:
+        self.cancelled.append(reason)
+
+
+async def test_a_reader_that_reads_now_and_then_is_not_too_slow() -> None:
+    accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    stream = TcpStream(Unheard(), 0, credit_tokens=100, leaves_kv=False, accepted=accepted)
+    accepted.set_result(None)
+    for _ in range(5):
+        stream.push(EngineChunk((1,)))
+        assert not any(stream.beat(heartbeat_s=1.0, slow_stream_limit_s=3.0) for _ in range(3))
+        assert (await stream.__anext__()).token_ids == (1,)
+    assert not any(stream.beat(heartbeat_s=1.0, slow_stream_limit_s=3.0) for _ in range(9))
+    stream.push(EngineChunk((1,)))
+    beats = [stream.beat(heartbeat_s=1.0, slow_stream_limit_s=3.0) for _ in range(4)]
+    assert beats == [False, False, False, True]
+
+
+async def test_a_mistake_while_one_leg_is_cancelled_hinders_no_other(served: Acceptor) -> None:
+    class Mistaken(ScriptedStream):
+        def cancel(self, reason: str) -> None:
+            raise ZeroDivisionError("in the engine's adapter")
+
+    acceptor, worker, _ = served
+    mistakes = Mistakes()
+    unwatch = mistakes.watch()
+    peer = await RawRouter.welcomed(acceptor.port)
+    await opened(peer, leg("a"))
+    worker.next_stream = Mistaken
+    peer.send_frame(Kind.OPEN, encode_open(1, 9, leg("b")))
+    await peer.next(Kind.ACCEPTED)
+    worker.next_stream = ScriptedStream
+    peer.send_frame(Kind.OPEN, encode_open(2, 9, leg("c")))
+    await peer.next(Kind.ACCEPTED)
+    await peer.close()
+    async with asyncio.timeout(IN_TIME_S):
+        await worker.streams[0].cancelled.wait()
+        await worker.streams[2].cancelled.wait()
+    assert len(mistakes.seen) == 1
+    unwatch()

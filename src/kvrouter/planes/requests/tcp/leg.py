@@ -18,6 +18,11 @@ def key_of(request: EngineRequest) -> LegKey:
     return (request.request_id, request.attempt, request.leg)
 
 
+def cancel_soon(inner: EngineStream, reason: str) -> None:
+    """Tell an engine to stop, in a turn of its own: a mistake there is shown, and hinders no other leg."""
+    asyncio.get_running_loop().call_soon(inner.cancel, reason)
+
+
 class LegSink(Protocol):
     """The connection, as a leg sees it."""
 
@@ -70,7 +75,7 @@ class WorkerLeg:
         if self._task is not None:
             self._task.cancel()
         if self.inner is not None:
-            self.inner.cancel(reason)
+            cancel_soon(self.inner, reason)
 
     async def _run(self, server: RequestServer) -> None:
         inner = self.inner = await server.submit(self.request)

@@ -28,7 +28,7 @@ from kvrouter.planes.requests.tcp.frames import (
     open_decoder,
 )
 from kvrouter.planes.requests.tcp.hello import HELLO_BYTES, Hello, Secret, greeting, new_nonce, read_hello
-from kvrouter.planes.requests.tcp.leg import LegKey, WorkerLeg
+from kvrouter.planes.requests.tcp.leg import LegKey, WorkerLeg, cancel_soon
 from kvrouter.planes.requests.wire import decode_request
 
 ENDED_PREFILLS_MAX = 1024
@@ -194,7 +194,7 @@ class WorkerEnd(Connection):
             return
         inner = self._ended_prefills.pop(cancelled.stream_id, None)
         if inner is not None:
-            inner.cancel(cancelled.reason)
+            cancel_soon(inner, cancelled.reason)
 
     # What legs bring
 
@@ -223,7 +223,7 @@ class WorkerEnd(Connection):
             return
         self._over(leg)
         if leg.inner is not None:
-            leg.inner.cancel("its leg failed")
+            cancel_soon(leg.inner, "its leg failed")
         if not isinstance(error, KvrouterError):
             self.loop.call_exception_handler(
                 {"message": f"leg {leg.request.engine_key} failed", "exception": error}
@@ -274,6 +274,6 @@ class WorkerEnd(Connection):
                 place.over(leg.key)
             leg.cancel(why)
         for inner in ended.values():
-            inner.cancel(why)
+            cancel_soon(inner, why)
         if place is not None:
             place.part(self)
