@@ -1,5 +1,6 @@
 """What every event plane promises to workers and routers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -168,4 +169,5 @@ async def test_a_newer_start_of_a_worker_answers_and_the_older_one_leaves_it_alo
     assert await ends.subscriber.recover_snapshot(RANK) is not None
     assert (older.asked, newer.asked) == ([], [(RANK,)])
     end_newer()
+    await asyncio.sleep(0.05)  # a question that overtakes the end on the way may wait for its answer in vain
     assert await ends.subscriber.recover_snapshot(RANK) is None

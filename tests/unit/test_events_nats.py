@@ -153,7 +153,7 @@ async def test_a_large_answer_goes_in_pieces_and_nobody_there_is_known_soon(shar
         assert snapshot is not None
         assert sum(held.n_blocks for held in snapshot.events) == 400_000
         end()
-        await ends.server.close()
+        await asyncio.sleep(0)
         await ends.worker.flush()
         assert await ends.subscriber.recover_snapshot(RANK) is None
         assert await ends.subscriber.recover_range(RANK, EventId(0), EventId(0)) is None

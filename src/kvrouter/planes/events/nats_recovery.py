@@ -75,9 +75,12 @@ class NatsRecovery:
 
     async def close(self) -> None:
         """Answer nothing any more."""
-        tasks = [_unsubscribe(subscribing) for subscribing in self._subscribing.values()]
+        for ending in self._ending:
+            ending.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        subscribing = list(self._subscribing.values())
         self._subscribing.clear()
-        await asyncio.gather(*tasks, *self._ending)
+        await asyncio.gather(*map(_unsubscribe, subscribing))
 
     def _ask(self, rank: WorkerRank) -> Ask:
         subject = recovery_subject(self._namespace, rank.worker_id)
@@ -130,6 +133,17 @@ class NatsRecovery:
             await message.respond(answer)
         except (NatsError, OSError):
             return  # the connection broke; the router asks again
+
+
+async def _drain(subscribing: "asyncio.Task[Subscription | None]") -> None:
+    """End a subscription; questions that come before the server hears of its end are still answered."""
+    subscription = await subscribing
+    if subscription is None:
+        return
+    try:
+        await subscription.drain()  # type: ignore[no-untyped-call]
+    except NatsError:
+        return  # the connection broke or was closed: no question is under way
 
 
 async def _unsubscribe(subscribing: "asyncio.Task[Subscription | None]") -> None:

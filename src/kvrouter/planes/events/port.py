@@ -50,7 +50,8 @@ class EventSubscriber(RecoveryClient, Protocol):
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Listen to this worker from now on; return the function that ends it, idempotent.
 
-        What a worker publishes may be delivered without being followed; a followed worker's is.
+        What a worker publishes may be delivered without being followed; a followed worker's is. Raises
+        ConfigError when the card does not say where to listen.
         """
 
 

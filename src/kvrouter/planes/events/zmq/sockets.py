@@ -17,8 +17,8 @@ TOPIC_BYTES = 1 + WORKER_BYTES + 1
 MESSAGES_MAX = 4_096
 """How many messages wait for one peer that does not take them; then they are let go."""
 
-MESSAGES_PER_TURN = 256
-"""How many messages are read before the event loop turns to others."""
+MESSAGES_PER_TURN = 64
+"""How many messages are read before the event loop turns to others: about a millisecond of work."""
 
 HANDSHAKE_MAX_MS = 5_000
 HEARTBEAT_MS = 5_000

@@ -1,0 +1,134 @@
+"""The binary form of the event plane: what was sent is what is read, and any other bytes are refused."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.columns import pack_hashes
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Medium, Removed, Stored
+from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.planes.events.wire import (
+    EVENT_ID_MAX,
+    Question,
+    RangeQuestion,
+    SnapshotQuestion,
+    decode_answer,
+    decode_batch,
+    decode_load,
+    decode_question,
+    decode_range,
+    decode_snapshot,
+    encode_batch,
+    encode_load,
+    encode_parts,
+    encode_question,
+    encode_range,
+    encode_snapshot,
+)
+
+DECODERS: tuple[Callable[[bytes], object], ...] = (
+    decode_batch,
+    decode_snapshot,
+    decode_range,
+    decode_load,
+    decode_question,
+    decode_answer,
+)
+U64 = st.integers(0, 2**64 - 1)
+RANKS = st.builds(WorkerRank, st.integers(0, 2**63 - 1).map(WorkerId), st.integers(0, 2**20).map(DpRank))
+EPOCHS = U64.map(Epoch)
+EVENT_IDS = st.integers(0, EVENT_ID_MAX).map(EventId)
+MEDIA = st.sampled_from(Medium)
+
+
+@st.composite
+def two_columns(draw: st.DrawFn) -> tuple[bytes, bytes]:
+    n_blocks = draw(st.integers(0, 5))
+    column = st.lists(U64, min_size=n_blocks, max_size=n_blocks).map(pack_hashes)
+    return draw(column), draw(column)
+
+
+PARENTS = st.none() | U64.map(EngineHash)
+EVENTS = st.one_of(
+    st.builds(
+        lambda parent, both, medium: Stored(parent, both[0], both[1], medium), PARENTS, two_columns(), MEDIA
+    ),
+    st.builds(lambda both, medium: Removed(both[0], medium), two_columns(), MEDIA),
+    st.just(Cleared()),
+)
+HELD = st.builds(lambda both, medium: Held(both[0], both[1], medium), two_columns(), MEDIA)
+BATCHES = st.builds(
+    KvBatch,
+    RANKS,
+    EPOCHS,
+    EVENT_IDS,
+    st.lists(EVENTS, max_size=8).map(tuple[KvEvent, ...]),
+    st.floats(0, 2e9),
+)
+SNAPSHOTS = st.builds(KvSnapshot, RANKS, EPOCHS, EVENT_IDS, st.lists(HELD, max_size=4).map(tuple[Held, ...]))
+LOADS = st.builds(LoadReport, RANKS, U64, U64, U64, U64, U64)
+QUESTIONS = st.builds(RangeQuestion, RANKS, EVENT_IDS, EVENT_IDS) | st.builds(SnapshotQuestion, RANKS)
+
+
+@given(BATCHES, SNAPSHOTS | st.none(), LOADS, QUESTIONS)
+def test_what_was_sent_is_what_is_read(
+    batch: KvBatch, snapshot: KvSnapshot | None, load: LoadReport, question: Question
+) -> None:
+    assert decode_batch(encode_batch(batch)) == batch
+    assert decode_batch(memoryview(encode_batch(batch))) == batch
+    assert decode_range(encode_range(batch)) == batch
+    assert decode_range(encode_range(None)) is None
+    assert decode_snapshot(encode_snapshot(snapshot)) == snapshot
+    assert decode_load(encode_load(load)) == load
+    assert decode_question(encode_question(question)) == question
+
+
+@given(BATCHES, st.integers(1, 400))
+def test_parts_are_the_batch_and_fit_where_an_event_fits(batch: KvBatch, max_bytes: int) -> None:
+    parts = list(encode_parts(batch, max_bytes=max_bytes))
+    decoded = [decode_batch(frame) for frame, _ in parts]
+    assert [n_events for _, n_events in parts] == [len(part.events) for part in decoded]
+    assert tuple(event for part in decoded for event in part.events) == batch.events
+    next_id = batch.first_event_id
+    for part, (frame, n_events) in zip(decoded, parts, strict=True):
+        assert (part.rank, part.epoch, part.first_event_id) == (batch.rank, batch.epoch, next_id)
+        assert part.published_s == batch.published_s
+        assert len(frame) <= max_bytes or n_events < 2
+        next_id = part.next_event_id
+
+
+def refused_or_read(frame: bytes) -> None:
+    for decode in DECODERS:
+        with suppress(ProtocolError):
+            decode(frame)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(frame: bytes) -> None:
+    refused_or_read(frame)
+
+
+@given(BATCHES, st.data())
+def test_a_damaged_frame_is_read_or_refused(batch: KvBatch, data: st.DataObject) -> None:
+    frame = bytearray(encode_batch(batch))
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    refused_or_read(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+    refused_or_read(bytes(frame))
+
+
+@pytest.mark.parametrize("first", [-1, EVENT_ID_MAX + 1, 2**64 - 1])
+def test_ids_that_no_stream_reaches_are_refused(first: int) -> None:
+    """A router would ask for the ids before them, and could not even write the question."""
+    rank = WorkerRank(WorkerId(1), DpRank(0))
+    batch = KvBatch(rank, Epoch(1), EventId(first), (Cleared(),))
+    for decode in (decode_batch, decode_range):
+        with pytest.raises(ProtocolError, match="first_event_id"):
+            decode(encode_batch(batch))
+    with pytest.raises(ProtocolError, match="next_event_id"):
+        decode_snapshot(encode_snapshot(KvSnapshot(rank, Epoch(1), EventId(first), ())))
