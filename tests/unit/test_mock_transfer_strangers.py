@@ -22,7 +22,16 @@ from kvrouter.engines.mock.frames import (
     encode_word,
 )
 from kvrouter.mock import Done, Failed, GiveUp, Join, MockConfig, Peer, Ready, SinkWord, Want
-from tests.support.mock_processes import IN_TIME_S, SETTINGS, TOKEN, Pair, processes, read_all, start
+from tests.support.mock_processes import (
+    IN_TIME_S,
+    SETTINGS,
+    SLOW_LINKS,
+    TOKEN,
+    Pair,
+    processes,
+    read_all,
+    start,
+)
 
 NAN = float("nan")
 IMPATIENT = replace(SETTINGS, keep_alive_s=0.05, silence_max_s=0.2, linger_s=0.2)
@@ -190,14 +199,15 @@ FALSE_SOURCES = {
     "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", Refusal.TOO_LARGE),
     "garbage": (frame(b"\xc1"), Refusal.MALFORMED),
     "a word of a sink": (encode_word(Done()), Refusal.MALFORMED),
-    "ready twice": (encode_word(Ready(1, 1, "a")) * 2, Refusal.OUT_OF_ORDER),
+    "ready twice": (encode_word(Ready(1, 1_000_000, "a")) * 2, Refusal.OUT_OF_ORDER),
 }
 
 
 @pytest.mark.parametrize("name", list(FALSE_SOURCES))
 async def test_a_false_source_fails_its_decode_leg(name: str) -> None:
     says, refusal = FALSE_SOURCES[name]
-    async with processes(decode_settings=IMPATIENT) as pair, false_source(says) as peer:
+    patience = IMPATIENT if refusal is Refusal.SILENT else SETTINGS
+    async with processes(decode_settings=patience, links=SLOW_LINKS) as pair, false_source(says) as peer:
         pair.peer = peer
         _, last = await read_all(await pair.send(Leg.DECODE, room=5))
         assert last.finish is FinishReason.ERROR
