@@ -90,6 +90,19 @@ async def test_a_consumer_that_is_gone_is_made_anew(fleet: Fleet) -> None:
     assert replica.notes.disturbances
 
 
+async def test_a_stream_that_lost_its_end_is_heard_from_its_beginning(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    replica = await fleet.replica("only", refused=True)
+    replica.join(worker)
+    worker.serve(5)
+    await replica.until_right(worker)
+    replica.subscriber._lanes["backend"].position += 1_000_000  # what a broker knew before it lost its disk
+    stream = LaneNames(fleet.namespace, "backend").stream
+    await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")
+    worker.serve(5)
+    await replica.until_right(worker)
+
+
 async def test_a_broker_that_hangs_for_a_while_forgets_nothing(fleet: Fleet, own_nats: NatsServer) -> None:
     worker = fleet.worker(1)
     replica = await fleet.replica("only", refused=True)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.event_waits import eventually
-from tests.support.jetstream_fleet import Fleet, fleet_on
+from tests.support.jetstream_fleet import Fleet, blocks, fleet_on
 from tests.support.nats_server import NatsServer
 
 
@@ -64,6 +64,7 @@ async def test_events_that_flow_while_a_router_starts_are_neither_lost_nor_appli
         await fleet.published()
     await late.until_right(worker)
     assert late.asking.asked == 0
+    assert late.telemetry.feed_events.value("m", "gaps") == 0
 
 
 async def test_a_worker_that_started_anew_is_not_taken_for_the_one_in_the_snapshot(fleet: Fleet) -> None:
@@ -88,6 +89,24 @@ async def test_a_worker_that_started_anew_is_not_taken_for_the_one_in_the_snapsh
     await late.until_right(newer)
     await first.until_right(newer)
     assert late.asking.asked == 0
+
+
+async def test_a_history_whose_beginning_is_gone_is_not_taken_for_whole(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    for _ in range(5):
+        worker.serve(1)
+        await fleet.published()
+    late = await fleet.replica("late")
+    late.subscriber.follow(worker.card)
+    stream = late.subscriber._lanes["backend"].stream
+    rank = worker.card.ranks()[0]
+    first = await stream.first_of(rank)
+    assert first is not None
+    await stream.purge(through=first.sequence)
+    answer = await late.subscriber.recover_snapshot(rank)
+    assert answer is not None
+    assert blocks(answer.events) == worker.holds(rank)
+    assert late.asking.asked == 1
 
 
 async def test_a_rank_that_can_not_be_trusted_asks_its_worker(fleet: Fleet) -> None:

@@ -130,6 +130,11 @@ async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None
     await slow.until_right(worker)
     taking = await slow.subscriber.take("backend")
     assert taking is not None
+    claimed = await lane_of(quick).shelf.claim()
+    assert await quick.subscriber.take("backend") is None
+    async with asyncio.timeout(60):
+        while (await lane_of(quick).shelf.claim()).revision < claimed.revision + 3:
+            assert await quick.subscriber.take("backend") is None, "it renews its claim"
     taking._renewal.cancel()  # type: ignore[attr-defined]  # as if the process were paused
     await quick.until_right(worker)
     await take(quick, worker)

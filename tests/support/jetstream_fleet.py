@@ -174,7 +174,8 @@ class Replica:
             lease_s=0.5,
         )
         self.index = BlockIndex()
-        self.pump = EventPump(self.index, self.subscriber, ModelObserved(Telemetry(), "m"))
+        self.telemetry = Telemetry()
+        self.pump = EventPump(self.index, self.subscriber, ModelObserved(self.telemetry, "m"))
         self.subscriber.subscribe(self.pump.on_batch, lambda _report: None)
         self.snapshots = IndexSnapshots(
             self.subscriber, lambda: [EventCacheView(self.index, self.pump)], messages_max=0

@@ -239,9 +239,8 @@ class ComponentLane:
 
     def _hand_replayed(self, payload: bytes, epoch: Epoch) -> None:
         batch = self._decode(payload)
-        if (
-            batch is not None and batch.epoch == epoch
-        ):  # an earlier start of the worker says nothing of this one
+        # Messages of an earlier start of the worker say nothing of this one.
+        if batch is not None and batch.epoch == epoch:
             self._parts.on_batch(batch)
 
     def _replayed(self, replay: Replay) -> None:

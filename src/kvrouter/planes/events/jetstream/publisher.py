@@ -238,15 +238,15 @@ class JetStreamPublisher:
 
     def _is_overdue(self, now_s: float) -> bool:
         """Whether the oldest message waits for too long, or was sent over a connection that is gone."""
-        reconnects = self._client.stats["reconnects"]
-        if reconnects != self._reconnects:
-            self._reconnects = reconnects
-            return bool(self._window)
         oldest = next(iter(self._window.values()), None)
-        return oldest is not None and now_s - oldest.sent_s > self._ack_timeout_s
+        if oldest is None:
+            return False
+        is_elsewhere = self._client.stats["reconnects"] != self._reconnects
+        return is_elsewhere or now_s - oldest.sent_s > self._ack_timeout_s
 
     async def _send_again(self, now_s: float) -> None:
         """Send everything that was not acknowledged once more, in order; give up what was sent too often."""
+        self._reconnects = self._client.stats["reconnects"]
         for number, sent in list(self._window.items()):
             if sent.tries >= TRIES_MAX:
                 del self._window[number]

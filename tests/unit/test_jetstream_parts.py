@@ -1,0 +1,192 @@
+"""The parts of the JetStream lane that need no server."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from kvrouter.core.columns import pack_hashes
+from kvrouter.core.events import Cleared, KvBatch, Removed
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.jetstream import replay as replay_module
+from kvrouter.planes.events.jetstream.delivery import _place
+from kvrouter.planes.events.jetstream.publisher import merged
+from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
+from kvrouter.planes.events.jetstream.words import LaneNames
+from tests.support.event_ends_jetstream import Notes
+from tests.support.event_waits import eventually
+
+RANK = WorkerRank(WorkerId(7), DpRank(1))
+
+
+def batch(first: int, n: int, *, epoch: int = 1) -> KvBatch:
+    return KvBatch(RANK, Epoch(epoch), EventId(first), (Cleared(),) * n, float(first))
+
+
+def test_batches_that_follow_each_other_become_one() -> None:
+    (whole,) = merged([batch(3, 2), batch(5, 0), batch(5, 1)], events_max=10)
+    assert (whole.first_event_id, whole.next_event_id, whole.published_s) == (3, 6, 3.0)
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        [batch(3, 2), batch(6, 1)],
+        [batch(3, 2), batch(4, 2)],
+        [batch(3, 2), batch(5, 1, epoch=2)],
+        [batch(3, 6), batch(9, 5)],
+    ],
+    ids=["a gap", "a repetition", "another epoch", "too many events"],
+)
+def test_batches_that_do_not_follow_each_other_stay_apart(apart: list[KvBatch]) -> None:
+    assert list(merged(apart, events_max=10)) == apart
+
+
+def test_merging_keeps_the_events_in_order() -> None:
+    events = [Removed(pack_hashes([number])) for number in range(3)]
+    batches = [KvBatch(RANK, Epoch(1), EventId(number), (event,)) for number, event in enumerate(events)]
+    (whole,) = merged(batches, events_max=3)
+    assert whole.events == tuple(events)
+
+
+def test_nothing_merges_to_nothing() -> None:
+    assert list(merged([], events_max=3)) == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["$JS.ACK.stream.consumer.1.42.7.1700000000.3", "$JS.ACK.hub.hash.stream.consumer.1.42.7.1700000000.3.x"],
+    ids=["as in old servers", "with a domain and an account"],
+)
+def test_a_delivery_says_where_it_stands(reply: str) -> None:
+    place = _place(reply)
+    assert (place.stream_sequence, place.delivery, place.pending) == (42, 7, 3)
+
+
+def test_names_carry_namespace_and_component_and_nothing_that_nats_reads() -> None:
+    names = LaneNames("prod.eu", "back end*")
+    assert names.stream == "kvrouter-prod_eu-back_end_-kv-events"
+    assert names.bucket == "kvrouter-prod_eu-back_end_-index"
+    assert names.events(RANK) == "kvrouter.prod_eu.back_end_.kv.7.1"
+    assert names.all_events == "kvrouter.prod_eu.back_end_.kv.*.*"
+    assert names.all_loads == "kvrouter.prod_eu.back_end_.loads.*.*"
+
+
+class FakeDelivery:
+    """A delivery that a test turns by hand; ``pending`` is what the server says when it opens."""
+
+    made: "list[FakeDelivery]"
+    pending = 1
+
+    def __init__(
+        self,
+        client: object,
+        jetstream: object,
+        on_message: Callable[[bytes, int, int], None],
+        *,
+        on_idle: Callable[[], None],
+        stream: str,
+        subjects: str,
+        heartbeat_s: float,
+    ) -> None:
+        self.on_message, self.on_idle = on_message, on_idle
+        self.broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.opened = asyncio.Event()
+        self.made.append(self)
+
+    async def open(self, *, after: int) -> int:
+        self.opened.set()
+        return self.pending
+
+    def stop(self, why: str) -> None:
+        if not self.broken.done():
+            self.broken.set_result(why)
+
+    async def close(self) -> None:
+        self.stop("closed")
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pending: int = 1) -> None:
+        FakeDelivery.made = []
+        FakeDelivery.pending = pending
+        monkeypatch.setattr(replay_module, "Delivery", FakeDelivery)
+        self.handed: list[bytes] = []
+        self.ended: list[Replay] = []
+        parts = ReplayParts(
+            client=None,  # type: ignore[arg-type]
+            jetstream=None,  # type: ignore[arg-type]
+            names=LaneNames("n", "c"),
+            observer=Notes(),
+            limit=asyncio.Semaphore(1),
+            heartbeat_s=1.0,
+            hand=lambda payload, epoch: self.handed.append(payload),
+            ended=self.ended.append,
+        )
+        self.replay = Replay(RANK, Epoch(1), after=4, parts=parts)
+
+    async def delivery(self) -> FakeDelivery:
+        await eventually(lambda: bool(FakeDelivery.made))
+        await FakeDelivery.made[-1].opened.wait()
+        return FakeDelivery.made[-1]
+
+
+async def test_a_replay_ends_with_the_last_message_that_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    delivery = await bench.delivery()
+    delivery.on_message(b"5", 5, 1)
+    bench.replay.skipped(8)  # live is ahead of what the server had to send when it said that nothing follows
+    delivery.on_message(b"7", 7, 0)
+    assert bench.ended == []
+    delivery.on_message(b"8", 8, 0)
+    assert bench.ended == [bench.replay]
+    delivery.on_message(b"9", 9, 0)
+    assert bench.handed == [b"5", b"7", b"8"], "from then on live has them"
+
+
+async def test_a_replay_of_nothing_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, pending=0)
+    await asyncio.wait_for(bench.replay.over.wait(), 60)
+    assert bench.ended == [bench.replay]
+
+
+async def test_a_replay_of_nothing_waits_for_what_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, pending=0)
+    bench.replay.skipped(6)
+    delivery = await bench.delivery()
+    await asyncio.sleep(0)
+    assert bench.ended == []
+    delivery.on_message(b"6", 6, 0)
+    assert bench.ended == [bench.replay]
+
+
+async def test_what_was_skipped_and_then_purged_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    delivery = await bench.delivery()
+    bench.replay.skipped(6)
+    delivery.on_idle()
+    bench.replay.skipped(7)
+    delivery.on_idle()
+    assert bench.ended == [], "a heartbeat may be older than the message"
+    delivery.on_idle()
+    assert bench.ended == [bench.replay]
+
+
+async def test_a_replay_that_breaks_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    delivery = await bench.delivery()
+    delivery.on_message(b"5", 5, 1)
+    delivery.stop("silent")
+    await eventually(lambda: len(FakeDelivery.made) > 1)
+    again = FakeDelivery.made[-1]
+    await again.opened.wait()
+    again.on_message(b"6", 6, 0)
+    assert bench.handed == [b"5", b"6"]
+
+
+async def test_a_cancelled_replay_hands_over_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    delivery = await bench.delivery()
+    bench.replay.cancel()
+    delivery.on_message(b"5", 5, 0)
+    assert (bench.handed, bench.ended) == ([], [])
