@@ -8,6 +8,7 @@ import pytest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.planes.discovery.port import Discovery, Gone
 from tests.support.discovery_stores import STORES, Store, card, listen
+from tests.support.nats_server import NatsServer
 
 OLD, NEW = Epoch(9), Epoch(2)
 ONE = WorkerId(1)
@@ -15,7 +16,8 @@ ONE = WorkerId(1)
 
 @pytest.fixture(params=STORES)
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    async with STORES[request.param](tmp_path, "") as made:
+    server: NatsServer | None = request.getfixturevalue("shared_nats") if request.param == "nats" else None
+    async with STORES[request.param](tmp_path, server) as made:
         yield made
 
 

@@ -8,11 +8,13 @@ import pytest
 
 from kvrouter.planes.discovery.port import Gone
 from tests.support.discovery_stores import LEASE_S, STORES, Store, card, listen
+from tests.support.nats_server import NatsServer
 
 
 @pytest.fixture(params=[name for name in STORES if name != "memory"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    async with STORES[request.param](tmp_path, "") as made:
+    server: NatsServer | None = request.getfixturevalue("own_nats") if request.param == "nats" else None
+    async with STORES[request.param](tmp_path, server) as made:
         yield made
 
 

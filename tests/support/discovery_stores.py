@@ -1,17 +1,24 @@
 """Discovery stores that a test can lose and bring back, and somebody who listens to one."""
 
 import asyncio
+import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Protocol
+
+import nats
+from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.planes.discovery.file import FileDiscovery
 from kvrouter.planes.discovery.memory import MemoryDiscovery
+from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Discovery, Gone
+from tests.support.nats_server import NatsServer
 
 LEASE_S = 1.5
 POLL_S = 0.02
@@ -144,13 +151,50 @@ class FileStore:
             self._aside.rename(self.directory)
 
 
+class NatsStore:
+    """A bucket of a namespace of its own; while it is lost, there is no server."""
+
+    def __init__(self, server: NatsServer, clients: list[Client]) -> None:
+        self.server = server
+        self.namespace = f"test-{secrets.token_hex(8)}"
+        self.ends: list[NatsDiscovery] = []
+        self.troubles: list[tuple[str, str]] = []
+        self._clients = cycle(clients)
+
+    @property
+    def bucket(self) -> str:
+        return f"kvrouter-{self.namespace}-workers"
+
+    def client(self) -> Client:
+        """The connection of one process or another."""
+        return next(self._clients)
+
+    def end(self) -> NatsDiscovery:
+        made = NatsDiscovery(
+            self.client(),
+            namespace=self.namespace,
+            on_trouble=lambda *trouble: self.troubles.append(trouble),
+            lease_s=LEASE_S,
+        )
+        self.ends.append(made)
+        return made
+
+    async def lose(self) -> None:
+        await asyncio.to_thread(self.server.kill)
+
+    async def bring_back(self, *, is_empty: bool) -> None:
+        if is_empty:
+            shutil.rmtree(self.server.folder / "store")
+        await asyncio.to_thread(self.server.start)
+
+
 @asynccontextmanager
-async def memory_store(folder: Path, nats_url: str) -> AsyncIterator[Store]:
+async def memory_store(folder: Path, server: NatsServer | None) -> AsyncIterator[MemoryStore]:
     yield MemoryStore()
 
 
 @asynccontextmanager
-async def file_store(folder: Path, nats_url: str) -> AsyncIterator[FileStore]:
+async def file_store(folder: Path, server: NatsServer | None = None) -> AsyncIterator[FileStore]:
     store = FileStore(folder)
     try:
         yield store
@@ -159,7 +203,37 @@ async def file_store(folder: Path, nats_url: str) -> AsyncIterator[FileStore]:
             await end.close()
 
 
-STORES: dict[str, Callable[[Path, str], AbstractAsyncContextManager[Store]]] = {
+@asynccontextmanager
+async def nats_store(folder: Path | None, server: NatsServer | None) -> AsyncIterator[NatsStore]:
+    assert server is not None
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(connected(server)) for _ in range(3)]
+        store = NatsStore(server, clients)
+        try:
+            yield store
+        finally:
+            for end in store.ends:
+                await end.close()
+
+
+@asynccontextmanager
+async def connected(server: NatsServer) -> AsyncIterator[Client]:
+    """A connection that comes back soon."""
+
+    async def ignore(_error: Exception) -> None:
+        """What goes wrong is seen where it is awaited."""
+
+    client = await nats.connect(
+        server.url, max_reconnect_attempts=-1, reconnect_time_wait=0.05, error_cb=ignore, ping_interval=1
+    )
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+STORES: dict[str, Callable[[Path, NatsServer | None], AbstractAsyncContextManager[Store]]] = {
     "memory": memory_store,
     "file": file_store,
+    "nats": nats_store,
 }

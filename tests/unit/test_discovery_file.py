@@ -25,7 +25,7 @@ FOR_EVER_S = 1e9
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[FileStore]:
-    async with file_store(tmp_path, "") as made:
+    async with file_store(tmp_path) as made:
         yield made
 
 

@@ -78,11 +78,11 @@ def test_nobody_expires_while_the_store_is_lost_and_then_has_a_whole_lease() -> 
     leases = CardLeases()
     leases.hear(record(), "a", 0.0)
     leases.lose()
-    assert not leases.is_overdue(100.0)
+    assert leases.overdue(100.0) == []
     assert leases.expire(100.0) == []
     leases.regain(100.0)
     assert ticks(leases, 100.0, 110.0) == []
-    assert leases.is_overdue(110.0)
+    assert leases.overdue(110.0) == [1]
     assert leases.expire(110.0) == [left(Gone.EXPIRED)]
 
 
@@ -115,6 +115,18 @@ def test_the_memory_of_what_is_over_goes_with_its_record() -> None:
     assert leases.hear(record(), "a", 11.0) == []
     leases.forget(())
     assert leases.hear(record(), "a", 12.0) == [card()]
+
+
+def test_the_memory_of_what_is_over_goes_with_time() -> None:
+    leases = CardLeases()
+    leases.hear(record(), "a", 0.0)
+    leases.forget_before(5.0)
+    assert len(leases) == 1
+    leases.expire(10.0)
+    leases.forget_before(0.0)
+    assert WorkerId(1) in leases
+    leases.forget_before(0.5)
+    assert WorkerId(1) not in leases
 
 
 def test_a_claim_remembers_whom_it_replaced_and_no_more_than_it_may() -> None:

@@ -157,13 +157,27 @@ class CardLeases:
             if worker_id not in present:
                 del self._known[worker_id]
 
+    def forget_before(self, then: float) -> None:
+        """Drop the memory of workers not heard of since ``then`` and over: their store has dropped it too."""
+        for worker_id in [each for each, known in self._known.items() if known.state is not _State.LIVE]:
+            if self._known[worker_id].heard_at < then:
+                del self._known[worker_id]
+
+    def __contains__(self, worker_id: object) -> bool:
+        return worker_id in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
     def next_end(self) -> float | None:
         """When the first lease runs out; None without one."""
         return min((known.ends_at for known in self._live()), default=None)
 
-    def is_overdue(self, now: float) -> bool:
-        """Whether :meth:`expire` would take a worker away."""
-        return not self._is_lost and any(known.ends_at <= now for known in self._live())
+    def overdue(self, now: float) -> list[WorkerId]:
+        """Whom :meth:`expire` would take away."""
+        if self._is_lost:
+            return []
+        return [known.record.card.worker_id for known in self._live() if known.ends_at <= now]
 
     def expire(self, now: float) -> list[Change]:
         """Take away the workers whose lease ran out; nobody while the store is lost."""

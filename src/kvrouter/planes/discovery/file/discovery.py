@@ -18,8 +18,10 @@ from kvrouter.planes.discovery.wire import CardRecord, checked_lease, checked_na
 
 LEASE_S = 10.0
 POLL_S = 0.5
+"""How often a watcher looks; with short leases, four times in one."""
+
 REMOVE_AFTER_S = 600.0
-"""When a watcher removes the file of a worker that nobody renews."""
+"""When a watcher removes the file of a worker that nobody renews; with long leases, after ten of them."""
 
 ANSWER_LEAST_S = 2.0
 """The least time in which file operations must come back, else the store is lost."""
@@ -48,12 +50,16 @@ class FileDiscovery:
         namespace: str,
         on_trouble: TroubleSink,
         lease_s: float = LEASE_S,
-        poll_s: float = POLL_S,
-        remove_after_s: float = REMOVE_AFTER_S,
+        poll_s: float | None = None,
+        remove_after_s: float | None = None,
     ) -> None:
         self._lease_s = checked_lease(lease_s)
+        if poll_s is None:
+            poll_s = min(POLL_S, lease_s / 4)
         if not 0 < poll_s <= lease_s / 2:
             raise ConfigError(f"poll_s: at most half of lease_s ({lease_s}), not {poll_s}", param="poll_s")
+        if remove_after_s is None:
+            remove_after_s = max(REMOVE_AFTER_S, 10 * lease_s)
         if remove_after_s < 2 * lease_s:
             raise ConfigError("remove_after_s: at least two leases", param="remove_after_s")
         self._folder = Folder(directory, checked_namespace(namespace))

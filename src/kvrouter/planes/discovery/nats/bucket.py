@@ -1,0 +1,158 @@
+"""The bucket of one namespace: one key a worker id, its record as the value, the revision as the stamp.
+
+The server repeats every record that it stored on a plain subject. A watcher listens there and so needs no
+consumer in the server, which could die without a word; what it misses, the next renewal repeats.
+"""
+
+import datetime
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.js.api import KeyValueConfig, RePublish
+from nats.js.errors import (
+    APIError,
+    BucketNotFoundError,
+    KeyNotFoundError,
+    KeyWrongLastSequenceError,
+    NoStreamResponseError,
+)
+from nats.js.kv import KV_MARKER_REASON, KV_OP, KeyValue
+
+from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
+
+UNREAD_MAX_MESSAGES = 65_536
+UNREAD_MAX_BYTES = 64 * 1024 * 1024
+"""How much may wait to be read; what comes then is let go, and comes again with the next renewal."""
+
+STORE_ERRORS = (NatsError, TimeoutError, OSError)
+"""What asking NATS raises when it does not do what was asked."""
+
+KeptSink = Callable[[str, bytes | None, int], None]
+"""(key, value or None where it was deleted, revision)."""
+
+_EXISTS = 10058
+"""The server's code for a stream of that name which is configured differently."""
+
+
+def why(error: Exception) -> str:
+    """Return what went wrong in words; some of the client's errors have none."""
+    return str(error) or type(error).__name__
+
+
+class OtherWrote(KvrouterError):
+    """The key is not as it was thought to be: somebody else wrote it."""
+
+
+class Kept(NamedTuple):
+    """What a bucket keeps under a key: no value where it was deleted, revision 0 where nothing ever was."""
+
+    value: bytes | None
+    revision: int
+
+
+class Bucket:
+    """Reads and writes records. Raises STORE_ERRORS, and ProtocolError for a bucket that is none of ours."""
+
+    def __init__(
+        self, client: Client, *, namespace: str, ttl_s: float, replicas: int, answer_s: float
+    ) -> None:
+        self.client = client
+        self.name = f"kvrouter-{namespace}-workers"
+        self.live = f"kvrouter.{namespace}.discovery.card"
+        self._js = client.jetstream(timeout=answer_s)
+        self._config = KeyValueConfig(
+            bucket=self.name,
+            description="kvrouter: the workers of a namespace",
+            ttl=ttl_s,
+            replicas=replicas,
+            max_value_size=RECORD_MAX_BYTES,
+            republish=RePublish(src=f"$KV.{self.name}.>", dest=f"{self.live}.>"),
+        )
+        self._kv: KeyValue | None = None
+
+    async def identify(self) -> datetime.datetime:
+        """Make the bucket where it is missing. Returns when it was made: one that was lost is another."""
+        try:
+            self._kv = await self._js.key_value(self.name)
+        except BucketNotFoundError:
+            try:
+                self._kv = await self._js.create_key_value(self._config)
+            except APIError as error:
+                if error.err_code != _EXISTS:
+                    raise
+                self._kv = await self._js.key_value(self.name)
+        info = (await self._kv.status()).stream_info
+        repeats = info.config.republish
+        if repeats is None or repeats.dest != f"{self.live}.>":
+            raise ProtocolError(
+                f"the bucket {self.name} was made by something else: it does not repeat on {self.live}",
+                param="bucket",
+            )
+        if info.created is None:
+            raise ProtocolError(f"the bucket {self.name} does not say when it was made", param="bucket")
+        return info.created
+
+    async def listen(self, on_kept: KeptSink) -> Subscription:
+        """Hear of every key that is written from now on, with what it takes to read it."""
+
+        async def on_message(message: Msg) -> None:
+            headers = message.headers or {}
+            revision = headers.get("Nats-Sequence", "")
+            is_deleted = KV_OP in headers or KV_MARKER_REASON in headers
+            on_kept(
+                message.subject.rpartition(".")[2],
+                None if is_deleted else message.data,
+                int(revision) if revision.isdecimal() else 0,
+            )
+
+        return await self.client.subscribe(
+            f"{self.live}.*",
+            cb=on_message,
+            pending_msgs_limit=UNREAD_MAX_MESSAGES,
+            pending_bytes_limit=UNREAD_MAX_BYTES,
+        )
+
+    async def keys(self) -> list[str]:
+        """Every key."""
+        info = await self._js.stream_info(f"KV_{self.name}", subjects_filter=">")
+        prefix = f"$KV.{self.name}."
+        return [subject.removeprefix(prefix) for subject in info.state.subjects or {}]
+
+    async def read(self, key: str) -> Kept:
+        """Return what is kept under a key."""
+        try:
+            entry = await (await self._bound()).get(key)
+        except KeyNotFoundError as error:
+            return Kept(None, 0 if error.entry is None else error.entry.revision)
+        return Kept(entry.value or b"", entry.revision or 0)
+
+    async def write(self, record: CardRecord, revision: int) -> int:
+        """Write over ``revision``, 0 for nothing, and return the new one.
+
+        Raises OtherWrote when another revision is there.
+        """
+        key = str(record.card.worker_id)
+        bucket = await self._bound()
+        try:
+            return await self._update(bucket, key, record, revision)
+        except NoStreamResponseError:
+            await self.identify()
+            return await self._update(bucket, key, record, 0)
+
+    async def _update(self, bucket: KeyValue, key: str, record: CardRecord, revision: int) -> int:
+        try:
+            return await bucket.update(key, encode_record(record), last=revision)
+        except KeyWrongLastSequenceError as error:
+            raise OtherWrote(f"key {key} is not at {revision}") from error
+
+    async def _bound(self) -> KeyValue:
+        if self._kv is None:
+            await self.identify()
+        if self._kv is None:
+            raise ConnectionError(f"no bucket {self.name}")
+        return self._kv
