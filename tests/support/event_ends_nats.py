@@ -12,6 +12,9 @@ from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
 from tests.support.event_waits import card, until_heard
 
+PATIENT_S = 30.0
+"""A busy machine needs longer for a large answer than a router would wait."""
+
 
 class NatsEnds:
     def __init__(self, worker: Client, router: Client, namespace: str) -> None:
@@ -20,7 +23,7 @@ class NatsEnds:
         self.worker, self.router, self.namespace = worker, router, namespace
         self.nats_publisher = NatsEventPublisher(worker, namespace=namespace, component="backend")
         self.server = NatsRecovery(worker, namespace=namespace, on_malformed=heard)
-        self.asker = NatsRecovery(router, namespace=namespace, on_malformed=heard)
+        self.asker = NatsRecovery(router, namespace=namespace, on_malformed=heard, answer_timeout_s=PATIENT_S)
         self.nats_subscriber = NatsEventSubscriber(
             router, self.asker, namespace=namespace, on_malformed=heard
         )

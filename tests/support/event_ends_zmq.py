@@ -9,13 +9,17 @@ from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
 from tests.support.event_waits import card, until_heard
 
 TOKEN = "a token that both ends share"
+PATIENT_S = 30.0
+"""A busy machine needs longer for a large answer than a router would wait."""
 
 
 class ZmqEnds:
     def __init__(self) -> None:
         self.malformed: list[str] = []
         self.zmq_publisher = ZmqEventPublisher("127.0.0.1", token=TOKEN, on_malformed=self.malformed.append)
-        self.zmq_subscriber = ZmqEventSubscriber(token=TOKEN, on_malformed=self.malformed.append)
+        self.zmq_subscriber = ZmqEventSubscriber(
+            token=TOKEN, on_malformed=self.malformed.append, answer_timeout_s=PATIENT_S
+        )
         self.publisher: EventPublisher = self.zmq_publisher
         self.subscriber: EventSubscriber = self.zmq_subscriber
 
