@@ -324,3 +324,35 @@ async def test_a_mistake_while_one_leg_is_cancelled_hinders_no_other(served: Acc
         await worker.streams[2].cancelled.wait()
     assert len(mistakes.seen) == 1
     unwatch()
+
+
+async def test_engines_wait_while_a_router_does_not_read() -> None:
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, write_max_bytes=2_000_000)
+    await acceptor.start()
+    worker = ScriptedWorker()
+    acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), worker)
+    peer = await RawRouter.welcomed(acceptor.port)
+    peer.send_frame(Kind.OPEN, encode_open(0, 2**31, leg()))
+    await peer.next(Kind.ACCEPTED)
+    tokens = tuple(range(100_000, 102_000))
+
+    async def produce() -> None:
+        for _ in range(2_000):
+            await worker.streams[0].put(EngineChunk(tokens))
+        await worker.streams[0].put(EngineChunk(finish=FinishReason.LENGTH))
+
+    producer = asyncio.create_task(produce())
+    n_put = -1
+    while n_put != worker.streams[0].n_put:  # until nothing moves
+        n_put = worker.streams[0].n_put
+        await asyncio.sleep(0.1)
+    assert n_put < 2_000
+    n_read, is_over = 0, False
+    while not is_over:
+        for _, token_ids, last in items_decoder.decode(await peer.next(Kind.CHUNKS)):
+            n_read += len(token_ids)
+            is_over = last is not None
+    assert n_read == 2_000 * len(tokens)
+    await producer
+    await peer.close()
+    await acceptor.close()

@@ -11,7 +11,7 @@ import uvloop
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import WorkerUnreachable
+from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
@@ -109,6 +109,25 @@ async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
         assert tried_s[5] - tried_s[4] > (tried_s[1] - tried_s[0]) / 20
         assert tried_s[5] - tried_s[0] >= 0.005 + 0.01 + 0.02 + 0.04 + 0.08
         await plane.close()
+
+
+async def test_addresses_that_nobody_uses_are_forgotten(acceptor: TcpRequestAcceptor) -> None:
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    registration = acceptor.serve(address, ScriptedWorker())
+    plane = TcpRequestPlane(token=TOKEN)
+    with pytest.raises(WorkerUnreachable):
+        await plane.open(acceptor.address_of(WorkerId(2), Epoch(1)), leg())
+    stream = await plane.open(address, leg())
+    end = plane.follow(address, lambda _: None)
+    assert plane.addresses == [address]
+    registration.leave("it was stopped")
+    with pytest.raises(StreamBroken):
+        await read_all(stream)
+    end()
+    async with asyncio.timeout(IN_TIME_S):
+        while plane.addresses:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0)
+    await plane.close()
 
 
 async def test_a_plane_can_be_closed_while_it_connects() -> None:
