@@ -20,7 +20,7 @@ from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Discovery, Gone
 from tests.support.nats_server import NatsServer
 
-LEASE_S = 1.5
+LEASE_S = 1.2
 POLL_S = 0.02
 DEADLINE_S = 60.0
 """Only a test that fails waits as long as this."""

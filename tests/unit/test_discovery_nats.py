@@ -1,0 +1,269 @@
+"""The bucket of NATS: lost, frozen, emptied, deleted, filled with what does not belong there."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import WorkerId
+from kvrouter.planes.discovery.nats import NatsDiscovery
+from kvrouter.planes.discovery.port import Gone
+from kvrouter.planes.discovery.wire import CardRecord, encode_record
+from tests.support.discovery_stores import (
+    LEASE_S,
+    Ear,
+    NatsStore,
+    card,
+    connected,
+    listen,
+    nats_store,
+    until,
+)
+from tests.support.nats_server import NatsServer
+
+
+@pytest.fixture
+async def store(shared_nats: NatsServer) -> AsyncIterator[NatsStore]:
+    """A store that no test loses."""
+    async with nats_store(None, shared_nats) as made:
+        yield made
+
+
+@pytest.fixture
+async def mortal(own_nats: NatsServer) -> AsyncIterator[NatsStore]:
+    """A store with a server of its own."""
+    async with nats_store(None, own_nats) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        ("namespace", {"namespace": "a.b"}),
+        ("namespace", {"namespace": "a>"}),
+        ("namespace", {"namespace": ""}),
+        ("lease_s", {"lease_s": 0.0}),
+        ("replicas", {"replicas": 0}),
+    ],
+)
+async def test_arguments_out_of_range_are_refused(
+    store: NatsStore, param: str, changes: dict[str, object]
+) -> None:
+    arguments = {"namespace": "space", "on_trouble": lambda *_: None, **changes}
+    with pytest.raises(ConfigError) as refused:
+        NatsDiscovery(store.client(), **arguments)  # type: ignore[arg-type]
+    assert refused.value.param == param
+
+
+# The server is away
+
+
+async def test_who_starts_while_nats_is_away_is_there_when_it_is_back(mortal: NatsStore) -> None:
+    await mortal.lose()
+    await until(lambda: not any(mortal.client().is_connected for _ in range(3)))
+    ear = await listen(mortal.end())
+    await mortal.end().publish(card())
+    assert ear.heard == [False]
+    assert [why for _, why in mortal.troubles] == ["not written: not connected to NATS"]
+    await mortal.bring_back(is_empty=True)
+    await ear.until_heard(False, True, card())
+
+
+async def test_a_server_that_answers_no_more_freezes_the_fleet(mortal: NatsStore) -> None:
+    await mortal.end().publish(card())
+    ear = await listen(mortal.end())
+    mortal.server.pause()
+    await ear.until_heard(card(), False)
+    await asyncio.sleep(LEASE_S)
+    mortal.server.resume()
+    await ear.until(lambda: ear.heard[-1] is True)
+    assert ear.losses == []
+
+
+async def test_a_server_that_restarts_at_once_takes_nobody_away(mortal: NatsStore) -> None:
+    worker = mortal.end()
+    await worker.publish(card())
+    ear = await listen(mortal.end())
+    await asyncio.to_thread(mortal.server.restart)
+    await until(lambda: all(mortal.client().is_connected for _ in range(3)))
+    await worker.publish(card(draining=True))
+    await ear.until(lambda: card(draining=True) in ear.heard)
+    assert ear.losses == []
+
+
+# The bucket is not what it was
+
+
+async def quiet_lease(ear: Ear, worker: NatsDiscovery) -> None:
+    """More than a lease passes, and nobody vanishes; then an update is heard."""
+    await asyncio.sleep(1.3 * LEASE_S)
+    await worker.publish(card(draining=True))
+    await ear.until(lambda: card(draining=True) in ear.heard)
+    assert ear.losses == []
+
+
+async def test_a_bucket_that_somebody_deleted_is_made_and_filled_again(store: NatsStore) -> None:
+    worker = store.end()
+    await worker.publish(card())
+    ear = await listen(store.end())
+    await store.client().jetstream().delete_key_value(store.bucket)
+    await quiet_lease(ear, worker)
+
+
+async def test_a_bucket_that_somebody_emptied_is_filled_again(store: NatsStore) -> None:
+    worker = store.end()
+    await worker.publish(card())
+    ear = await listen(store.end())
+    await store.client().jetstream().purge_stream(f"KV_{store.bucket}")
+    await quiet_lease(ear, worker)
+
+
+async def test_a_deleted_key_is_a_goodbye_until_the_worker_renews(store: NatsStore) -> None:
+    await store.end().publish(card())
+    ear = await listen(store.end())
+    bucket = await store.client().jetstream().key_value(store.bucket)
+    await bucket.delete("1")
+    await ear.until_heard(card(), (1, 9, Gone.WITHDRAWN), card())
+
+
+async def test_a_bucket_that_repeats_nothing_is_none_of_ours(store: NatsStore) -> None:
+    await store.client().jetstream().create_key_value(bucket=store.bucket)
+    ear = await listen(store.end())
+    assert ear.heard == [False]
+    await store.client().jetstream().delete_key_value(store.bucket)
+    await ear.until_heard(False, True)
+
+
+async def test_what_is_no_card_is_told_once_and_ignored(store: NatsStore) -> None:
+    worker = store.end()
+    await worker.publish(card())
+    ear = await listen(store.end())
+    bucket = await store.client().jetstream().key_value(store.bucket)
+    for _ in range(3):
+        await bucket.put("notes", b"hello")
+        await bucket.put("2", b"{")
+        await bucket.put("3", encode_record(CardRecord(card(1), LEASE_S)))
+    forged = encode_record(CardRecord(card(5), LEASE_S))
+    await store.client().publish(f"kvrouter.{store.namespace}.discovery.card.5", forged)
+    await store.client().flush()
+    await worker.publish(card(4))
+    await ear.until_heard(card(), card(4))
+    assert len(store.troubles) == 3
+    late = await listen(store.end())
+    assert late.heard == [card(), card(4)]
+
+
+async def test_a_worker_takes_its_key_back_from_what_is_no_card(store: NatsStore) -> None:
+    ear = await listen(store.end())
+    bucket = await store.client().jetstream().key_value(store.bucket)
+    await bucket.put("1", b"{")
+    await store.end().publish(card())
+    await ear.until_heard(card())
+
+
+# Leases
+
+
+async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: NatsStore) -> None:
+    lives, dies, watcher = store.end(), store.end(), store.end()
+    await lives.publish(card(1))
+    await dies.publish(card(2))
+    ear = await listen(watcher)
+    for watch in watcher._watches:
+        assert watch._listening is not None
+        await watch._listening.unsubscribe()
+    await dies.close()
+    await ear.until(lambda: bool(ear.losses))
+    assert ear.losses == [(2, 9, Gone.EXPIRED)]
+
+
+async def test_a_dead_worker_is_no_news_to_who_comes_later(store: NatsStore) -> None:
+    dies = store.end()
+    await dies.publish(card())
+    ear = await listen(store.end())
+    await dies.close()
+    await ear.until_heard(card(), (1, 9, Gone.EXPIRED))
+    bucket = await store.client().jetstream().key_value(store.bucket)
+    async with asyncio.timeout(60.0):
+        while (await bucket.status()).values:  # noqa: ASYNC110 - a server forgets without a word
+            await asyncio.sleep(0.05)
+    late = await listen(store.end())
+    assert late.heard == []
+
+
+async def test_many_workers_that_die_at_once_all_expire(store: NatsStore) -> None:
+    dies = store.end()
+    for number in range(300):
+        await dies.publish(card(number))
+    ear = await listen(store.end())
+    await dies.close()
+    await ear.until(lambda: len(ear.losses) == 300)
+    assert set(ear.losses) == {(number, 9, Gone.EXPIRED) for number in range(300)}
+
+
+async def test_of_many_that_start_at_once_exactly_one_keeps_the_key(store: NatsStore) -> None:
+    ends = [store.end() for _ in range(8)]
+    ear = await listen(store.end())
+    await asyncio.gather(*(end.publish(card(1, number)) for number, end in enumerate(ends)))
+    await until(lambda: sum(bool(end._held) for end in ends) == 1)
+    (held,) = [held.record.card for end in ends for held in end._held.values()]
+    await ear.until(lambda: ear.heard[-1] == held)
+    late = await listen(store.end())
+    assert late.heard == [held]
+
+
+async def test_withdrawing_while_nats_is_away_is_told(mortal: NatsStore) -> None:
+    worker = mortal.end()
+    await worker.publish(card())
+    ear = await listen(mortal.end())
+    await mortal.lose()
+    await ear.until_heard(card(), False)
+    await until(lambda: not any(mortal.client().is_connected for _ in range(3)))
+    mortal.troubles.clear()
+    await worker.withdraw(WorkerId(1), card().incarnation)
+    assert mortal.troubles == [("worker 1", "not withdrawn: not connected to NATS")]
+    await mortal.bring_back(is_empty=False)
+    await ear.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
+
+
+WORKER = """
+import asyncio, sys
+import nats
+from kvrouter.planes.discovery.nats import NatsDiscovery
+from tests.support.discovery_stores import LEASE_S, card
+
+async def live():
+    client = await nats.connect(sys.argv[1])
+    end = NatsDiscovery(client, namespace=sys.argv[2], on_trouble=lambda *_: None, lease_s=LEASE_S)
+    await end.publish(card())
+    await asyncio.Event().wait()
+
+asyncio.run(live())
+"""
+
+
+async def test_a_worker_that_is_killed_expires(store: NatsStore) -> None:
+    ear = await listen(store.end())
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORKER, store.server.url, store.namespace
+    )
+    try:
+        await ear.until_heard(card())
+        worker.send_signal(signal.SIGKILL)
+        await ear.until_heard(card(), (1, 9, Gone.EXPIRED))
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+        await worker.wait()
+
+
+async def test_a_connection_that_is_closed_is_a_lost_store(store: NatsStore) -> None:
+    async with connected(store.server) as client:
+        end = NatsDiscovery(client, namespace=store.namespace, on_trouble=lambda *_: None, lease_s=LEASE_S)
+        ear = await listen(end)
+        await client.close()
+        await ear.until_heard(False)
+        await end.close()
