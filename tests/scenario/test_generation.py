@@ -385,3 +385,45 @@ async def test_a_new_incarnation_that_cannot_be_used_ends_the_old_one_too() -> N
     assert len(bench.model.fleet) == 0
     bench.discovery.put(card(1, incarnation=3))
     assert len(bench.model.fleet) == 1
+
+
+async def test_what_prefill_had_cached_is_told_although_it_arrives_after_the_last_token() -> None:
+    """Two workers, two connections: the prefill leg said its last word first, and it may come last."""
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", bootstrap=True, enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
+    )
+    async with bench.service.generate(generate_request(max_tokens=2)) as generation:
+        reading = asyncio.create_task(anext(generation))
+        prefill, decode = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
+        decode.tokens(1)
+        assert (await reading).token_ids == (1,)
+        last = asyncio.create_task(anext(generation))
+        decode.tokens(2, finish=FinishReason.LENGTH)
+        await asyncio.sleep(0)
+        prefill.tokens(1, finish=FinishReason.LENGTH, cached=48)
+        assert (await last).token_ids == (2,)
+        assert generation.usage.cached_tokens == 48
+        assert prefill.cancelled_for is None
+    assert bench.booked() == 0
+
+
+async def test_an_answer_does_not_wait_for_ever_for_a_prefill_leg_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvrouter.service.generation.PREFILL_LAST_WORD_S", 0.01)
+    plane = ScriptedPlane(
+        lambda stream: (
+            stream.tokens(1, finish=FinishReason.STOP) if stream.request.leg is Leg.DECODE else None
+        )
+    )
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", bootstrap=True, enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
+    )
+    assert await read_all(bench) == [1]
+    assert (await plane.wait_for(Leg.PREFILL)).cancelled_for is not None
+    assert bench.booked() == 0

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import random
 import re
 import signal
+import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
@@ -223,3 +225,17 @@ async def eventually(check: Any, *, limit_s: float = 60.0) -> None:
     while not await check():
         assert loop.time() < until_s, "it did not come true"
         await asyncio.sleep(0.05)
+
+
+def free_ports(n: int = 2) -> int:
+    """The first of ``n`` ports in a row that are free now, below those that the kernel hands out."""
+    for _ in range(100):
+        first = random.randrange(12_000, 19_000)
+        try:
+            for port in range(first, first + n):
+                with socket.socket() as sock:
+                    sock.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")

@@ -8,13 +8,16 @@ from kvrouter.config.tree import SETTINGS, Settings
 def environment_of(settings: Settings, *sections: str) -> dict[str, str]:
     """Return the variables that make a process run with ``sections`` of ``settings``.
 
-    Settings that are unset have no variable.
+    What nobody set has no variable: that process has the same defaults, and the same fleet file.
     """
     environ: dict[str, str] = {}
     for spec in SETTINGS:
         if spec.section not in sections:
             continue
-        value = getattr(getattr(settings, spec.section), spec.name)
+        section = getattr(settings, spec.section)
+        if spec.name not in section.model_fields_set:
+            continue
+        value = getattr(section, spec.name)
         if isinstance(value, SecretStr):
             environ[spec.variable] = value.get_secret_value()
         elif isinstance(value, bool):

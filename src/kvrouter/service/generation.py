@@ -59,6 +59,9 @@ FINISHED = "finished"
 ANSWERED = "answered"
 """Reasons to close that are no failure: the engine's last chunk, or a stop string of the client's."""
 
+PREFILL_LAST_WORD_S = 0.25
+"""How long an answer's end waits for its prefill leg's: they come over two connections."""
+
 
 class Generation:
     """The answer to one request, as an async iterator of chunks; use it as a context manager.
@@ -83,6 +86,8 @@ class Generation:
         self.error: KvrouterError | None = None
         self.finish: FinishReason | None = None
         self.cached_tokens = 0
+        self._first_attempt: Attempt | None = None
+        """The attempt that brought the first token."""
         self._loop = asyncio.get_running_loop()
         self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
         self._journey = Journey(request.sampling, redispatches_max=redispatches_max)
@@ -160,8 +165,22 @@ class Generation:
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
                 await self._lose(attempt, chunk.error or "the engine cancelled the request")
                 continue
+            if chunk.finish is not None and not await self._heard_prefill(attempt):
+                continue
             self._take(attempt, chunk)
             return chunk
+
+    async def _heard_prefill(self, attempt: Attempt) -> bool:
+        """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
+
+        False when the request ended meanwhile.
+        """
+        task = attempt.prefill_task
+        if task is not None and not task.done():
+            await asyncio.wait((task,), timeout=PREFILL_LAST_WORD_S)
+            if task.done():
+                attempt.prefill = None  # nothing of it is left to be cancelled
+        return self._attempt is attempt
 
     async def _begin(self) -> None:
         """Place the request, once; a request that has ended stays ended."""
@@ -210,7 +229,7 @@ class Generation:
     def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
         """Note what a chunk of the last leg brings."""
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
-            self._note_cached(chunk.cached_tokens)
+            self._note_cached(attempt, chunk.cached_tokens)
         if chunk.token_ids:
             now_s = self._watch.heard_s = time.monotonic()
             if self._journey.state is State.DECODING:
@@ -249,12 +268,11 @@ class Generation:
             blocks, self._tail_tokens = divmod(self._tail_tokens, block_size)
             self._placer.output_blocks(attempt.placement, blocks)
 
-    def _note_cached(self, cached_tokens: int) -> None:
+    def _note_cached(self, attempt: Attempt, cached_tokens: int) -> None:
         """The engine's own count of what it had cached; the client's usage shows that of its first token."""
-        if not self._journey.generated:
+        if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens = cached_tokens
-        if self._attempt is not None:
-            self._placer.note_cached_tokens(self._attempt.placement, cached_tokens)
+        self._placer.note_cached_tokens(attempt.placement, cached_tokens)
 
     # Doing what the journey says
 
@@ -340,7 +358,7 @@ class Generation:
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
                 raise StreamBroken(chunk.error or "the engine cancelled the prefill")
             if chunk.cached_tokens is not None and self._attempt is attempt:
-                self._note_cached(chunk.cached_tokens)
+                self._note_cached(attempt, chunk.cached_tokens)
             if chunk.kv_transfer_params is not None:
                 params = chunk.kv_transfer_params
             if chunk.finish is not None:
@@ -396,6 +414,8 @@ class Generation:
         if self.times.first_token_s is None:
             self.times.first_token_s = time.monotonic()
         attempt = self._held()
+        if self._first_attempt is None:
+            self._first_attempt = attempt
         if attempt.prefill_task is None or attempt.prefill_task.done():
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
         self._placer.first_token(attempt.placement)
