@@ -122,6 +122,7 @@ BAD_FRAMES = {
     "a stream twice": frame(Kind.OPEN, encode_open(5, 9, leg("a"))) * 2,
     "an older stream": b"".join(frame(Kind.OPEN, encode_open(n, 9, leg(str(n)))) for n in (5, 4)),
     "credit of garbage": frame(Kind.CREDIT, b"\x93"),
+    "nested without end": frame(Kind.OPEN, b"\x93\x07\x07" + b"\x91" * 100_000),
     "negative credit": frame(Kind.CREDIT, msgspec.msgpack.encode([[0, -5]])),
     "a cancel without a reason": frame(Kind.CANCEL, msgspec.msgpack.encode([0])),
     "oversized": HEADER.pack(2**32 - 1, Kind.OPEN),
@@ -237,6 +238,14 @@ async def test_a_frame_before_the_welcome_is_refused() -> None:
 BAD_ANSWERS = {
     "garbage": frame(Kind.CHUNKS, b"\xc1"),
     "a token that is none": frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, [-1], None]])),
+    "a last chunk without credit": frame(
+        Kind.CHUNKS,
+        msgspec.msgpack.encode([[0, [], EngineChunk(tuple(range(17)), finish=FinishReason.STOP)]]),
+    ),
+    "nested without end": frame(
+        Kind.CHUNKS,
+        b"\x91\x93\x00\x90\x81\xb2kv_transfer_params\x81\xa1x" + b"\x91" * 100_000,
+    ),
     "tokens without end": frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, list(range(17)), None]])),
     "oversized": HEADER.pack(2**31, Kind.CHUNKS),
     "a frame of the other side": frame(Kind.OPEN, encode_open(0, 9, leg())),

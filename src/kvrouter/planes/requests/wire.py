@@ -76,7 +76,7 @@ def decode_request(frame: bytes | memoryview) -> EngineRequest:
     """Return the request in ``frame``; raise ProtocolError."""
     try:
         return _request.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("request", error) from error
 
 
@@ -89,7 +89,7 @@ def decode_chunk(frame: bytes | memoryview) -> EngineChunk:
     """Return the chunk in ``frame``; raise ProtocolError."""
     try:
         return _chunk.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("chunk", error) from error
 
 
@@ -102,7 +102,7 @@ def decode_refusal(frame: bytes | memoryview) -> Refusal:
     """Return the refusal in ``frame``; raise ProtocolError."""
     try:
         return _refusal.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("refusal", error) from error
 
 

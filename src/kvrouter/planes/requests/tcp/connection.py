@@ -212,8 +212,10 @@ class Connection(asyncio.Protocol):
         if (self._silent_beats - 1) * self.heartbeat_s >= self._dead_after_s:
             self.abort(f"nothing was heard for {self._dead_after_s:g} s")
             return
-        if self._opening is None and (self._silent_beats > 1 or not self._has_sent):
+        if self._opening is None and self._silent_beats > 1:
             self.send(Kind.PING)
+        elif self._opening is None and not self._has_sent:
+            self.send(Kind.PONG)  # a sign of life, so that the other end need not ask
         self._has_sent = False
         self._timer = self.loop.call_later(self.heartbeat_s, self._beat)
         self.beat()

@@ -53,7 +53,14 @@ class Link:
         if self._attempt is None:
             self._attempt = asyncio.create_task(self._try())
             self._attempt.add_done_callback(self._tried)
-        return await asyncio.shield(self._attempt)
+        attempt = self._attempt
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if attempt.cancelled() and (task is None or not task.cancelling()):
+                raise WorkerUnreachable("the plane was closed") from None
+            raise
 
     def follow(self, sink: AliveSink) -> Callable[[], None]:
         """Keep the connection for ``sink``; return the function that ends it."""

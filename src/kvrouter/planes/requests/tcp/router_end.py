@@ -5,8 +5,6 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
@@ -160,21 +158,17 @@ class RouterEnd(Connection):
     # What the worker says
 
     def _on_chunks(self, body: bytes) -> None:
-        try:
-            items = items_decoder.decode(body)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise ProtocolError(f"chunks: {error}", param="chunks") from error
         streams = self._streams
-        for stream_id, token_ids, chunk in items:
+        for stream_id, token_ids, chunk in decode(items_decoder, body, "chunks"):
             stream = streams.get(stream_id)
             if stream is None:  # cancelled here while its tokens were on their way
                 continue
             if chunk is None:
                 stream.push(EngineChunk(token_ids))
             else:
+                stream.push(chunk)
                 if chunk.finish is not None:
                     del streams[stream_id]
-                stream.push(chunk)
 
     def _on_accepted(self, body: bytes) -> None:
         stream = self._streams.get(decode(number_decoder, body, "accepted"))

@@ -1,0 +1,109 @@
+"""Whatever bytes come over a request plane are read or refused, and what was sent is read as it was."""
+
+from array import array
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
+from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.wire import (
+    decode_chunk,
+    decode_refusal,
+    decode_request,
+    encode_chunk,
+    encode_refusal,
+    encode_request,
+    error_of,
+    refusal_of,
+)
+
+READERS = [decode_request, decode_chunk, decode_refusal]
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=8)
+opaque = st.none() | st.dictionaries(
+    st.text(max_size=5), st.integers(-(2**31), 2**31) | st.binary(max_size=5) | st.lists(st.text(max_size=3))
+)
+requests = st.builds(
+    EngineRequest,
+    request_id=st.text(max_size=9).map(RequestId),
+    attempt=st.integers(0, 9),
+    leg=st.sampled_from(Leg),
+    model=st.text(max_size=9).map(ModelName),
+    token_ids=tokens.map(lambda ids: array("I", ids)),
+    sampling=st.builds(Sampling, max_tokens=st.integers(0, 10**6), seed=st.none() | st.integers(0, 2**63)),
+    dp_rank=st.integers(0, 99).map(DpRank),
+    resumed_tokens=st.integers(0, 99),
+    bootstrap=st.none() | st.builds(Bootstrap, st.text(max_size=9), st.integers(0, 65535), st.integers(0)),
+    kv_transfer_params=opaque,
+    prefill_worker_id=st.none() | st.integers(0, 2**63 - 1).map(WorkerId),
+    lora_name=st.none() | st.text(max_size=5),
+    cache_namespace=st.none() | st.text(max_size=5),
+)
+chunks = st.builds(
+    EngineChunk,
+    token_ids=tokens.map(tuple),
+    finish=st.none() | st.sampled_from(FinishReason),
+    cached_tokens=st.none() | st.integers(0, 10**6),
+    kv_transfer_params=opaque,
+    error=st.none() | st.text(max_size=9),
+)
+
+
+@given(requests)
+def test_a_request_is_read_as_it_was_sent(request: EngineRequest) -> None:
+    assert decode_request(encode_request(request)) == request
+
+
+@given(chunks)
+def test_a_chunk_is_read_as_it_was_sent(chunk: EngineChunk) -> None:
+    assert decode_chunk(encode_chunk(chunk)) == chunk
+
+
+@given(
+    kind=st.sampled_from([WorkerUnreachable, WorkerFull, StreamBroken, ProtocolError]),
+    message=st.text(),
+    param=st.none() | st.text(),
+)
+def test_an_error_is_raised_as_it_was(kind: type[KvrouterError], message: str, param: str | None) -> None:
+    error = error_of(decode_refusal(encode_refusal(refusal_of(kind(message, param=param)))))
+    assert (type(error), error.message, error.param) == (kind, message, param)
+
+
+def test_a_mistake_travels_as_a_worker_that_did_not_take_the_request() -> None:
+    error = error_of(refusal_of(ZeroDivisionError("division by zero")))
+    assert type(error) is WorkerUnreachable
+    assert "ZeroDivisionError: division by zero" in error.message
+
+
+@pytest.mark.parametrize("read", READERS)
+@given(data=st.binary(max_size=200) | requests.map(encode_request) | chunks.map(encode_chunk), cut=st.data())
+def test_any_bytes_are_read_or_refused(read: object, data: bytes, cut: st.DataObject) -> None:
+    assert callable(read)
+    at = cut.draw(st.integers(0, len(data)))
+    for frame in (data, data[:at], data[:at] + b"\xc1" + data[at:], data[:at] + b"\x91" + data[at + 1 :]):
+        with suppress(ProtocolError):
+            read(frame)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_nesting_without_end_is_refused(read: object) -> None:
+    assert callable(read)
+    for opening in (b"\x81\xa1x", b"\x81\xb2kv_transfer_params\x81\xa1x"):
+        with pytest.raises(ProtocolError):
+            read(opening + b"\x91" * 100_000)
+
+
+def test_token_ids_of_a_wrong_length_are_refused_by_name() -> None:
+    broken = msgspec.msgpack.decode(
+        encode_request(
+            EngineRequest(RequestId("x"), 0, Leg.DECODE, ModelName("m"), array("I", [1]), Sampling(1))
+        )
+    )
+    with pytest.raises(ProtocolError, match="token_ids"):
+        decode_request(msgspec.msgpack.encode({**broken, "token_ids": b"12345"}))
