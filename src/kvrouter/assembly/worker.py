@@ -1,5 +1,6 @@
 """``kvrouter worker mock``: one mock engine as a process of its own."""
 
+import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
@@ -37,6 +38,9 @@ from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 logger = logging.getLogger("kvrouter.worker")
+
+FETCHED_LOOK_S = 0.05
+"""How often a worker that drains looks whether its KV was fetched."""
 
 WORKER_IDS = 2**53
 """Ids that are drawn stay below this: JSON readers that take numbers for floats keep them exact."""
@@ -92,10 +96,30 @@ class MockWorkerSpec:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RunningWorker:
+    """A worker that serves, and the cluster that its engine runs in."""
+
+    worker: Worker
+    cluster: MockCluster
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take no new legs; wait up to ``limit_s`` seconds for those that run, and for KV that decode workers
+        have not fetched yet. Returns whether nothing was left.
+        """
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + limit_s
+        await self.worker.begin_drain()
+        is_idle = await self.worker.wait_idle(limit_s)
+        while is_idle and not self.cluster.idle and loop.time() < until_s:
+            await asyncio.sleep(FETCHED_LOOK_S)
+        return is_idle and self.cluster.idle
+
+
 @asynccontextmanager
 async def mock_worker(
     settings: Settings, spec: MockWorkerSpec, environ: Mapping[str, str]
-) -> AsyncIterator[Worker]:
+) -> AsyncIterator[RunningWorker]:
     """Run the worker on this event loop: inside, it serves.
 
     Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
@@ -150,7 +174,7 @@ async def mock_worker(
             await worker.start()
             try:
                 async with _engine_door(settings, spec, worker):
-                    yield worker
+                    yield RunningWorker(worker, cluster)
             finally:
                 await worker.stop()
     finally:
@@ -197,12 +221,13 @@ async def _serve(
         role=spec.group.role.value,
     )
     with told_to_stop() as stopping:
-        async with mock_worker(settings, spec, environ) as worker:
+        async with mock_worker(settings, spec, environ) as running:
+            worker = running.worker
             settle_memory()
             log_event(logger, Event.READY, worker=str(spec.worker_id), address=worker.card.address)
             await stopping.wait()
             log_event(logger, Event.DRAIN, worker=str(spec.worker_id), running_requests=worker.running_legs)
-            await worker.drain(drain_limit_s)
+            await running.drain(drain_limit_s)
             log_event(logger, Event.STOP, worker=str(spec.worker_id))
     return 0
 

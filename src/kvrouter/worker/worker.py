@@ -131,9 +131,13 @@ class Worker:
         Returns whether every leg had ended; those that had not were cut off.
         """
         await self.begin_drain()
-        is_idle = self._registration is None or await self._registration.wait_idle(limit_s)
+        is_idle = await self.wait_idle(limit_s)
         await self.stop()
         return is_idle
+
+    async def wait_idle(self, limit_s: float) -> bool:
+        """Wait until no leg runs here, or ``limit_s`` seconds; return whether none does."""
+        return self._registration is None or await self._registration.wait_idle(limit_s)
 
     async def stop(self) -> None:
         """Say goodbye, then stop serving. Idempotent."""
