@@ -237,7 +237,7 @@ class NatsRequestAcceptor:
     ) -> None:
         self._client = client
         self._namespace = namespace_name(namespace)
-        self._proof = proof_of(token, namespace)
+        self._proof = proof_of(token, self._namespace)
         self._dead_after_s = dead_after_s
         self._on_refused = on_refused
         self._post = Post(client, self._proof)

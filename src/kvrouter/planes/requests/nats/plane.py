@@ -228,7 +228,7 @@ class NatsRequestPlane:
     ) -> None:
         self._client = client
         self._namespace = namespace_name(namespace)
-        self._proof = proof_of(token, namespace)
+        self._proof = proof_of(token, self._namespace)
         self._open_timeout_s = open_timeout_s
         self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
         self._dead_after_s = dead_after_s

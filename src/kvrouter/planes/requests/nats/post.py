@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import msgspec
 from nats.aio.client import Client
-from nats.errors import Error as NatsError
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.planes.requests.nats.frames import (
@@ -102,7 +101,7 @@ class Post:
         message = encode_message(self._proof, box.speaker, [raw for raw, _ in frames])
         try:
             await self._client.publish(box.subject, message, reply=box.replies_to)
-        except (NatsError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - one message that the client fails on keeps no other back
             for _, on_unsent in frames:
                 if on_unsent is not None:
                     on_unsent(f"NATS: {type(error).__name__}: {error}")
