@@ -111,7 +111,9 @@ class RunningWorker:
         until_s = loop.time() + limit_s
         await self.worker.begin_drain()
         is_idle = await self.worker.wait_idle(limit_s)
-        while is_idle and not self.cluster.idle and loop.time() < until_s:
+        while is_idle and not self.cluster.idle:
+            if loop.time() > until_s:
+                break
             await asyncio.sleep(FETCHED_LOOK_S)
         return is_idle and self.cluster.idle
 
