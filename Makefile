@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
 
-.PHONY: help setup serve test test-nightly lint types format bench bench-peers replay-sample docs docs-check clean
+.PHONY: help setup serve test test-nightly lint types format bench bench-peers bench-recovery replay-sample docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench: setup ## Our own figures
 
 bench-peers: setup ## Our figures beside the peers', in one run, with ratios
 	$(BIN)/python -m benchmarks.peers
+
+bench-recovery: setup ## How long a router that starts needs to know a million blocks, lane by lane
+	$(BIN)/python -m benchmarks.recovery
 
 replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per router mode
 	$(BIN)/python -m benchmarks.replay_sample

@@ -32,6 +32,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, Slot, WorkerId,
 from kvrouter.core.workers import EventSource, Role, WorkerCard
 from kvrouter.feed.words import FeedState
 from kvrouter.index.native import BlockIndex
+from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.planes.events.nats import NatsEventPublisher, NatsEventSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoveryServer, RecoverySource
@@ -40,7 +41,7 @@ from kvrouter.service.event_pump import EventPump
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 
-LANES = ("zmq", "zmq with a token", "nats")
+LANES = ("zmq", "zmq with a token", "nats", "jetstream")
 RANKS = 64
 SHAPES = {8: 40_000, 256: 8_000}
 """Blocks that a batch stores → how many batches a round takes."""
@@ -50,11 +51,14 @@ UNDER_WAY_MAX = 1_000
 ACK_EVERY = 250
 ROUNDS = 3
 EPOCH = Epoch(1)
-TOKEN = secrets.token_hex(16)
 MODEL = ModelName("m")
 
 
 class Closable(EventPublisher, Protocol):
+    async def close(self) -> None: ...
+
+
+class ClosableSubscriber(EventSubscriber, Protocol):
     async def close(self) -> None: ...
 
 
@@ -96,8 +100,13 @@ async def publisher_of(lane: str, url: str, token: str) -> AsyncIterator[tuple[C
         await plane.close()
         return
     client = await nats.connect(url)
-    publisher = NatsEventPublisher(client, namespace="bench", component="backend")
-    yield publisher, NatsRecovery(client, namespace="bench", on_malformed=fail)
+    recovery = NatsRecovery(client, namespace=token, on_malformed=fail)
+    publisher: Closable
+    if lane == "jetstream":
+        publisher = JetStreamPublisher(client, namespace=token, component="backend")
+    else:
+        publisher = NatsEventPublisher(client, namespace=token, component="backend")
+    yield publisher, recovery
     await publisher.close()
     await client.close()
 
@@ -136,25 +145,30 @@ async def _publish(lane: str, url: str, token: str, n_blocks: int, pipe: Connect
 
 
 @asynccontextmanager
-async def subscriber_of(lane: str, url: str) -> AsyncIterator[EventSubscriber]:
+async def subscriber_of(lane: str, url: str, token: str) -> AsyncIterator[EventSubscriber]:
     if lane.startswith("zmq"):
-        plane = ZmqEventSubscriber(token=TOKEN if "token" in lane else None, on_malformed=fail)
+        plane = ZmqEventSubscriber(token=token if "token" in lane else None, on_malformed=fail)
         yield plane
         await plane.close()
         return
     client = await nats.connect(url)
-    recovery = NatsRecovery(client, namespace="bench", on_malformed=fail)
-    subscriber = NatsEventSubscriber(client, recovery, namespace="bench", on_malformed=fail)
-    await subscriber.start()
+    recovery = NatsRecovery(client, namespace=token, on_malformed=fail)
+    subscriber: ClosableSubscriber
+    if lane == "jetstream":
+        subscriber = JetStreamSubscriber(client, recovery, namespace=token, replica_name="bench")
+    else:
+        heard = NatsEventSubscriber(client, recovery, namespace=token, on_malformed=fail)
+        await heard.start()
+        subscriber = heard
     yield subscriber
     await subscriber.close()
     await client.close()
 
 
-async def take(lane: str, url: str, n_batches: int, pipe: Connection) -> tuple[float, float]:
+async def take(lane: str, url: str, token: str, n_batches: int, pipe: Connection) -> tuple[float, float]:
     """Take ``n_batches`` batches; return seconds of processor time and of the clock."""
     source: EventSource = await asyncio.to_thread(pipe.recv)
-    async with subscriber_of(lane, url) as subscriber:
+    async with subscriber_of(lane, url, token) as subscriber:
         pump = EventPump(BlockIndex(), subscriber, ModelObserved(Telemetry(), MODEL))
         heard: set[WorkerRank] = set()
         done = asyncio.Event()
@@ -166,10 +180,10 @@ async def take(lane: str, url: str, n_batches: int, pipe: Connection) -> tuple[f
             if not batch.events:
                 heard.add(batch.rank)
                 return
-            taken += 1
-            if taken % ACK_EVERY == 0:
-                pipe.send(ACK_EVERY)
-            if taken == n_batches:
+            before, taken = taken, taken + len(batch.events) // 2  # a lane may merge batches
+            if taken // ACK_EVERY > before // ACK_EVERY:
+                pipe.send(ACK_EVERY * (taken // ACK_EVERY - before // ACK_EVERY))
+            if taken >= n_batches:
                 done.set()
 
         subscriber.subscribe(on_batch, lambda _report: None)
@@ -206,11 +220,11 @@ def fail(why: str) -> None:
 
 
 @contextmanager
-def nats_server() -> Iterator[str]:
+def nats_server(*options: str) -> Iterator[str]:
     """A server of our own on a free port; its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [nats_server_path(), "-a", "127.0.0.1", "-p", str(port)]
+    command = [nats_server_path(), "-a", "127.0.0.1", "-p", str(port), *options]
     with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
             _until_open(port, server.poll)
@@ -234,10 +248,11 @@ def measure(lane: str, url: str, n_blocks: int) -> tuple[float, float]:
     """One round; µs of processor time and of the clock for one batch."""
     spawn = get_context("spawn")
     here, there = spawn.Pipe()
-    worker = spawn.Process(target=publish, args=(lane, url, TOKEN, n_blocks, there), daemon=True)
+    token = secrets.token_hex(16)  # also a namespace that no other round had
+    worker = spawn.Process(target=publish, args=(lane, url, token, n_blocks, there), daemon=True)
     worker.start()
     try:
-        cpu_s, clock_s = asyncio.run(take(lane, url, SHAPES[n_blocks], here))
+        cpu_s, clock_s = asyncio.run(take(lane, url, token, SHAPES[n_blocks], here))
     finally:
         here.send(None)
         worker.join(10.0)
@@ -254,7 +269,7 @@ def main(lanes: tuple[str, ...]) -> None:
     load_average = os.getloadavg()
     console = open_console()
     lines: list[Line] = []
-    with nats_server() as url:
+    with tempfile.TemporaryDirectory() as store, nats_server("-js", "-sd", store) as url:
         for lane in lanes or LANES:
             for n_blocks in SHAPES:
                 with console.status(f"{lane}, {n_blocks} blocks"):

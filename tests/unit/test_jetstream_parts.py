@@ -10,6 +10,7 @@ from kvrouter.core.events import Cleared, KvBatch, Removed
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.planes.events.jetstream import replay as replay_module
 from kvrouter.planes.events.jetstream.delivery import _place
+from kvrouter.planes.events.jetstream.drops import Drops
 from kvrouter.planes.events.jetstream.publisher import merged
 from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
 from kvrouter.planes.events.jetstream.words import LaneNames
@@ -190,3 +191,19 @@ async def test_a_cancelled_replay_hands_over_nothing(monkeypatch: pytest.MonkeyP
     bench.replay.cancel()
     delivery.on_message(b"5", 5, 0)
     assert (bench.handed, bench.ended) == ([], [])
+
+
+async def test_drops_are_told_at_once_and_then_together() -> None:
+    told: list[tuple[int, str]] = []
+    drops = Drops(lambda n_batches, why: told.append((n_batches, why)), every_s=0.01)
+    drops.add(1, "full")
+    assert told == [(1, "full")]
+    drops.add(2, "full")
+    drops.add(1, "too large")
+    assert len(told) == 1
+    await eventually(lambda: len(told) == 2)
+    assert told[1] == (3, "too large")
+    drops.add(4, "the end")
+    drops.close()
+    drops.close()
+    assert told[2:] == [(4, "the end")]

@@ -13,6 +13,7 @@ from nats.js import api
 from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.planes.events.jetstream.drops import Drops
 from kvrouter.planes.events.jetstream.stream import EventStream
 from kvrouter.planes.events.jetstream.words import (
     CLIENT_ERRORS,
@@ -84,6 +85,8 @@ class JetStreamPublisher:
         self._names = LaneNames(namespace, component)
         self._stream = EventStream(client.jetstream(), self._names, limits or StreamLimits())
         self._observer = observer or Unobserved()
+        self._drops = Drops(self._observer.dropped)
+        self._refusal = ""
         self._queue_batches_max = queue_batches_max
         self._in_flight_max = in_flight_max
         self._merged_events_max = merged_events_max
@@ -119,7 +122,7 @@ class JetStreamPublisher:
         if self._is_closed:
             return
         if self._n_waiting >= self._queue_batches_max:
-            self._observer.dropped(1, "the queue to NATS is full")
+            self._drops.add(1, "the queue to NATS is full")
             return
         self._waiting.setdefault(batch.rank, []).append(batch)
         self._n_waiting += 1
@@ -139,7 +142,8 @@ class JetStreamPublisher:
                 await self._idle.wait()
         except TimeoutError:
             n_left = self._n_waiting + len(self._window)
-            self._observer.dropped(n_left, "the worker ends before NATS took them")
+            self._drops.add(n_left, "the worker ends before NATS took them")
+        self._drops.close()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -174,7 +178,7 @@ class JetStreamPublisher:
         for batch in merged(batches, events_max=self._merged_events_max):
             for payload, _ in encode_parts(batch, max_bytes=max_bytes):
                 if len(payload) > max_bytes:
-                    self._observer.dropped(1, f"an event of {len(payload)} bytes is too large for NATS")
+                    self._drops.add(1, f"an event of {len(payload)} bytes is too large for NATS")
                     continue
                 self._n_sent += 1
                 taken.append((self._n_sent, _Sent(subject, payload, now_s)))
@@ -250,7 +254,7 @@ class JetStreamPublisher:
         for number, sent in list(self._window.items()):
             if sent.tries >= TRIES_MAX:
                 del self._window[number]
-                self._observer.dropped(1, "NATS did not acknowledge it")
+                self._drops.add(1, self._refusal or "NATS did not acknowledge it")
                 continue
             sent.tries += 1
             sent.sent_s = now_s
@@ -268,7 +272,7 @@ class JetStreamPublisher:
             self._observer.refused(f"acknowledgement: {error}")
             return
         if ack.error is not None:
-            self._observer.disturbed(self._names.component, f"publishing: {ack.error.description}")
+            self._refusal = ack.error.description
             return  # it is sent again
         if self._window.pop(int(number), None) is not None:
             self._wake.set()
