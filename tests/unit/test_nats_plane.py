@@ -223,8 +223,10 @@ async def test_a_lost_frame_is_a_gap_and_breaks_the_stream(shared_nats: NatsServ
         other = await ends.plane.open(ends.address, leg("y"))
         ends.worker_client.loses = answers_with(Tokens)
         await ends.worker.streams[0].put(EngineChunk(token_ids=(1,)))
+        await until(lambda: ends.worker_client.n_lost == 1)
+        await ends.worker.streams[0].put(EngineChunk(token_ids=(2,)))
         with pytest.raises(StreamBroken, match="never came"):
-            await read_all(stream)
+            await stream.__anext__()
         async with asyncio.timeout(IN_TIME_S):
             await ends.worker.streams[0].cancelled.wait()
         await ends.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
