@@ -3,6 +3,8 @@
 import random
 from uuid import uuid4
 
+from msgspec import structs
+
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import ModelName, RouterId
@@ -34,16 +36,17 @@ def build_service(
     links: LinkTable | None = None,
     router_id: RouterId | None = None,
     sync: ReplicaSync | None = None,
+    prefill_alone: bool = False,
 ) -> RouterService:
     """Put a router together; it follows the fleet once it is started.
 
     ``sync``, where the requests of other routers count, is told this router's ``router_id`` by its maker and
-    is started and stopped by its maker.
+    is started and stopped by its maker. ``prefill_alone``: it decides the prefill leg, and nothing else.
     """
     observed = ServiceObserved(telemetry or Telemetry())
     decisions = DecisionLog(requests_max=config.decisions_kept)
     own_id = router_id or new_router_id()
-    settings = routing_settings(config, links)
+    settings = structs.replace(routing_settings(config, links), prefill_alone=prefill_alone)
 
     def make_model(model: ModelName, block_size: int) -> ModelRouter:
         of_model = observed.of_model(model)

@@ -51,10 +51,11 @@ class Candidate(msgspec.Struct, frozen=True):
 class Decision(msgspec.Struct, frozen=True):
     """Where one attempt of a request goes.
 
-    ``prefill`` is None when the request is not split: ``decode`` then takes all of it. ``constraint`` is what
-    the prefill worker asks of any decode worker, and holds when decode is picked again. ``fallback_used``
-    says that no decode worker of the domain could take it; ``cross_domain`` that the pair is not known to
-    share the policy's domain value. ``rows`` is empty unless an explanation was asked for.
+    ``prefill`` is None when the request is not split: ``decode`` then takes all of it, or its prefill leg
+    where that is all that is decided, as ``decode.leg`` tells. ``constraint`` is what the prefill worker asks
+    of any decode worker, and holds when decode is picked again. ``fallback_used`` says that no decode worker
+    of the domain could take it; ``cross_domain`` that the pair is not known to share the policy's domain
+    value. ``rows`` is empty unless an explanation was asked for.
     """
 
     request_id: RequestId

@@ -114,6 +114,15 @@ def tiers_of(groups: Groups, fleet: Fleet, decode: Mask) -> Tiers:
     return Tiers(home, away)
 
 
+def knows_its_place(fleet: Fleet, router_default: RouterTopologyDefault | None) -> BoolColumn:
+    """Return the slots whose KV is not required to stay in a domain of which they have no value."""
+    placed = np.ones(fleet.n_slots, np.bool_)
+    for group in fleet.derived(_groups, router_default).bound:
+        if isinstance(group.policy, Required):
+            placed &= ~group.members | (fleet.domain_ids(group.policy.domain) != UNKNOWN_VALUE)
+    return placed
+
+
 def decode_mask(decode: Mask, fleet: Fleet, constraint: TransferConstraint | None) -> DecodeMask:
     """Return which of the ``decode`` ranks may follow under ``constraint``."""
     if constraint is None or isinstance(constraint.policy, Preferred):

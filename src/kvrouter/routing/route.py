@@ -6,16 +6,18 @@ refused while it has cost nothing.
 
 from typing import NamedTuple
 
+from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, mix64
 from kvrouter.routing.cost import Costs, leg_costs
 from kvrouter.routing.decision import Candidate, Decision, Pick
-from kvrouter.routing.eligibility import Mask, first_refusals, not_busy, screen
+from kvrouter.routing.eligibility import Mask, Step, first_refusals, not_busy, screen
 from kvrouter.routing.explain import pick_at, rows_of
 from kvrouter.routing.pair import (
     constraint_of,
     decode_mask,
+    knows_its_place,
     prefill_mask,
     screens_of,
     shares_domain,
@@ -43,6 +45,8 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
     rows of every leg, as a decision does; those of the named leg are the ones that were counted.
     """
+    if view.settings.prefill_alone:
+        return _route_prefill(request, view, explain=explain)
     if view.fleet.has_prefill or request.prefill_pin is not None:
         return _route_pair(request, view, explain=explain)
     return _route_whole(request, view, explain=explain)
@@ -108,6 +112,36 @@ def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decisio
         attempt=request.attempt,
         mode=rules.mode,
         decode=whole.pick,
+        rows=rows,
+    )
+
+
+def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decision:
+    """Pick for prefill, and tell what that asks of whoever picks decode.
+
+    A worker whose KV must stay in a domain that it does not know is not picked: nobody could obey it.
+    """
+    fleet, router_default = view.fleet, view.settings.topology_default
+    who, free = screen(request, fleet, Leg.PREFILL), not_busy(view)
+    placed = knows_its_place(fleet, router_default)
+    if not placed.all():
+        steps = (*who.steps, Step(Reason.DOMAIN_UNKNOWN, placed))
+        who = who._replace(steps=steps, mask=who.mask.within(placed))
+    mask = who.mask if free is None else who.mask.within(free)
+    if not mask.n_allowed:
+        raise refuse_leg(request, view, who, free, explain=explain)
+    rules = rules_of(view.settings, request.override)
+    prefill = _pick(request, view, Leg.PREFILL, rules, mask, turn=view.turn)
+    rows: tuple[Candidate, ...] = ()
+    if explain:
+        stopped = first_refusals(who, fleet, busy_steps(free))
+        rows = rows_of(who, fleet, stopped, prefill.costs, prefill.pick.slot)
+    return Decision(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        mode=rules.mode,
+        decode=prefill.pick,
+        constraint=constraint_of(fleet, prefill.pick.slot, router_default),
         rows=rows,
     )
 

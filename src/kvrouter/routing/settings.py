@@ -15,7 +15,8 @@ class RoutingSettings(msgspec.Struct, frozen=True):
 
     ``active_decode_blocks_threshold`` is a fraction of a worker's blocks, ``active_prefill_tokens_threshold``
     a number of tokens; above either one a worker is busy. ``kv_transfer_weight`` is in blocks a second of
-    transfer, and counts only where ``links`` is given. Raises ConfigError naming the setting.
+    transfer, and counts only where ``links`` is given. With ``prefill_alone`` the prefill leg is all that is
+    decided: somebody else picks decode. Raises ConfigError naming the setting.
     """
 
     mode: RouterMode = RouterMode.KV
@@ -28,6 +29,7 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     kv_transfer_weight: float = 0.0
     links: LinkTable | None = None
     topology_default: RouterTopologyDefault | None = None
+    prefill_alone: bool = False
 
     def __post_init__(self) -> None:
         _check_at_least_0("overlap_score_weight", self.overlap_score_weight)

@@ -14,7 +14,7 @@ from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import AllWorkersBusy, RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, WorkerId
-from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
+from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet.fleet import Fleet
 from kvrouter.journey.words import Shape
@@ -39,8 +39,7 @@ ROOM_LIMIT = 2**63 - 1
 
 
 class ModelRouter:
-    """Decides, books and keeps the leases of one model's requests; see :class:`placement.Placer`. With
-    ``sync``, the requests of other routers are load here too."""
+    """A :class:`placement.Placer` of one model; with ``sync`` requests of other routers are load here too."""
 
     def __init__(
         self,
@@ -296,6 +295,7 @@ class ModelRouter:
             decode_address=decode_card.address,
             decode_lease=decode_lease,
             decode_domains=decode_card.runtime_config.topology_domains,
+            bootstrap=self._bootstrap(decode_card, decode) if decode.leg is Leg.PREFILL else None,
         )
         if prefill is not None:
             prefill_card = self._card(prefill)
