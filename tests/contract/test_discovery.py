@@ -1,5 +1,6 @@
 """What every discovery promises."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.planes.discovery.port import Discovery, Gone
-from tests.support.discovery_stores import STORES, Store, card, listen
+from tests.support.discovery_stores import LEASE_S, STORES, Store, card, listen
 from tests.support.nats_server import NatsServer
 
 OLD, NEW = Epoch(9), Epoch(2)
@@ -99,7 +100,9 @@ async def test_another_process_may_withdraw_a_worker(store: Store, discovery: Di
     await discovery.publish(card())
     ear = await listen(store.end())
     await store.end().withdraw(ONE, OLD)
-    await ear.until_heard(card(), (1, OLD, Gone.WITHDRAWN))
+    await asyncio.sleep(LEASE_S / 2)
+    await discovery.publish(card(2))
+    await ear.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card(2))
 
 
 async def test_a_withdrawn_worker_may_come_back(store: Store, discovery: Discovery) -> None:

@@ -107,7 +107,8 @@ async def quiet_lease(ear: Ear, worker: NatsDiscovery) -> None:
 
 async def test_a_bucket_that_somebody_deleted_is_made_and_filled_again(store: NatsStore) -> None:
     worker = store.end()
-    await worker.publish(card())
+    for _ in range(50):
+        await worker.publish(card())
     ear = await listen(store.end())
     await store.client().jetstream().delete_key_value(store.bucket)
     await quiet_lease(ear, worker)
@@ -180,6 +181,21 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
     assert ear.losses == [(2, 9, Gone.EXPIRED)]
 
 
+async def test_a_connection_that_was_lost_between_two_looks_is_read_anew(store: NatsStore) -> None:
+    async with connected(store.server) as client:
+        watcher = NatsDiscovery(
+            client, namespace=store.namespace, on_trouble=lambda *_: None, lease_s=LEASE_S
+        )
+        ear = await listen(watcher)
+        for watch in watcher._watches:
+            assert watch._listening is not None
+            await watch._listening.unsubscribe()
+        await store.end().publish(card())
+        client.stats["reconnects"] += 1
+        await ear.until_heard(card())
+        await watcher.close()
+
+
 async def test_a_dead_worker_is_no_news_to_who_comes_later(store: NatsStore) -> None:
     dies = store.end()
     await dies.publish(card())
@@ -222,10 +238,17 @@ async def test_withdrawing_while_nats_is_away_is_told(mortal: NatsStore) -> None
     await mortal.lose()
     await ear.until_heard(card(), False)
     await until(lambda: not any(mortal.client().is_connected for _ in range(3)))
+    await worker.publish(card(2))
+    never_written = worker._held[WorkerId(2)]
     mortal.troubles.clear()
-    await worker.withdraw(WorkerId(1), card().incarnation)
-    assert mortal.troubles == [("worker 1", "not withdrawn: not connected to NATS")]
+    for number in (1, 2):
+        await worker.withdraw(WorkerId(number), card().incarnation)
+    assert mortal.troubles == [
+        (f"worker {number}", "not withdrawn: not connected to NATS") for number in (1, 2)
+    ]
     await mortal.bring_back(is_empty=False)
+    await until(lambda: all(mortal.client().is_connected for _ in range(3)))
+    await worker._write(never_written)
     await ear.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
 
 
