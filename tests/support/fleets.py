@@ -12,7 +12,7 @@ from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, Worke
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.planes.discovery.port import CardSink, Gone, GoneSink, StoreSink
-from kvrouter.planes.events.port import BatchSink, LoadSink
+from kvrouter.planes.events.port import BatchSink, EventSubscriber, LoadSink
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
@@ -69,6 +69,7 @@ class HandDiscovery:
     def __init__(self) -> None:
         self.cards: dict[WorkerId, WorkerCard] = {}
         self._sinks: list[tuple[CardSink, GoneSink]] = []
+        self.on_store: StoreSink | None = None
 
     async def publish(self, card: WorkerCard) -> None:
         self.put(card)
@@ -81,6 +82,7 @@ class HandDiscovery:
     ) -> Callable[[], None]:
         sinks = (on_card, on_gone)
         self._sinks.append(sinks)
+        self.on_store = on_store
         for known in self.cards.values():
             on_card(known)
         return lambda: self._sinks.remove(sinks)
@@ -106,6 +108,7 @@ class HandEvents:
     def __init__(self) -> None:
         self._sinks: list[tuple[BatchSink, LoadSink]] = []
         self.snapshots: Mapping[WorkerRank, KvSnapshot] = {}
+        self.followed: list[WorkerId] = []
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
         sinks = (on_batch, on_load)
@@ -113,7 +116,8 @@ class HandEvents:
         return lambda: self._sinks.remove(sinks)
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
-        return lambda: None
+        self.followed.append(card.worker_id)
+        return lambda: self.followed.remove(card.worker_id)
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         return None
@@ -133,7 +137,12 @@ class HandEvents:
 class Bench:
     """A router before scripted workers."""
 
-    def __init__(self, plane: RequestPlane, config: KvRouterConfig | None = None) -> None:
+    def __init__(
+        self,
+        plane: RequestPlane,
+        config: KvRouterConfig | None = None,
+        subscriber: EventSubscriber | None = None,
+    ) -> None:
         self.discovery = HandDiscovery()
         self.events = HandEvents()
         self.telemetry = Telemetry()
@@ -141,7 +150,7 @@ class Bench:
             config or KvRouterConfig(),
             plane=plane,
             discovery=self.discovery,
-            subscriber=self.events,
+            subscriber=subscriber or self.events,
             telemetry=self.telemetry,
         )
 

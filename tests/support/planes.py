@@ -65,10 +65,16 @@ class ScriptedPlane:
         self.accepts = asyncio.Event()
         self.accepts.set()
         self.script = script
+        self.followers: dict[str, AliveSink] = {}
         self._waiters: list[asyncio.Event] = []
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
-        return lambda: None
+        self.followers[address] = on_alive
+
+        def end() -> None:
+            self.followers.pop(address, None)
+
+        return end
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         await asyncio.sleep(0)

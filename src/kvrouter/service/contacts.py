@@ -54,10 +54,10 @@ class Contacts:
         self.drop(card.worker_id)
         contact = self._contacts[card.worker_id] = _Contact(card, [])
         odd: str | None = None
-        if self._hears_events and card.publishes_kv_events:
-            try:
-                contact.ends.append(self._events.follow(card))
-            except ConfigError as error:
+        try:
+            contact.ends.append(self._events.follow(card))  # its load reports come the same way
+        except ConfigError as error:
+            if self._hears_events and card.publishes_kv_events:
                 odd = error.message
         contact.ends.append(self._requests.follow(card.address, partial(self._answers, contact)))
         return odd
