@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
@@ -39,7 +39,8 @@ requests = st.builds(
     sampling=st.builds(Sampling, max_tokens=st.integers(0, 10**6), seed=st.none() | st.integers(0, 2**63)),
     dp_rank=st.integers(0, 99).map(DpRank),
     resumed_tokens=st.integers(0, 99),
-    bootstrap=st.none() | st.builds(Bootstrap, st.text(max_size=9), st.integers(0, 65535), st.integers(0)),
+    bootstrap=st.none()
+    | st.builds(Bootstrap, st.text(max_size=9), st.integers(0, 65535), st.integers(0, 2**63)),
     kv_transfer_params=opaque,
     prefill_worker_id=st.none() | st.integers(0, 2**63 - 1).map(WorkerId),
     lora_name=st.none() | st.text(max_size=5),
@@ -97,6 +98,14 @@ def test_nesting_without_end_is_refused(read: object) -> None:
     for opening in (b"\x81\xa1x", b"\x81\xb2kv_transfer_params\x81\xa1x"):
         with pytest.raises(ProtocolError):
             read(opening + b"\x91" * 100_000)
+
+
+def test_an_integer_that_no_wire_carries_is_the_clients_mistake() -> None:
+    request = EngineRequest(
+        RequestId("x"), 0, Leg.DECODE, ModelName("m"), array("I", [1]), Sampling(1, seed=2**70)
+    )
+    with pytest.raises(InvalidRequest, match="serialize"):
+        encode_request(request)
 
 
 def test_token_ids_of_a_wrong_length_are_refused_by_name() -> None:

@@ -68,8 +68,11 @@ def error_of(refusal: Refusal) -> KvrouterError:
 
 
 def encode_request(request: EngineRequest) -> bytes:
-    """Return ``request`` as msgpack."""
-    return _encoder.encode(request)
+    """Return ``request`` as msgpack; raise InvalidRequest for an integer that no wire carries."""
+    try:
+        return _encoder.encode(request)
+    except OverflowError as error:
+        raise InvalidRequest(f"request: {error}", param="request") from error
 
 
 def decode_request(frame: bytes | memoryview) -> EngineRequest:
