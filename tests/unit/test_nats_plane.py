@@ -326,6 +326,7 @@ async def test_a_stream_outlives_an_outage_in_which_nothing_was_lost(own_nats: N
         await until(lambda: not (ends.router_client.is_connected or ends.worker_client.is_connected))
         own_nats.start()
         await until(lambda: ends.router_client.is_connected and ends.worker_client.is_connected)
+        await ends.router_client.flush()  # it is connected a moment before it listens again
         await ends.worker.streams[0].put(EngineChunk(token_ids=(2,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [2]
         await ends.plane.open(ends.address, leg("after"))

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.port import (
     EngineStream,
     RequestServer,
@@ -73,11 +74,13 @@ class _ServedLeg:
 class Place:
     """One worker's place in a plane: the registration of its server, and the legs that run there."""
 
-    def __init__(self, address: str, server: RequestServer, on_leave: Callable[[], None]) -> None:
+    def __init__(
+        self, address: str, server: RequestServer, clock: AwakeClock, on_leave: Callable[[], None]
+    ) -> None:
         self.address = address
         self._server = server
         self._on_leave = on_leave
-        self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._legs: dict[LegKey, _ServedLeg] = {}
         self._names: dict[LegName, _ServedLeg] = {}
         self._prefilled: OrderedDict[LegName, EngineStream] = OrderedDict()
@@ -151,7 +154,7 @@ class Place:
     def hear(self, router: str) -> None:
         """A router is alive."""
         if router in self._heard_s:
-            self._heard_s[router] = self._loop.time()
+            self._heard_s[router] = self._clock.now_s
 
     def keep_only(self, router: str, numbers: Collection[int]) -> None:
         """Cancel the legs of ``router`` that it does not name: it gave them up, and the word was lost."""
@@ -160,7 +163,7 @@ class Place:
 
     def cancel_silent(self, dead_after_s: float) -> None:
         """Cancel the legs of every router that was not heard for ``dead_after_s``, and what it prefilled."""
-        now_s = self._loop.time()
+        now_s = self._clock.now_s
         silent = {router for router, at_s in self._heard_s.items() if now_s - at_s > dead_after_s}
         for router in silent:
             del self._heard_s[router]
@@ -176,7 +179,7 @@ class Place:
         if len(self._legs) >= LEGS_MAX:
             raise WorkerFull(f"{self.address}: {LEGS_MAX} legs run")
         self._legs[leg.key] = self._names[leg.name] = leg
-        self._heard_s[leg.name.router] = self._loop.time()
+        self._heard_s[leg.name.router] = self._clock.now_s
         self._idle.clear()
 
     async def _answer(self, leg: _ServedLeg, inner: EngineStream, answer: Answer) -> None:

@@ -11,6 +11,7 @@ from aiohttp import ClientError, web
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
+from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.http.frames import (
     ALIVE,
     FRAMES,
@@ -136,13 +137,17 @@ class _Connections(web.Server):
     """Every connection of a listener; which ones have not asked for anything, and since when."""
 
     def __init__(
-        self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], connections_max: int
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        connections_max: int,
+        clock: AwakeClock,
     ) -> None:
         super().__init__(
             handler, handler_cancellation=True, access_log=None, lingering_time=0.0, keepalive_timeout=IDLE_S
         )
         self.silent_since_s: dict[web.RequestHandler, float] = {}
         self._connections_max = connections_max
+        self._clock = clock
         self._is_closed = False
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
@@ -151,7 +156,7 @@ class _Connections(web.Server):
         if self._is_closed or len(self.connections) > self._connections_max:
             transport.abort()
         else:
-            self.silent_since_s[handler] = asyncio.get_running_loop().time()
+            self.silent_since_s[handler] = self._clock.now_s
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Forget it."""
@@ -202,9 +207,10 @@ class HttpRequestAcceptor:
         self._places: dict[str, Place] = {}
         self._answers: set[_Answer] = set()
         self._reading_bytes = 0
-        self._connections = _Connections(self._handle, connections_max)
         self._listener: asyncio.Server | None = None
-        self._clock: asyncio.Task[None] | None = None
+        self._clock = AwakeClock(self._heartbeat_s / 2)
+        self._connections = _Connections(self._handle, connections_max, self._clock)
+        self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
@@ -221,16 +227,16 @@ class HttpRequestAcceptor:
         except OSError as error:
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
         self._port = self._listener.sockets[0].getsockname()[1]
-        self._clock = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(self._beat())
 
     async def close(self) -> None:
         """Listen no longer; every worker leaves, and every connection is closed."""
         places = tuple(self._places.values())
         for place in places:
             place.leave("the listener was closed")
-        if self._clock is not None:
-            self._clock.cancel()
-            await asyncio.gather(self._clock, return_exceptions=True)
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
         self._connections.take_no_more()
         for _ in range(ACCEPT_TURNS):
             await asyncio.sleep(0)
@@ -254,19 +260,18 @@ class HttpRequestAcceptor:
         def forget() -> None:
             self._places.pop(path, None)
 
-        place = self._places[path] = Place(address, server, forget)
+        place = self._places[path] = Place(address, server, self._clock, forget)
         return place
 
     async def _beat(self) -> None:
         """Show that this worker lives, and find out which routers and strangers do not."""
-        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._heartbeat_s / 2)
+            await self._clock.tick()
             for answer in tuple(self._answers):
                 await answer.beat(self._heartbeat_s)
             for place in tuple(self._places.values()):
                 place.cancel_silent(self._dead_after_s)
-            self._connections.close_silent(loop.time() - self._dead_after_s)
+            self._connections.close_silent(self._clock.now_s - self._dead_after_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._connections.silent_since_s.pop(request.protocol, None)

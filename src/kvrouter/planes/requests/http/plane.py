@@ -15,6 +15,7 @@ import aiohttp
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineRequest, Leg
+from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.http.frames import (
     LEG_HEADER,
@@ -92,7 +93,7 @@ class _HttpLeg:
                 self._plane.forget(self)
 
     async def _received(self, response: aiohttp.ClientResponse) -> bytes:
-        self._waits_since_s = asyncio.get_running_loop().time()
+        self._waits_since_s = self._plane.clock.now_s
         try:
             return await response.content.readany()
         finally:
@@ -176,7 +177,8 @@ class HttpRequestPlane:
         self._tells: dict[int, asyncio.Task[None]] = {}
         self._watches: dict[str, _Watch] = {}
         self._sessions: _Sessions | None = None
-        self._clock: asyncio.Task[None] | None = None
+        self.clock = AwakeClock(self.heartbeat_s / 2)
+        self._checking: asyncio.Task[None] | None = None
         self._closed = False
 
     async def open(self, address: str, request: EngineRequest) -> LegStream:
@@ -226,8 +228,8 @@ class HttpRequestPlane:
             leg.stream.break_off("the plane was closed")
             leg.close()
         tasks = [watch.task for watch in self._watches.values()] + list(self._tells.values())
-        if self._clock is not None:
-            tasks.append(self._clock)
+        if self._checking is not None:
+            tasks.append(self._checking)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -287,13 +289,18 @@ class HttpRequestPlane:
             raise error_of(refusal)
 
     async def _is_well(self, address: str) -> bool:
-        try:
-            url = self._url(address, "/health")
-            async with asyncio.timeout(self._dead_after_s):
-                async with self._session().control.get(url, allow_redirects=False) as response:
-                    return response.status == 204
-        except (aiohttp.ClientError, OSError, WorkerUnreachable):
-            return False
+        began_s = self.clock.now_s
+        while True:
+            try:
+                url = self._url(address, "/health")
+                async with asyncio.timeout(self._dead_after_s):
+                    async with self._session().control.get(url, allow_redirects=False) as response:
+                        return response.status == 204
+            except TimeoutError:
+                if self.clock.now_s - began_s > self._dead_after_s / 2:
+                    return False  # else it was this loop that stood still: ask again
+            except (aiohttp.ClientError, OSError, WorkerUnreachable):
+                return False
 
     def _url(self, address: str, root: str) -> str:
         scheme, _, rest = address.partition("://")
@@ -326,7 +333,7 @@ class HttpRequestPlane:
             self._sessions = _Sessions(
                 self._new_session(self._legs_max), self._new_session(CONTROL_CONNECTIONS_MAX)
             )
-            self._clock = asyncio.create_task(self._check())
+            self._checking = asyncio.create_task(self._check())
         return self._sessions
 
     def _new_session(self, connections_max: int) -> aiohttp.ClientSession:
@@ -345,11 +352,10 @@ class HttpRequestPlane:
         )
 
     async def _check(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self.heartbeat_s / 2)
+            await self.clock.tick()
             for leg in tuple(self._legs.values()):
-                leg.check(loop.time(), self._dead_after_s, self._slow_stream_limit_s)
+                leg.check(self.clock.now_s, self._dead_after_s, self._slow_stream_limit_s)
 
 
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:

@@ -12,6 +12,7 @@ from nats.errors import Error as NatsError
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
+from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import LegName, Place
 from kvrouter.planes.requests.nats.frames import (
     Accepted,
@@ -111,6 +112,7 @@ class _Desk:
         namespace: str,
         worker: tuple[WorkerId, Epoch],
         proof: bytes,
+        clock: AwakeClock,
         on_refused: Callable[[str], None],
     ) -> None:
         self.place = place
@@ -119,7 +121,7 @@ class _Desk:
         self._worker = worker
         self._proof = proof
         self._on_refused = on_refused
-        self._loop = asyncio.get_running_loop()
+        self._clock = clock
         self._boxes: dict[tuple[str, int], Box] = {}
         self._answers: dict[LegName, _Answer] = {}
         self._parts: dict[LegName, _Parts] = {}
@@ -137,7 +139,7 @@ class _Desk:
     def check(self, dead_after_s: float) -> None:
         """Cancel legs of routers that are lost, and forget requests whose other parts never came."""
         self.place.cancel_silent(dead_after_s)
-        too_old_s = self._loop.time() - dead_after_s
+        too_old_s = self._clock.now_s - dead_after_s
         for name in [name for name, parts in self._parts.items() if parts.at_s < too_old_s]:
             del self._parts[name]
         busy = {name.router for name in (*self._answers, *self._parts)}
@@ -209,7 +211,7 @@ class _Desk:
             waiting_bytes = sum(other.total_bytes for other in self._parts.values())
             if waiting_bytes + part.total_bytes > PARTS_MAX_BYTES:
                 raise WorkerFull(f"requests of {PARTS_MAX_BYTES} bytes are being received")
-            parts = self._parts[name] = _Parts(part, self._loop.time())
+            parts = self._parts[name] = _Parts(part, self._clock.now_s)
         if part.from_byte != len(parts.body) or len(part.body) > parts.total_bytes - part.from_byte:
             raise WorkerUnreachable("a part of the request was lost")
         parts.body += part.body
@@ -244,20 +246,21 @@ class NatsRequestAcceptor:
         self._desks: dict[str, _Desk] = {}
         self._subscribing: dict[str, asyncio.Task[Subscription]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._clock: asyncio.Task[None] | None = None
+        self._clock = AwakeClock(dead_after_s / 6)
+        self._checking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begin to watch over the routers."""
-        self._clock = asyncio.create_task(self._check())
+        self._checking = asyncio.create_task(self._check())
 
     async def close(self) -> None:
         """Every worker leaves; what was said is sent."""
         places = [desk.place for desk in self._desks.values()]
         for place in places:
             place.leave("the worker's end of the plane was closed")
-        if self._clock is not None:
-            self._clock.cancel()
-            await asyncio.gather(self._clock, return_exceptions=True)
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
         await asyncio.gather(*(place.wait_idle(GOODBYE_S) for place in places))
         await asyncio.gather(*self._leaving)
         await self._post.close()
@@ -274,13 +277,14 @@ class NatsRequestAcceptor:
             raise ConfigError("the connection to NATS is closed", param="client")
         words = address.removeprefix("nats://").rsplit("/", 2)
         worker = (WorkerId(int(words[1])), Epoch(int(words[2])))
-        place = Place(address, server, lambda: self._leave(address))
+        place = Place(address, server, self._clock, lambda: self._leave(address))
         self._desks[address] = _Desk(
             place,
             self._post,
             namespace=self._namespace,
             worker=worker,
             proof=self._proof,
+            clock=self._clock,
             on_refused=self._on_refused,
         )
         subject = requests_subject(self._namespace, *worker)
@@ -305,6 +309,6 @@ class NatsRequestAcceptor:
 
     async def _check(self) -> None:
         while True:
-            await asyncio.sleep(self._dead_after_s / 4)
+            await self._clock.tick()
             for desk in tuple(self._desks.values()):
                 desk.check(self._dead_after_s)

@@ -15,6 +15,7 @@ from nats.errors import Error as NatsError
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.nats.frames import (
     Accepted,
@@ -241,7 +242,8 @@ class NatsRequestPlane:
         self._links: dict[str, tuple[int, _Link]] = {}
         self._by_number: dict[int, _Link] = {}
         self._listening: asyncio.Task[Subscription] | None = None
-        self._clock: asyncio.Task[None] | None = None
+        self._clock = AwakeClock(self._heartbeat_s)
+        self._beating: asyncio.Task[None] | None = None
         self._deaf_s = 0.0
         self._closed = False
 
@@ -286,9 +288,9 @@ class NatsRequestPlane:
                 leg.refuse(WorkerUnreachable("the plane was closed"))
                 leg.stream.break_off("the plane was closed")
                 leg.withdraw("the router closed its connection")
-        if self._clock is not None:
-            self._clock.cancel()
-            await asyncio.gather(self._clock, return_exceptions=True)
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
         await self._post.close()
         if self._listening is not None:
             with suppress(NatsError, OSError):  # where the connection is gone, the subscription is too
@@ -307,13 +309,13 @@ class NatsRequestPlane:
 
     def _link(self, address: str) -> _Link:
         """Return the link to a worker, in use from now on; WorkerUnreachable for a strange address."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = self._clock.now_s
         if address not in self._links:
             self._links[address] = self._new_link(address, now_s)
         _, link = self._links[address]
         link.use(now_s)
-        if self._clock is None:
-            self._clock = asyncio.create_task(self._beat())
+        if self._beating is None:
+            self._beating = asyncio.create_task(self._beat())
         return link
 
     def _new_link(self, address: str, now_s: float) -> tuple[int, _Link]:
@@ -351,24 +353,23 @@ class NatsRequestPlane:
             self._on_refused(error.message)
             return
         if (said.worker_id, said.incarnation) == link.worker:
-            link.hear(said.frames, asyncio.get_running_loop().time())
+            link.hear(said.frames, self._clock.now_s)
 
     async def _beat(self) -> None:
         """Send pulses, and see who answers."""
-        loop = asyncio.get_running_loop()
         with suppress(WorkerUnreachable):
             await self._listen()
         while not self._client.is_closed:
             if not self._client.is_connected:
-                self._deaf_s = loop.time()
+                self._deaf_s = self._clock.now_s
             for address, (number, link) in tuple(self._links.items()):
                 if link.is_used:
-                    link.check(loop.time(), self._deaf_s, self._dead_after_s, self._slow_stream_limit_s)
+                    link.check(self._clock.now_s, self._deaf_s, self._dead_after_s, self._slow_stream_limit_s)
                     if self._client.is_connected:
                         link.box.put(Pulse({leg.number: leg.granted_tokens for leg in link.legs.values()}))
-                elif loop.time() - link.used_s > LINK_IDLE_S:
+                elif self._clock.now_s - link.used_s > LINK_IDLE_S:
                     del self._links[address], self._by_number[number]
-            await asyncio.sleep(self._heartbeat_s)
+            await self._clock.tick()
         for link in self._by_number.values():
             for leg in tuple(link.legs.values()):
                 leg.give_up(StreamBroken("the connection to NATS was closed"))
