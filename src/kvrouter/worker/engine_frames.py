@@ -105,7 +105,7 @@ def decode_frame(payload: bytes) -> EngineFrame:
     """Return what an engine said; raise ProtocolError."""
     try:
         return _decoder.decode(payload)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"frame: {error}", param="frame") from error
 
 

@@ -84,7 +84,7 @@ def decode_sink_word(payload: bytes) -> SinkWord | Alive:
     """Return what a sink said. ConnectionRefused when it is no such word."""
     try:
         return _sink_words.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
         raise ConnectionRefused(Refusal.MALFORMED, f"not a word of a sink: {wrong}") from wrong
 
 
@@ -92,7 +92,7 @@ def decode_source_word(payload: bytes) -> SourceWord | Alive:
     """Return what a source said. ConnectionRefused when it is no such word."""
     try:
         return _source_words.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as wrong:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
         raise ConnectionRefused(Refusal.MALFORMED, f"not a word of a source: {wrong}") from wrong
 
 

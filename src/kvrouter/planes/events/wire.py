@@ -112,7 +112,7 @@ def decode_batch(frame: bytes | memoryview) -> KvBatch:
     """Return the batch in ``frame``; raise ProtocolError."""
     try:
         batch = _batch.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("batch", error) from error
     return _checked(batch)
 
@@ -126,7 +126,7 @@ def decode_snapshot(frame: bytes | memoryview) -> KvSnapshot | None:
     """Return the snapshot in ``frame``; raise ProtocolError."""
     try:
         snapshot = _snapshot.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("snapshot", error) from error
     if snapshot is not None and not 0 <= snapshot.next_event_id <= EVENT_ID_MAX:
         raise ProtocolError("snapshot: next_event_id: out of range", param="next_event_id")
@@ -142,7 +142,7 @@ def decode_range(frame: bytes | memoryview) -> KvBatch | None:
     """Return the answer in ``frame``; raise ProtocolError."""
     try:
         batch = _range.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("batch", error) from error
     return None if batch is None else _checked(batch)
 
@@ -156,7 +156,7 @@ def decode_load(frame: bytes | memoryview) -> LoadReport:
     """Return the load report in ``frame``; raise ProtocolError."""
     try:
         return _load.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("load", error) from error
 
 
@@ -169,7 +169,7 @@ def decode_question(frame: bytes | memoryview) -> Question:
     """Return the question in ``frame``; raise ProtocolError."""
     try:
         return _question.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("question", error) from error
 
 
@@ -182,7 +182,7 @@ def decode_answer(frame: bytes | memoryview) -> Answer:
     """Return the answer in ``frame``; raise ProtocolError."""
     try:
         return _answer.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("answer", error) from error
 
 

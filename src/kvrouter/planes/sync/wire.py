@@ -23,7 +23,7 @@ def decode_message(frame: bytes | memoryview) -> SyncMessage:
         raise ProtocolError(f"message: {len(frame)} bytes are more than {MESSAGE_MAX_BYTES}", param="message")
     try:
         return _decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"message: {error}", param="message") from error
 
 

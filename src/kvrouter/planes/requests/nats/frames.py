@@ -123,7 +123,7 @@ def from_router(message: bytes, proof: bytes) -> FromRouter:
     """Return what a router says; raise ProtocolError. A stranger's message is not parsed."""
     try:
         said = _from_router.decode(_proven(message, proof))
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"message: {error}", param="message") from error
     if not _NAME.fullmatch(said.router):
         raise ProtocolError(f"{said.router!r} is no router", param="router")
@@ -134,7 +134,7 @@ def from_worker(message: bytes, proof: bytes) -> FromWorker:
     """Return what a worker says; raise ProtocolError. A stranger's message is not parsed."""
     try:
         return _from_worker.decode(_proven(message, proof))
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"message: {error}", param="message") from error
 
 

@@ -1,0 +1,46 @@
+"""Bytes that nest without end are refused like any others that make no sense: no wire's reader falls over."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.engines.mock.frames import ConnectionRefused, decode_sink_word, decode_source_word
+from kvrouter.planes.discovery.wire import decode_card
+from kvrouter.planes.events import wire as events
+from kvrouter.planes.requests import wire as requests
+from kvrouter.planes.requests.nats.frames import from_router, from_worker
+from kvrouter.planes.sync.wire import decode_message
+from kvrouter.worker.engine_frames import decode_frame
+
+DEPTH = 100_000
+NESTED = b"\x91" * DEPTH + b"\xc0"
+IN_A_FIELD = b"\x82\xa4type\xa4Join\xa1x" + NESTED
+READERS: list[Callable[[bytes], object]] = [
+    events.decode_batch,
+    events.decode_range,
+    events.decode_snapshot,
+    events.decode_load,
+    events.decode_question,
+    requests.decode_request,
+    requests.decode_chunk,
+    requests.decode_refusal,
+    decode_message,
+    decode_frame,
+    decode_sink_word,
+    decode_source_word,
+    lambda message: from_router(message, b""),
+    lambda message: from_worker(message, b""),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+@pytest.mark.parametrize("message", [NESTED, IN_A_FIELD])
+def test_endless_nesting_is_refused(read: Callable[[bytes], object], message: bytes) -> None:
+    with pytest.raises((ProtocolError, ConnectionRefused)):
+        read(message)
+
+
+def test_a_card_that_nests_without_end_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode_card(b'{"x":' + b"[" * DEPTH)
