@@ -272,6 +272,16 @@ async def test_where_nobody_listens_is_known_at_once(shared_nats: NatsServer) ->
                 await ends.plane.open(ends.address.replace("/7/", "/8/"), leg())
 
 
+async def test_a_worker_that_vanished_is_lost_before_silence_says_so(shared_nats: NatsServer) -> None:
+    async with both_ends(shared_nats) as ends:
+        stream = await ends.plane.open(ends.address, leg())
+        ends.worker_client.loses = lambda _message: True
+        await ends.worker_client.close()
+        async with asyncio.timeout(IN_TIME_S):
+            with pytest.raises(StreamBroken, match="nobody serves"):
+                await read_all(stream)
+
+
 async def test_a_stranger_is_refused_before_it_is_parsed(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats, router_token="guess", open_timeout_s=0.5) as ends:
         with pytest.raises(WorkerUnreachable):

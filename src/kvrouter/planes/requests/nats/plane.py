@@ -59,6 +59,9 @@ LEG_IN_PULSE_BYTES = 16
 REASON_MAX = 1000
 """Characters of a reason that a worker is told."""
 
+NOBODY_PULSES = 3
+"""Pulses in a row that nobody hears, and the worker is lost."""
+
 LINK_IDLE_S = 60.0
 """How long the name of a worker that nobody uses is kept."""
 
@@ -144,6 +147,7 @@ class _Link:
         self.followers = Followers()
         self.heard_s = now_s
         self.used_s = now_s
+        self.unanswered_pulses = 0
 
     @property
     def is_used(self) -> bool:
@@ -155,6 +159,7 @@ class _Link:
         if not self.is_used:
             self.heard_s = now_s
         self.used_s = now_s
+        self.unanswered_pulses = 0
 
     def drop(self, leg: _NatsLeg) -> None:
         """A leg has ended; idempotent. While somebody keeps the stream of a prefill leg, the worker hears
@@ -164,14 +169,21 @@ class _Link:
             self.prefilled.add(leg.stream)
 
     def hear_nobody(self) -> None:
-        """Nobody listens at the worker's subject. Open legs have their time to be heard again."""
-        for leg in tuple(self.legs.values()):
-            leg.refuse(WorkerUnreachable(f"nobody serves {self.address}"))
+        """Nobody listens at the worker's subject. A worker may be about to connect again, so open legs break
+        only when nobody was there for some pulses in a row.
+        """
+        why = f"nobody serves {self.address}"
         self.followers.tell(is_alive=False)
+        for leg in tuple(self.legs.values()):
+            if not leg.accepted.done():
+                leg.refuse(WorkerUnreachable(why))
+            elif self.unanswered_pulses >= NOBODY_PULSES:
+                leg.give_up(StreamBroken(why))
 
     def hear(self, frames: list[WorkerFrame], now_s: float) -> None:
         """The worker spoke."""
         self.heard_s = now_s
+        self.unanswered_pulses = 0
         self.followers.tell(is_alive=True)
         for frame in frames:
             if isinstance(frame, Beat):
@@ -191,6 +203,11 @@ class _Link:
             leg.refuse(error_of(frame.refusal))
         elif not leg.accepted.done():
             leg.accepted.set_result(None)
+
+    def pulse(self) -> None:
+        """Ask the worker to speak."""
+        self.unanswered_pulses += 1
+        self.box.put(Pulse({leg.number: leg.granted_tokens for leg in self.legs.values()}))
 
     def check(self, now_s: float, deaf_s: float, dead_after_s: float, slow_stream_limit_s: float) -> None:
         """Break legs whose worker is silent or whose reader is slow. Silence while the plane was deaf itself
@@ -231,7 +248,7 @@ class NatsRequestPlane:
         self._namespace = namespace_name(namespace)
         self._proof = proof_of(token, self._namespace)
         self._open_timeout_s = open_timeout_s
-        self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
+        self._heartbeat_s = dead_after_s / 6 if heartbeat_s is None else heartbeat_s
         self._dead_after_s = dead_after_s
         self._slow_stream_limit_s = slow_stream_limit_s
         self._on_refused = on_refused
@@ -366,7 +383,7 @@ class NatsRequestPlane:
                 if link.is_used:
                     link.check(self._clock.now_s, self._deaf_s, self._dead_after_s, self._slow_stream_limit_s)
                     if self._client.is_connected:
-                        link.box.put(Pulse({leg.number: leg.granted_tokens for leg in link.legs.values()}))
+                        link.pulse()
                 elif self._clock.now_s - link.used_s > LINK_IDLE_S:
                     del self._links[address], self._by_number[number]
             await self._clock.tick()
