@@ -222,3 +222,26 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
     (prefill,) = plane.opened
     assert prefill.cancelled_for is not None
     assert bench.booked() == 0
+
+
+async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_worker() -> None:
+    """Decode is the first to know that the prefill worker died: its zone, which has no other, keeps it."""
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(
+        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
+        card(3, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
+        card(2, Role.DECODE, zone="a"),
+    )
+    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    prefill = await plane.wait_for(Leg.PREFILL)
+    prefill.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+    decode = await plane.wait_for(Leg.DECODE)
+    decode.feed(EngineChunk(finish=FinishReason.ERROR, error="KV transfer failed"))
+    asyncio.get_running_loop().call_later(0.02, plane.followers[prefill.address], False)
+    again = await plane.wait_for(Leg.PREFILL, nth=1)
+    assert again.address != prefill.address
+    again.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 8}))
+    (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, 5, finish=FinishReason.LENGTH)
+    assert await reading == [4, 5]
+    assert bench.booked() == 0

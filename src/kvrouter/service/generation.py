@@ -62,6 +62,10 @@ ANSWERED = "answered"
 PREFILL_LAST_WORD_S = 0.25
 """How long an answer's end waits for its prefill leg's: they come over two connections."""
 
+PREFILL_NEWS_LOOKS = 25
+PREFILL_NEWS_LOOK_S = 0.01
+"""How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
+
 
 class Generation:
     """The answer to one request, as an async iterator of chunks; use it as a context manager.
@@ -163,6 +167,7 @@ class Generation:
             finally:
                 watch.is_reading = False
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+                await self._prefill_worker_leaves(attempt)
                 await self._lose(attempt, chunk.error or "the engine cancelled the request")
                 continue
             if chunk.finish is not None and not await self._heard_prefill(attempt):
@@ -243,6 +248,18 @@ class Generation:
             attempt.decode = None
             self._perform_now(self._journey.handle(Finished(chunk.finish)))
             self.close(FINISHED)
+
+    async def _prefill_worker_leaves(self, attempt: Attempt) -> None:
+        """A decode leg gave up: give the news that its prefill worker died, if it did, time to come.
+
+        The decode worker may hear of it first, because it pulls the KV.
+        """
+        if self._journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
+            return
+        for _ in range(PREFILL_NEWS_LOOKS):
+            if attempt.lost or self._closed or self._placer.prefill_worker_left(attempt.placement):
+                return
+            await asyncio.sleep(PREFILL_NEWS_LOOK_S)
 
     async def _lose(self, attempt: Attempt, why: str) -> None:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""

@@ -342,12 +342,16 @@ class ModelRouter:
     # Leases
 
     def prefill_worker_left(self, placement: Placement) -> bool:
-        """Whether the pair's prefill worker is gone from the fleet, and the KV that waited there with it."""
+        """Whether the pair's prefill worker left or does not answer, and the KV that waited there with it."""
         pick = placement.decision.prefill
         if pick is None:
             return False
         card = self.fleet.card_at(pick.slot)
-        return card is None or card.address != placement.prefill_address
+        return (
+            card is None
+            or card.address != placement.prefill_address
+            or not self.fleet.is_alive(card.worker_id)
+        )
 
     def prefill_done(self, placement: Placement) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""

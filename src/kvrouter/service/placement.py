@@ -58,7 +58,7 @@ class Placer(Protocol):
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
 
     def prefill_worker_left(self, placement: Placement) -> bool:
-        """Whether the pair's prefill worker is gone from the fleet, and the KV that waited there with it."""
+        """Whether the pair's prefill worker left or does not answer, and the KV that waited there with it."""
 
     def prefill_done(self, placement: Placement) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""
