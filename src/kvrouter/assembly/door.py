@@ -9,6 +9,7 @@ from kvrouter.assembly.address import explained
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.app import FrontDoor
+from kvrouter.frontend.door import Door
 from kvrouter.frontend.http import HttpServer
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
@@ -53,13 +54,24 @@ async def open_door(
 ) -> AsyncIterator[OpenDoor]:
     """Start the router and serve it on ``sockets``, which are bound already. Raises CannotListen."""
     door = FrontDoor(service, texts, settings=settings, telemetry=telemetry)
+    try:
+        async with serving(service, door, settings=settings, sockets=sockets) as server:
+            yield OpenDoor(service, server, telemetry)
+    finally:
+        door.close()
+
+
+@asynccontextmanager
+async def serving(
+    service: RouterService, door: Door, *, settings: FrontendSettings, sockets: list[socket]
+) -> AsyncIterator[HttpServer]:
+    """Start the router and serve this door of it, whichever it is. Raises CannotListen."""
     server = door.server()
     try:
         await service.start()
         with explained(settings.http_host, settings.http_port):
             await server.serve(sockets=sockets)
-        yield OpenDoor(service, server, telemetry)
+        yield server
     finally:
         await server.drain(0.0)
         service.stop()
-        door.close()

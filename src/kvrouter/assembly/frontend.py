@@ -63,9 +63,9 @@ async def frontend(
             )
             stop_texts = await wires.discovery.watch(texts.on_card, texts.on_gone)
             async with (
-                _syncing(sync, telemetry),
+                syncing(sync, telemetry),
                 open_door(service, texts, settings=front, telemetry=telemetry, sockets=sockets) as door,
-                _saving(wires.snapshots, service, settings.router.snapshot_threshold),
+                saving(wires.snapshots, service, settings.router.snapshot_threshold),
             ):
                 yield door
             stop_texts()
@@ -75,7 +75,7 @@ async def frontend(
 
 
 @asynccontextmanager
-async def _syncing(sync: ReplicaSync | None, telemetry: Telemetry) -> AsyncIterator[None]:
+async def syncing(sync: ReplicaSync | None, telemetry: Telemetry) -> AsyncIterator[None]:
     """Tell other routers, and count their requests, where that is asked for."""
     if sync is None:
         yield
@@ -90,7 +90,7 @@ async def _syncing(sync: ReplicaSync | None, telemetry: Telemetry) -> AsyncItera
 
 
 @asynccontextmanager
-async def _saving(
+async def saving(
     store: SnapshotStore | None, service: RouterService, messages_max: int
 ) -> AsyncIterator[None]:
     """Save the index when the stream grows too long, where there is a stream."""

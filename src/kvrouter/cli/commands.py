@@ -9,6 +9,7 @@ import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.processes import begin, frontend, warn, worker
+from kvrouter.cli.standalone import router
 from kvrouter.config.document import read_document
 from kvrouter.config.fleet_checks import default_fleet_document, default_fleet_path, load_fleet, settled
 from kvrouter.config.setting import SettingValue
@@ -76,6 +77,7 @@ up.params.extend(setting_options())
 
 kvrouter.add_command(frontend)
 kvrouter.add_command(worker)
+kvrouter.add_command(router)
 
 
 @kvrouter.command(short_help="Show where a prompt would go, or a request went, and why.")

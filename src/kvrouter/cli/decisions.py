@@ -27,13 +27,13 @@ class Pick(msgspec.Struct, frozen=True):
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """One decision. ``decided_at`` is in seconds since 1970."""
+    """One decision. ``decided_at`` is in seconds since 1970; without ``decode`` prefill alone was decided."""
 
     attempt: int
     decided_at: float
     mode: str
     prefill: Pick | None
-    decode: Pick
+    decode: Pick | None
     constraint: Constraint | None
     fallback_used: bool
     cross_domain: bool

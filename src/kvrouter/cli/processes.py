@@ -41,7 +41,7 @@ def frontend(config: Path | None, model_paths: tuple[str, ...], **flags: Setting
     document = None if config is None else settings_document(read_document(config))
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
     begin(loaded)
-    folders = _folders(model_paths)
+    folders = model_folders(model_paths)
     from kvrouter.assembly.described import links_of  # noqa: PLC0415
     from kvrouter.assembly.frontend import serve_frontend  # noqa: PLC0415
 
@@ -181,7 +181,8 @@ def _described(flags: Mapping[str, object]) -> dict[str, object]:
             for name, value in flags.items() if value is not None and value != ()}  # fmt: skip
 
 
-def _folders(pairs: tuple[str, ...]) -> dict[ModelName, Path]:
+def model_folders(pairs: tuple[str, ...]) -> dict[ModelName, Path]:
+    """What ``--model-path`` says; raise ConfigError that names it."""
     folders: dict[ModelName, Path] = {}
     for pair in pairs:
         model, equals, folder = pair.partition("=")

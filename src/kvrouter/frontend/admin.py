@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.frontend.errors import UnknownDecision
@@ -127,6 +128,11 @@ class AdminRoutes:
             return await endpoint(request)
 
         return guarded
+
+
+def admin_secret(settings: FrontendSettings) -> str | None:
+    """The token that the admin routes ask for; None where they ask for none."""
+    return None if settings.admin_token is None else settings.admin_token.get_secret_value()
 
 
 def _thresholds_json(model: ModelRouter) -> dict[str, object]:

@@ -36,8 +36,7 @@ def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decisio
                 "attempt": decision.attempt,
                 "decided_at": round(decided_at_s, 6),
                 "mode": decision.mode.value,
-                "prefill": None if decision.prefill is None else _pick_json(decision.prefill),
-                "decode": _pick_json(decision.decode),
+                **_picks_json(decision),
                 "constraint": constraint_json(decision.constraint),
                 "fallback_used": decision.fallback_used,
                 "cross_domain": decision.cross_domain,
@@ -45,6 +44,14 @@ def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decisio
             for decided_at_s, decision in attempts
         ],
     }
+
+
+def _picks_json(decision: Decision) -> Json:
+    """Who was picked for either leg; a router of prefill alone picks nobody for decode."""
+    if decision.decode.leg is Leg.PREFILL:
+        return {"prefill": _pick_json(decision.decode), "decode": None}
+    prefill = None if decision.prefill is None else _pick_json(decision.prefill)
+    return {"prefill": prefill, "decode": _pick_json(decision.decode)}
 
 
 def constraint_json(constraint: TransferConstraint | None) -> Json | None:

@@ -48,7 +48,7 @@ class GenerateRoutes:
     async def _answer(self, kind: Kind, request: Request, responder: Responder) -> None:
         """Answer one call; a client that leaves cancels whatever its request waits for."""
         exchange = _Exchange(kind, responder, self._ids.take(request.header("x-request-id")))
-        _cancel_with(responder)
+        cancel_with(responder)
         try:
             await self._serve(exchange, request.body)
         except KvrouterError as error:
@@ -78,7 +78,7 @@ class GenerateRoutes:
                 await exchange.whole(call, reading)
 
 
-def _cancel_with(responder: Responder) -> None:
+def cancel_with(responder: Responder) -> None:
     """Cancel the running task when its client leaves: nobody else tells it while it waits for an engine."""
     task = asyncio.current_task()
 

@@ -9,7 +9,7 @@ from kvrouter.assembly import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.constraints import RoutingConstraints
-from kvrouter.core.errors import InvalidRequest, ShuttingDown
+from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.frontend.openai.parse import pin_of
@@ -23,9 +23,9 @@ from kvrouter.library.inputs import (
     wishes_of,
 )
 from kvrouter.library.runtime import Endpoint
+from kvrouter.service.bookings import Bookings
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.placement import Placement
 from kvrouter.service.router import RouterService
 
 
@@ -57,9 +57,7 @@ class KvRouter:
             discovery=OfEndpoint(endpoint, block_size),
             subscriber=runtime.events,
         )
-        self._held: dict[RequestId, tuple[ModelRouter, Placement]] = {}
-        self._in_use: set[RequestId] = set()
-        """Ids that run, are being booked, or are held by hand."""
+        self._bookings = Bookings()
         self._starting = asyncio.Lock()
         self._is_started = False
         self._is_closed = False
@@ -88,8 +86,7 @@ class KvRouter:
         Answers that are being read can be read to their end.
         """
         self._is_closed = True
-        for request_id in list(self._held):
-            self._free(request_id)
+        self._bookings.close()
         self._service.stop()
 
     async def generate(
@@ -129,18 +126,18 @@ class KvRouter:
             pin=pin_of(wishes.worker_id, wishes.dp_rank),
         )
         _check_length(room, request)
-        self._refuse_when_in_use(request.request_id)
+        self._bookings.refuse_when_in_use(request.request_id)
         return Answers(self._generate(request))
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         self._refuse_when_closed()
-        self._take(request.request_id)
+        self._bookings.claim(request.request_id)
         try:
             async with self._service.generate(request) as generation:
                 async for piece in pieces_of(generation):
                     yield piece
         finally:
-            self._in_use.discard(request.request_id)
+            self._bookings.give_back(request.request_id)
 
     async def best_worker(
         self,
@@ -169,22 +166,8 @@ class KvRouter:
         if request_id is None:
             pick = room.explain(request).decode
         else:
-            pick = (await self._book(room, request)).decision.decode
+            pick = (await self._bookings.book(room, request)).decision.decode
         return pick.rank.worker_id, pick.rank.dp_rank, pick.overlap_blocks
-
-    async def _book(self, room: ModelRouter, request: GenerateRequest) -> Placement:
-        """Hold a place for the request until it is freed; it may have waited, and met :meth:`close`."""
-        self._take(request.request_id)
-        try:
-            placement = await room.place(request, request.token_ids, attempt=0, excluded=frozenset())
-        except BaseException:
-            self._in_use.discard(request.request_id)
-            raise
-        self._held[request.request_id] = (room, placement)
-        if self._is_closed:
-            self._free(request.request_id)
-        self._refuse_when_closed()
-        return placement
 
     async def best_worker_id(
         self,
@@ -226,13 +209,11 @@ class KvRouter:
 
     async def mark_prefill_complete(self, request_id: str) -> None:
         """Tell that a request that was booked by hand has its first token."""
-        room, placement = self._booked(request_id)
-        room.first_token(placement)
+        self._bookings.first_token(RequestId(request_id))
 
     async def free(self, request_id: str) -> None:
         """Give back what was booked by hand."""
-        self._booked(request_id)
-        self._free(RequestId(request_id))
+        self._bookings.free(RequestId(request_id))
 
     async def dump_events(self) -> str:
         """Return what the index holds as JSON: stores by worker rank, each block by its engine's hash and its
@@ -262,29 +243,6 @@ class KvRouter:
                             }
                         )
         return json.dumps(events)
-
-    def _booked(self, request_id: str) -> tuple[ModelRouter, Placement]:
-        booked = self._held.get(RequestId(request_id))
-        if booked is None:
-            raise InvalidRequest(f"request_id: {request_id!r} is not booked", param="request_id")
-        return booked
-
-    def _free(self, request_id: RequestId) -> None:
-        room, placement = self._held.pop(request_id)
-        self._in_use.discard(request_id)
-        room.release(placement)
-
-    def _take(self, request_id: RequestId) -> None:
-        self._refuse_when_in_use(request_id)
-        self._in_use.add(request_id)
-
-    def _refuse_when_in_use(self, request_id: RequestId) -> None:
-        if request_id in self._held:
-            raise InvalidRequest(
-                f"request_id: {request_id!r} is booked already; free it first", param="request_id"
-            )
-        if request_id in self._in_use:
-            raise InvalidRequest(f"request_id: {request_id!r} runs already", param="request_id")
 
     def _refuse_when_closed(self) -> None:
         if self._is_closed:

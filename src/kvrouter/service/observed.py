@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
-from kvrouter.core.ids import WorkerRank
-from kvrouter.core.requests import GenerateRequest
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedCount, FeedState
 from kvrouter.index.port import Applied
@@ -90,7 +90,7 @@ class ModelObserved:
         """A request was given its workers; ``waited_s`` when it was in the waiting room before."""
         telemetry, decision = self._telemetry, placement.decision
         telemetry.decision_duration.observe(decision_s, decision.mode.value)
-        telemetry.decisions.inc(self._model, decision.mode.value, placement.shape.name.lower())
+        telemetry.decisions.inc(self._model, decision.mode.value, _shape_of(placement))
         if waited_s is not None:
             telemetry.queue_wait.observe(waited_s, self._model)
         self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
@@ -202,7 +202,7 @@ class ModelObserved:
             again=again,
             model=self._model,
             mode=decision.mode.value,
-            shape=placement.shape.name.lower(),
+            shape=_shape_of(placement),
             isl_tokens=placement.prompt.isl_tokens,
             prefill_worker="-" if prefill is None else str(prefill.rank),
             prefill_overlap_blocks=0 if prefill is None else prefill.overlap_blocks,
@@ -318,6 +318,30 @@ class ServiceObserved:
             reason=lost.why,
         )
 
+    def prefill_failed(self, request: GenerateRequest, worker_id: WorkerId, why: str) -> None:
+        """A prefill leg whose decode leg is somebody else's failed while it ran."""
+        log_event(
+            logger,
+            Event.REQUEST_FAILED,
+            request_id=request.request_id,
+            model=request.model,
+            worker=str(worker_id),
+            stage="prefill",
+            reason=why,
+        )
+
+    def booking_lapsed(self, model: str, placement: Placement) -> None:
+        """Nobody freed a request that was booked by hand, and nobody said anything about it."""
+        self._telemetry.bookings_lapsed.inc(model)
+        log_event(
+            logger,
+            Event.BOOKING_LAPSED,
+            request_id=placement.decision.request_id,
+            model=model,
+            worker=str(placement.decision.decode.rank.worker_id),
+            isl_tokens=placement.prompt.isl_tokens,
+        )
+
     def request_ended(
         self,
         request: GenerateRequest,
@@ -356,3 +380,8 @@ class ServiceObserved:
                 stage = "decode"
             telemetry.cancellations.inc(model, stage)
             log_event(logger, Event.CANCELLED, request_id=request.request_id, model=model, stage=stage)
+
+
+def _shape_of(placement: Placement) -> str:
+    """How a request is served here: whole, as a pair, or its prefill leg alone."""
+    return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape.name.lower()

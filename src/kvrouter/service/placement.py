@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
-from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
+from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.journey.words import Shape
 from kvrouter.routing.decision import Decision, Pick
 from kvrouter.routing.request import RouteRequest
@@ -35,10 +35,13 @@ class Placement:
 
     @property
     def prefill_pick(self) -> Pick:
-        """The prefill worker of a pair."""
-        if self.decision.prefill is None:
+        """The prefill worker: of a pair, or where prefill alone was decided."""
+        decision = self.decision
+        if decision.decode.leg is Leg.PREFILL:
+            return decision.decode
+        if decision.prefill is None:
             raise RuntimeError("an aggregated attempt has no prefill worker")
-        return self.decision.prefill
+        return decision.prefill
 
 
 class Placer(Protocol):

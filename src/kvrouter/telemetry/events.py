@@ -23,6 +23,7 @@ class Event(StrEnum):
     RETRY = "retry"
     RESUME = "resume"
     CANCELLED = "cancelled"
+    BOOKING_LAPSED = "booking_lapsed"
     REQUEST_FAILED = "request_failed"
     WORKER_JOINED = "worker_joined"
     WORKER_CHANGED = "worker_changed"
@@ -143,6 +144,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "A worker was lost in mid-answer; the answer goes on elsewhere."
     ),
     Event.CANCELLED: EventSpec(logging.INFO, "A client left before its answer ended."),
+    Event.BOOKING_LAPSED: EventSpec(
+        logging.WARNING, "A request that was booked by hand was never freed, and its owner said nothing more."
+    ),
     Event.REQUEST_FAILED: EventSpec(logging.WARNING, "A request ended with an error of ours."),
     Event.WORKER_JOINED: EventSpec(logging.INFO, "A worker was discovered."),
     Event.WORKER_CHANGED: EventSpec(

@@ -155,7 +155,7 @@ class Telemetry:
 
     decisions = _counter(
         "kvrouter_decisions",
-        "Decisions, by router mode and by shape: aggregated, bootstrap or synchronous.",
+        "Decisions, by router mode and by shape: aggregated, bootstrap, synchronous, or prefill alone.",
         "model",
         "mode",
         "shape",
@@ -241,6 +241,11 @@ class Telemetry:
         "dp_rank",
     )
     ledger_leases = _gauge("kvrouter_ledger_leases", "Leases that are open.", "model")
+    bookings = _gauge("kvrouter_bookings", "Requests that are booked by hand, at a standalone router.")
+    bookings_lapsed = _counter(
+        "kvrouter_bookings_lapsed", "Bookings that ended because nobody freed or renewed them.", "model"
+    )
+    prefills_active = _gauge("kvrouter_prefills_active", "Prefill legs that a standalone router runs.")
 
     worker_up = _gauge(
         "kvrouter_worker_up",

@@ -125,7 +125,7 @@ def parse_chat(data: bytes) -> ChatCall:
             "max_completion_tokens: give this or max_tokens, not both", param="max_completion_tokens"
         )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    call = _call(body, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
+    call = call_of(body, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
     return ChatCall(call, body.messages)
 
 
@@ -143,11 +143,11 @@ def parse_either(data: bytes) -> ChatCall | CompletionCall:
 def parse_completion(data: bytes) -> CompletionCall:
     """Return the completion call in ``data``; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_COMPLETION, data)
-    call = _call(body, max_tokens=body.max_tokens or COMPLETION_TOKENS_DEFAULT, field="max_tokens")
-    return CompletionCall(call, _one_prompt(body.prompt))
+    call = call_of(body, max_tokens=body.max_tokens or COMPLETION_TOKENS_DEFAULT, field="max_tokens")
+    return CompletionCall(call, one_prompt(body.prompt))
 
 
-def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int]:
+def one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int]:
     """Return the one prompt of a body that may hold several, in any of OpenAI's four forms."""
     if not prompt or prompt in ([""], [[]]):
         raise InvalidRequest("prompt: must not be empty", param="prompt")
@@ -164,7 +164,8 @@ def _one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int
     return only
 
 
-def _call(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
+def call_of(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
+    """Return what a body asks for, whatever its route; raise :class:`InvalidRequest` naming the field."""
     refuse_fields(body)
     if body.n is not None and body.n > 1:
         raise InvalidRequest(f"n: one answer a request, not {body.n}", param="n")

@@ -1,0 +1,1 @@
+"""The door of a standalone router: for engines that somebody else fronts."""

@@ -1,0 +1,87 @@
+"""What the routes of a standalone router take."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.parse import ChatCall, CompletionCall, call_of, one_prompt
+from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt, TokenId
+from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
+
+
+class RouteBody(GenerateBody, frozen=True, kw_only=True):
+    """``POST /v1/route`` and ``/v1/prefill``: a body of one of OpenAI's two routes, or token ids, and what a
+    request is called. As at the front door, other fields are left alone.
+    """
+
+    token_ids: list[TokenId] | UnsetType = UNSET
+    prompt: str | list[TokenId | str | list[TokenId]] | UnsetType = UNSET
+    messages: list[dict[str, object]] | UnsetType = UNSET
+    max_completion_tokens: PositiveInt | None = None
+    request_id: str | None = None
+    lora_name: Name | None = None
+    cache_namespace: CacheSalt | None = None
+
+
+class OutputBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """``POST /v1/route/{request_id}/output_blocks``."""
+
+    blocks: Annotated[int, Meta(ge=1, le=2**20)]
+
+
+_ROUTE = msgspec.json.Decoder(RouteBody)
+_OUTPUT = msgspec.json.Decoder(OutputBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request to be routed. ``parsed`` has its prompt; one ``in_tokens`` needs no tokenizer here."""
+
+    parsed: ChatCall | CompletionCall
+    in_tokens: bool
+    request_id: str | None
+    lora_name: str | None
+    cache_namespace: str | None
+
+
+def parse_route(data: bytes) -> Wanted:
+    """Return what is to be routed; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_ROUTE, data)
+    given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not UNSET]
+    if len(given) != 1:
+        what = (
+            f"give one of them, not {' and '.join(given)}"
+            if given
+            else "or prompt, or messages, must be given"
+        )
+        raise InvalidRequest(f"token_ids: {what}", param="token_ids")
+    if body.request_id is not None and USABLE_REQUEST_ID.fullmatch(body.request_id) is None:
+        raise InvalidRequest(
+            "request_id: must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ / -", param="request_id"
+        )
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    call = call_of(body, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
+    cache_namespace = body.cache_namespace or call.cache_namespace
+    if call.cache_namespace is not None and cache_namespace != call.cache_namespace:
+        raise InvalidRequest(
+            "cache_namespace: cache_salt says something else, and they are the same", param="cache_namespace"
+        )
+    parsed: ChatCall | CompletionCall
+    if body.messages is not UNSET:
+        if not body.messages:
+            raise InvalidRequest("messages: must not be empty", param="messages")
+        parsed = ChatCall(call, body.messages)
+    elif body.prompt is not UNSET:
+        parsed = CompletionCall(call, one_prompt(body.prompt))
+    else:
+        parsed = CompletionCall(call, [] if body.token_ids is UNSET else body.token_ids)
+    return Wanted(parsed, body.token_ids is not UNSET, body.request_id, body.lora_name, cache_namespace)
+
+
+def parse_output(data: bytes) -> int:
+    """Return how many more blocks are full; raise :class:`InvalidRequest` naming the field."""
+    return decode_body(_OUTPUT, data).blocks

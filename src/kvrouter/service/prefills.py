@@ -1,0 +1,302 @@
+"""Prefill legs for somebody else's decode: picked, sent, and answered with where the KV waits."""
+
+import asyncio
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from kvrouter.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrouterError,
+    RoutingRefused,
+    ShuttingDown,
+)
+from kvrouter.core.ids import RequestId, WorkerId
+from kvrouter.core.requests import Bootstrap, FinishReason, GenerateRequest, KvTransferParams, Leg
+from kvrouter.journey.journey import Journey
+from kvrouter.journey.words import (
+    Abandon,
+    Fail,
+    LegLost,
+    LegRefused,
+    NotPlaced,
+    Place,
+    Placed,
+    PrefillDone,
+    SendDecode,
+    SendPrefill,
+    Shape,
+)
+from kvrouter.planes.requests.port import EngineStream, RequestPlane, StreamBroken, WorkerFull
+from kvrouter.service.bookings import Bookings
+from kvrouter.service.legs import prefill_leg
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.placement import Placement
+
+PREFILLS_MAX = 4096
+"""How many prefill legs may run at a time; as many that have ended can still be let go."""
+
+
+class PrefillsFull(KvrouterError):
+    """As many prefill legs run as may."""
+
+    status_hint = 503
+    code = "prefills_full"
+    type = "service_unavailable"
+
+
+class UnknownPrefill(InvalidRequest):
+    """No prefill of this request id is known here."""
+
+    status_hint = 404
+    code = "prefill_not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """Where a request's KV is, or will be: ``bootstrap`` is the meeting place of a leg that still runs."""
+
+    placement: Placement
+    bootstrap: Bootstrap | None
+    kv_transfer_params: KvTransferParams | None
+    cached_tokens: int | None
+
+
+class Prefills:
+    """Runs prefill legs, one a request; a worker that fails before its answer costs another try.
+
+    Request ids are those of ``bookings``: one that is in use there is refused. ``limit_s`` bounds a request
+    from its arrival to the end of its leg.
+    """
+
+    def __init__(
+        self,
+        plane: RequestPlane,
+        bookings: Bookings,
+        observed: ServiceObserved,
+        *,
+        redispatches_max: int,
+        limit_s: float,
+        prefills_max: int = PREFILLS_MAX,
+    ) -> None:
+        self._plane = plane
+        self._bookings = bookings
+        self._observed = observed
+        self._redispatches_max = redispatches_max
+        self._limit_s = limit_s
+        self._prefills_max = prefills_max
+        self._running: dict[RequestId, _Run] = {}
+        self._ended: OrderedDict[RequestId, EngineStream] = OrderedDict()
+        """Legs whose KV may still wait for its decode worker; the oldest first."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def prefill(self, room: ModelRouter, request: GenerateRequest) -> Prefilled:
+        """Pick a prefill worker and send it the leg; return when its KV waits, or, where KV is handed on at a
+        meeting place, as soon as the worker has accepted the leg, which then runs on.
+
+        Raises :class:`RoutingRefused`, :class:`RequestInUse`, :class:`PrefillsFull`, :class:`WorkerFailed`,
+        :class:`DeadlineExceeded`, and what the worker refuses the leg for. Cancelling it cancels the leg.
+        """
+        if self._is_closed:
+            raise ShuttingDown("this router was closed: nothing more is prefilled")
+        if len(self._running) >= self._prefills_max:
+            raise PrefillsFull(f"{self._prefills_max} prefill legs run; wait for some")
+        request_id = request.request_id
+        self._bookings.claim(request_id)
+        run = self._running[request_id] = _Run(room, request, self._plane, self._observed)
+        self._idle.clear()
+        until_s = asyncio.get_running_loop().time() + self._limit_s
+        try:
+            async with asyncio.timeout_at(until_s):
+                prefilled = await run.drive(
+                    Journey(request.sampling, redispatches_max=self._redispatches_max)
+                )
+        except TimeoutError:
+            self._forget(request_id)
+            raise DeadlineExceeded(f"the prefill took longer than {self._limit_s:g} s") from None
+        except BaseException:
+            self._forget(request_id)
+            raise
+        if prefilled.bootstrap is None:
+            self._ended_well(run)
+        else:
+            task = asyncio.get_running_loop().create_task(self._run_on(run, until_s))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return prefilled
+
+    def let_go(self, request_id: RequestId) -> None:
+        """Nobody will fetch the KV: cancel the leg, or free what waits. Raises :class:`UnknownPrefill`."""
+        run = self._running.get(request_id)
+        stream = self._ended.pop(request_id, None) if run is None else run.stream
+        if stream is None:
+            raise UnknownPrefill(f"request_id: no prefill of {request_id!r} is here", param="request_id")
+        if run is not None:
+            run.is_let_go = True
+        stream.cancel("nobody will fetch its KV")
+
+    async def wait_idle(self, limit_s: float) -> int:
+        """Wait until no leg runs, or ``limit_s`` seconds; return how many still do."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        return len(self._running)
+
+    async def close(self) -> None:
+        """Cancel the legs that run on, and take no more."""
+        self._is_closed = True
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run_on(self, run: "_Run", until_s: float) -> None:
+        """Read a leg whose KV is fetched while it runs; decode meets its failure by itself."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                await run.read()
+        except (KvrouterError, TimeoutError) as error:
+            why = error.message if isinstance(error, KvrouterError) else f"longer than {self._limit_s:g} s"
+            run.abandon(why)
+            if not run.is_let_go:
+                self._observed.prefill_failed(run.request, run.worker_id, why)
+            self._forget(run.request.request_id)
+        except BaseException:
+            run.abandon("this router shuts down")
+            self._forget(run.request.request_id)
+            raise
+        else:
+            self._ended_well(run)
+
+    def _ended_well(self, run: "_Run") -> None:
+        """The leg is done: its load is gone, and its KV waits."""
+        request_id = run.request.request_id
+        if run.stream is not None:
+            self._ended[request_id] = run.stream
+            self._ended.move_to_end(request_id)
+            if len(self._ended) > self._prefills_max:
+                self._ended.popitem(last=False)
+        self._forget(request_id)
+
+    def _forget(self, request_id: RequestId) -> None:
+        self._running.pop(request_id, None)
+        self._bookings.give_back(request_id)
+        if not self._running:
+            self._idle.set()
+
+
+class _Run:
+    """One request's prefill: its current try, and what came of it."""
+
+    def __init__(
+        self, room: ModelRouter, request: GenerateRequest, plane: RequestPlane, observed: ServiceObserved
+    ) -> None:
+        self.request = request
+        self.stream: EngineStream | None = None
+        self.is_let_go = False
+        """Whether its owner said that nobody will fetch its KV."""
+        self._room = room
+        self._plane = plane
+        self._observed = observed
+        self._placement: Placement | None = None
+        self._lost: LegLost | None = None
+        self._params: KvTransferParams | None = None
+        self._cached_tokens: int | None = None
+
+    @property
+    def worker_id(self) -> WorkerId:
+        """The worker of the current try."""
+        return self._placed().prefill_pick.rank.worker_id
+
+    async def drive(self, journey: Journey) -> Prefilled:
+        """Do what the journey says, up to its decode leg, which is somebody else's."""
+        commands = deque(journey.begin())
+        try:
+            while True:
+                command = commands.popleft()
+                match command:
+                    case Place():
+                        commands.extend(journey.handle(await self._place(command)))
+                    case SendPrefill():
+                        commands.extend(journey.handle(await self._send()))
+                    case Abandon():
+                        self.abandon(command.reason)
+                    case Fail():
+                        raise command.error
+                    case SendDecode():
+                        placement = self._placed()
+                        return Prefilled(placement, placement.bootstrap, self._params, self._cached_tokens)
+                    case _:
+                        raise RuntimeError(f"a prefill alone has no {type(command).__name__}")
+        except BaseException:
+            self.abandon("the prefill was given up")
+            raise
+
+    async def read(self) -> None:
+        """Read the leg to its end, and close its lease. Raises :class:`StreamBroken`."""
+        placement = self._placed()
+        if self.stream is None:
+            raise RuntimeError("a leg that was not sent was read")
+        async for chunk in self.stream:
+            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+                raise StreamBroken(chunk.error or "the engine cancelled the prefill")
+            if chunk.cached_tokens is not None:
+                self._cached_tokens = chunk.cached_tokens
+                self._room.note_cached_tokens(placement, chunk.cached_tokens)
+            if chunk.kv_transfer_params is not None:
+                self._params = chunk.kv_transfer_params
+            if chunk.finish is not None:
+                self._room.release(placement)
+                return
+        raise StreamBroken("the stream ended without a last chunk")
+
+    def abandon(self, reason: str) -> None:
+        """Cancel the leg and give back what was booked; idempotent."""
+        if self.stream is not None:
+            self.stream.cancel(reason)
+            self.stream = None
+        if self._placement is not None:
+            self._room.release(self._placement)
+
+    async def _place(self, command: Place) -> Placed | NotPlaced:
+        request = self.request
+        try:
+            self._placement = await self._room.place(
+                request, request.token_ids, attempt=command.attempt, excluded=command.excluded
+            )
+        except (RoutingRefused, InvalidRequest) as error:
+            return NotPlaced(error)
+        if self._lost is not None:
+            self._observed.sent_again(request, self._lost, streaming=False)
+        return Placed(Shape.SYNCHRONOUS)
+
+    async def _send(self) -> PrefillDone | LegLost | LegRefused:
+        """Send the leg; one with a meeting place is done, as far as its client goes, once it is accepted."""
+        placement = self._placed()
+        engine_request = prefill_leg(self.request, placement, resumed_tokens=0)
+        try:
+            self.stream = await self._plane.open(placement.decode_address, engine_request)
+            if placement.bootstrap is not None:
+                return PrefillDone(self.worker_id, {})
+            await self.read()
+        except InvalidRequest as error:
+            return LegRefused(error)
+        except KvrouterError as error:
+            is_full = isinstance(error, WorkerFull)
+            self._lost = LegLost(Leg.PREFILL, self.worker_id, error.message, full=is_full)
+            return self._lost
+        return PrefillDone(self.worker_id, self._params)
+
+    def _placed(self) -> Placement:
+        if self._placement is None:
+            raise RuntimeError("the journey sends a leg before it was placed")
+        return self._placement
