@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
 
-.PHONY: help setup serve test test-nightly lint types format bench bench-peers bench-recovery replay-sample docs docs-check clean
+.PHONY: help setup serve test test-nightly lint types format bench bench-peers bench-recovery bench-herd replay-sample docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench-peers: setup ## Our figures beside the peers', in one run, with ratios
 
 bench-recovery: setup ## How long a router that starts needs to know a million blocks, lane by lane
 	$(BIN)/python -m benchmarks.recovery
+
+bench-herd: setup ## Does a fleet's load stay even before 2 to 16 routers, with replica sync and without?
+	$(BIN)/python -m benchmarks.herd
 
 replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per router mode
 	$(BIN)/python -m benchmarks.replay_sample

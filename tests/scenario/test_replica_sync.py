@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from uuid import uuid4
 
 import nats
@@ -166,4 +167,5 @@ async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: Na
     await a.place()
     async with asyncio.timeout(30):
         await a.sync.stop()
-    await client.close()
+    with suppress(OSError):  # the client passes on how its last connection ended
+        await client.close()

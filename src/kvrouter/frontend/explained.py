@@ -122,7 +122,7 @@ def _candidate_json(row: Candidate, fleet: Fleet) -> Json:
 
 
 def _pick_json(pick: Pick) -> Json:
-    return {**_rank_json(pick.rank), **_cost_json(pick), "candidates": pick.candidates}
+    return {**_rank_json(pick.rank), **_cost_json(pick), "candidates": pick.candidates, "unseen": pick.unseen}
 
 
 def _rank_json(rank: WorkerRank) -> Json:

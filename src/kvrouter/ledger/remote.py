@@ -40,6 +40,19 @@ class RemoteLeases:
         self._at: dict[WorkerRank, set[RemoteLease]] = {}
         self._where: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
         self._is_less = False
+        self._heard = 0
+        self.requests_per_s = 0.0
+        """How many requests others place a second, of late."""
+
+    def heard(self, request: AddRequest) -> None:
+        """A booking was heard of just now. A request counts once, by its decode or aggregated leg."""
+        self._heard += request.leg_number % 2
+
+    def measure(self, elapsed_s: float) -> None:
+        """So much time passed since the last measure; the one before counts for half of the new one."""
+        if elapsed_s > 0.0:
+            self.requests_per_s = (self.requests_per_s + self._heard / elapsed_s) / 2.0
+            self._heard = 0
 
     def add(self, lease: RemoteLease) -> None:
         """Take in a lease that is not here yet."""

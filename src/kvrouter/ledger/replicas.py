@@ -105,6 +105,11 @@ class Replicas:
         if model is not None:
             model.fleet_changed()
 
+    def requests_per_s(self, name: ModelName) -> float:
+        """How many requests of the model others have placed a second, of late."""
+        model = self._models.get(name)
+        return 0.0 if model is None else model.requests_per_s
+
     def _forget_a_model(self) -> None:
         for name, fleet in self._fleets.items():
             if not len(fleet):
@@ -147,7 +152,10 @@ class Replicas:
 
         After a pause of this process nobody is taken for silent: what they said waits to be read.
         """
-        if now_s - self._ticked_s > self._silent_after_s / 2:
+        elapsed_s = now_s - self._ticked_s
+        for model in self._models.values():
+            model.measure(elapsed_s)
+        if elapsed_s > self._silent_after_s / 2:
             for replica in self._replicas.values():
                 replica.heard_s = now_s
         self._ticked_s = now_s
@@ -227,6 +235,9 @@ class _Leases:
         """One of them changed; of one that is not known nothing is left to change."""
         if isinstance(delta, AddRequest):
             self._add(delta)
+            model = self._models.get(delta.model)
+            if model is not None:
+                model.heard(delta)
             return
         lease = self._by_name.get(delta.lease)
         if lease is None:

@@ -64,6 +64,16 @@ def leg_costs(
     return Costs(overlap, prefill, decode, transfer, multiplier, cost)
 
 
+def own_blocks(request: RouteRequest, view: View, leg: Leg, rules: Rules) -> float:
+    """Return what the leg of such a request adds to the cost of a rank that holds nothing of it."""
+    blocks = 0.0
+    if leg is not Leg.DECODE and view.settings.track_prefill_tokens:
+        blocks += rules.overlap_score_weight * request.isl_tokens / view.fleet.block_size
+    if leg is not Leg.PREFILL and view.settings.track_active_blocks:
+        blocks += request.total_blocks
+    return blocks
+
+
 def _prefill_blocks(request: RouteRequest, view: View, overlap: IntColumn | None) -> FloatColumn:
     block_size = float(view.fleet.block_size)
     active = fitted(view.prefill_tokens, view.fleet.n_slots)

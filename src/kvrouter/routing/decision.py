@@ -13,7 +13,8 @@ class Pick(msgspec.Struct, frozen=True):
     """The worker rank that takes one leg, with the parts of its cost, in blocks.
 
     cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) · multiplier.
-    ``candidates`` counts the ranks that could have taken the leg.
+    ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is how many requests like this
+    one were taken to be on their way, from other routers, to the ranks that are cheapest.
     """
 
     slot: Slot
@@ -26,6 +27,7 @@ class Pick(msgspec.Struct, frozen=True):
     multiplier: float
     cost: float
     candidates: int
+    unseen: int = 0
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from kvrouter.routing.decision import Candidate, Pick
 from kvrouter.routing.eligibility import Screen, Stopped
 
 
-def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int) -> Pick:
+def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *, unseen: int = 0) -> Pick:
     """Return the pick of ``slot``."""
     rank = fleet.rank_at(slot)
     if rank is None:
@@ -30,6 +30,7 @@ def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int) -
         multiplier=1.0 if multiplier is None else multiplier.item(slot),
         cost=cost.item(slot),
         candidates=candidates,
+        unseen=unseen,
     )
 
 

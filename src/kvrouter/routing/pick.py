@@ -15,6 +15,22 @@ from kvrouter.routing.settings import Rules
 
 _TOP = float(np.finfo(np.float64).max) / 4
 
+UNSEEN_MAX = 64
+"""How many unseen requests one decision makes room for."""
+
+
+def draw_unseen(expected: float, draw: int) -> int:
+    """Return how many requests to take for placed and unseen, when ``expected`` are: any number up to twice
+    that is as likely, so that routers that decide at the same time decide differently.
+    """
+    if expected <= 0.0:
+        return 0
+    share = (mix64(draw ^ _UNSEEN_SALT) >> 11) * 2.0**-53
+    return min(UNSEEN_MAX, int(share * (2.0 * expected + 1.0)))
+
+
+_UNSEEN_SALT = 0x9E3779B97F4A7C15
+
 
 def pick_slot(
     cost: FloatColumn,
@@ -25,15 +41,32 @@ def pick_slot(
     request_id: RequestId,
     draw: int,
     turn: int,
+    unseen: int = 0,
+    own_blocks: float = 0.0,
 ) -> Slot:
-    """Return the slot that ``rules`` pick; ``mask`` allows at least one. ``draw`` is 64 random bits."""
+    """Return the slot that ``rules`` pick; ``mask`` allows at least one. ``draw`` is 64 random bits.
+
+    The lowest cost is what it would be after ``unseen`` requests went where they are cheapest, one by one,
+    each of which adds ``own_blocks`` to its rank.
+    """
     if rules.mode is RouterMode.KV:
         if rules.temperature > 0.0:
             return _softmax(cost, _in_rank_order(mask, fleet), rules.temperature, draw)
+        if unseen:
+            cost = _after(unseen, own_blocks, cost, mask)
         return _lowest(cost, mask, fleet, request_id)
     eligible = _in_rank_order(mask, fleet)
     at = turn if rules.mode is RouterMode.ROUND_ROBIN else mix64(draw)
     return Slot(int(eligible[at % len(eligible)]))
+
+
+def _after(unseen: int, own_blocks: float, cost: FloatColumn, mask: Mask) -> FloatColumn:
+    """Return the costs after so many requests went where they are cheapest."""
+    cost = cost.copy()
+    np.putmask(cost, mask.refused, np.inf)
+    for _ in range(unseen):
+        cost[cost.argmin()] += own_blocks
+    return cost
 
 
 def _lowest(cost: FloatColumn, mask: Mask, fleet: Fleet, request_id: RequestId) -> Slot:

@@ -33,7 +33,8 @@ class View(msgspec.Struct, frozen=True):
     ``overlap_blocks``: leading blocks of the request that are there; None when no index is kept.
     ``prefill_tokens``, ``active_blocks``: the ledger's load. ``not_active``: the request's blocks that are
     not among the active ones there; None says that all of them are new everywhere. ``seed`` is for draws,
-    ``turn`` counts requests for round-robin.
+    ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
+    may be expected, that are not in the load yet.
     """
 
     fleet: Fleet
@@ -44,6 +45,7 @@ class View(msgspec.Struct, frozen=True):
     not_active: IntColumn | None
     seed: int = 0
     turn: int = 0
+    unseen: float = 0.0
 
 
 def fitted(column: IntColumn, n_slots: int) -> IntColumn:

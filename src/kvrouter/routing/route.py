@@ -10,7 +10,7 @@ from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, mix64
-from kvrouter.routing.cost import Costs, leg_costs
+from kvrouter.routing.cost import Costs, leg_costs, own_blocks
 from kvrouter.routing.decision import Candidate, Decision, Pick
 from kvrouter.routing.eligibility import Mask, Step, first_refusals, not_busy, screen
 from kvrouter.routing.explain import pick_at, rows_of
@@ -23,7 +23,7 @@ from kvrouter.routing.pair import (
     shares_domain,
     tiers_of,
 )
-from kvrouter.routing.pick import pick_slot
+from kvrouter.routing.pick import draw_unseen, pick_slot
 from kvrouter.routing.reasons import busy_steps, decode_steps, has_legal_decode, prefill_steps
 from kvrouter.routing.refusal import refuse_leg, refuse_pair
 from kvrouter.routing.request import RouteRequest, View
@@ -39,7 +39,8 @@ class _Picked(NamedTuple):
 
 
 def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decision:
-    """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there.
+    """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there, or when
+    prefill is all that is decided here.
 
     Raises NoEligibleWorker when nobody may take it, AllWorkersBusy when somebody could and everybody who
     could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
@@ -200,11 +201,14 @@ def _pick(
     prefill_slot: Slot | None = None,
 ) -> _Picked:
     costs = leg_costs(request, view, leg, rules, constraint=constraint, prefill_slot=prefill_slot)
+    draw = mix64(view.seed + _SALT_OF[leg])
+    unseen = draw_unseen(view.unseen, draw)
     slot = pick_slot(
         costs.cost, mask, view.fleet, rules,
-        request_id=request.request_id, draw=mix64(view.seed + _SALT_OF[leg]), turn=turn,
+        request_id=request.request_id, draw=draw, turn=turn,
+        unseen=unseen, own_blocks=own_blocks(request, view, leg, rules) if unseen else 0.0,
     )  # fmt: skip
-    return _Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
+    return _Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed, unseen=unseen), costs)
 
 
 def _crosses(fleet: Fleet, constraint: TransferConstraint | None, decode: Slot) -> bool:

@@ -208,6 +208,7 @@ class ModelRouter:
             settings=self.settings,
             seed=self._seed,
             turn=self._turn,
+            unseen=0.0 if self._sync is None else self._sync.unseen(self.fleet.model),
         )
 
     # Waiting

@@ -25,6 +25,10 @@ SILENT_AFTER_S: Final = 5.0
 
 ASK_AGAIN_S: Final = 1.0
 
+NEWS_AGE_S: Final = 0.004
+"""How long a booking of another router takes to be load here: the wait for others to travel with, the way,
+and the loops at both ends. Half or twice as much does nearly as well."""
+
 
 class SyncCounts(NamedTuple):
     """What there is to tell of replica sync."""
@@ -53,8 +57,10 @@ class ReplicaSync:
         heartbeat_s: float = HEARTBEAT_S,
         silent_after_s: float = SILENT_AFTER_S,
         ask_again_s: float = ASK_AGAIN_S,
+        news_age_s: float = NEWS_AGE_S,
     ) -> None:
         self._plane = plane
+        self._news_age_s = news_age_s
         self._router_id = router_id
         self._flush_after_s = flush_after_s
         self._heartbeat_s = heartbeat_s
@@ -81,6 +87,10 @@ class ReplicaSync:
     def fleet_changed(self, model: ModelName) -> None:
         """A worker of the model came, changed or left."""
         self._replicas.fleet_changed(model)
+
+    def unseen(self, model: ModelName) -> float:
+        """How many requests others have placed, as may be expected, that are not heard of yet."""
+        return self._replicas.requests_per_s(model) * self._news_age_s
 
     def counts(self) -> SyncCounts:
         """Sizes now, and what happened since the start."""

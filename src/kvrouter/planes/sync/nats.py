@@ -110,7 +110,7 @@ class NatsSyncPlane:
                     for subscription in subscriptions:
                         await subscription.unsubscribe()
                     await self._client.flush()
-            except (TimeoutError, nats.errors.Error):
+            except (TimeoutError, nats.errors.Error, OSError):
                 pass  # the connection is gone, and with it the subscriptions and whom we could tell
 
         return end
@@ -131,6 +131,6 @@ class NatsSyncPlane:
             self._outbox_bytes -= len(frame)
             try:
                 await self._client.publish(subject, frame)
-            except nats.errors.Error:
+            except (nats.errors.Error, OSError):
                 self._outbox.clear()  # the connection was lost meanwhile: the others will see the gap
                 self._outbox_bytes = 0
