@@ -15,6 +15,7 @@ from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.telemetry.logs import JsonFormatter
 from kvrouter.worker import KvPublisher
 from tests.support.lone_worker import COLUMN, EPOCH, RANK, STORED, House
+from tests.support.mock_fleets import until
 
 
 @pytest.fixture
@@ -116,6 +117,18 @@ async def test_a_death_has_no_goodbye(house: House) -> None:
     assert await house.events.recover_snapshot(RANK) is None
     with pytest.raises(WorkerUnreachable):
         await house.requests.open(house.worker.card.address, house.request())
+
+
+async def test_heartbeats_tell_the_latest_load_again() -> None:
+    """An engine at rest reports nothing more: a router that missed the last one thinks it busy for ever."""
+    house = House(heartbeat_s=0.001)
+    await house.start()
+    busy, idle = LoadReport(RANK, 9, 10), LoadReport(RANK, 0, 10)
+    house.engine.report(busy)
+    house.engine.report(idle)
+    await until(lambda: house.loads.count(idle) >= 3)
+    assert house.loads[-1] == idle
+    await house.worker.stop()
 
 
 async def test_heartbeats_tell_how_far_the_ids_have_come() -> None:

@@ -22,7 +22,8 @@ from kvrouter.worker.topology import topology_config, wait_for_topology, watch_t
 from kvrouter.worker.topology_env import TopologyEnv
 
 HEARTBEAT_S = 5.0
-"""How often routers hear how far the event ids have come: a lost last batch is noticed after this long."""
+"""How often routers hear how far the event ids have come, and the latest loads again: a lost last batch is
+noticed after this long, and a lost last report is replaced."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._registration: Registration | None = None
         self._end_recovery: Callable[[], None] | None = None
+        self._loads: dict[DpRank, LoadReport] = {}
         self.publisher = KvPublisher(
             events,
             worker_id=card.worker_id,
@@ -93,8 +95,7 @@ class Worker:
         except BaseException:
             await self.stop()
             raise
-        if self.card.publishes_kv_events:
-            self._run(self._beat())
+        self._run(self._beat())
         if self._topology is not None:
             self._run(watch_topology(self._topology, self.card.runtime_config, self._moved))
 
@@ -164,7 +165,10 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            self.publisher.heartbeat(self._dp_ranks)
+            if self.card.publishes_kv_events:
+                self.publisher.heartbeat(self._dp_ranks)
+            for report in tuple(self._loads.values()):
+                self._events.publish_load(report)
 
     async def _moved(self, config: ModelRuntimeConfig, warnings: tuple[str, ...]) -> None:
         self._warn(warnings)
@@ -193,4 +197,5 @@ class Worker:
             self.publisher.publish(dp_rank, events)
 
     def _on_load(self, report: LoadReport) -> None:
+        self._loads[report.rank.dp_rank] = report
         self._events.publish_load(report)
