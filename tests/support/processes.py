@@ -144,7 +144,16 @@ class Fleet:
 
     async def frontend(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Frontend:
         """Start a frontend and return once its door is open; workers it may not have found yet."""
-        started = await self._start("frontend", ("frontend", "--http-port", "0", *arguments), environ)
+        return await self._door("frontend", arguments, environ)
+
+    async def router(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Frontend:
+        """Start a standalone router, as :meth:`frontend` does a frontend."""
+        return await self._door("router", arguments, environ)
+
+    async def _door(
+        self, command: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None
+    ) -> Frontend:
+        started = await self._start(command, (command, "--http-port", "0", *arguments), environ)
         running = Frontend(started.name, started.process, started.log, started.ready)
         running.http = httpx.AsyncClient(base_url=running.url, timeout=60.0)
         self.processes.append(running)

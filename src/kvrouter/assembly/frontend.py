@@ -2,7 +2,7 @@
 
 import logging
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,7 +18,10 @@ from kvrouter.assembly.texts import AnnouncedTexts
 from kvrouter.assembly.told import SyncGauges
 from kvrouter.config import Settings
 from kvrouter.config.version import installed_version
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
+from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.events.port import SnapshotStore
 from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.service.replica_sync import ReplicaSync
@@ -32,13 +35,22 @@ logger = logging.getLogger("kvrouter.frontend")
 
 @asynccontextmanager
 async def frontend(
-    settings: Settings, folders: Mapping[ModelName, Path], links: LinkTable | None = None
+    settings: Settings,
+    folders: Mapping[ModelName, Path],
+    links: LinkTable | None = None,
+    static: Sequence[WorkerCard] = (),
 ) -> AsyncIterator[OpenDoor]:
-    """Serve the workers of the namespace on this event loop.
+    """Serve the workers of the namespace, or those of ``static`` alone, on this event loop.
 
     ``folders`` are this host's tokenizers by model; other models are tokenized by the folder that their
-    workers name. Raises CannotListen, or NatsUnreachable.
+    workers name. Raises CannotListen, NatsUnreachable, or ConfigError for ``static`` workers with KV routing.
     """
+    if static and settings.router.router_mode is RouterMode.KV:
+        raise ConfigError(
+            "--static-endpoint: needs --router-mode round-robin or random; KV routing needs workers that "
+            "discovery finds",
+            param="static_endpoint",
+        )
     front = settings.frontend
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
@@ -47,7 +59,7 @@ async def frontend(
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
-            router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1]) as wires,
+            router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1], static=static) as wires,
         ):
             router_id = new_router_id()
             sync = None if wires.sync is None else ReplicaSync(wires.sync, router_id)
@@ -108,15 +120,23 @@ async def saving(
 
 
 def serve_frontend(
-    settings: Settings, folders: Mapping[ModelName, Path], links: LinkTable | None = None
+    settings: Settings,
+    folders: Mapping[ModelName, Path],
+    links: LinkTable | None = None,
+    static: Sequence[WorkerCard] = (),
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
-    return uvloop.run(_serve(settings, folders, links))
+    return uvloop.run(_serve(settings, folders, links, static))
 
 
-async def _serve(settings: Settings, folders: Mapping[ModelName, Path], links: LinkTable | None) -> int:
+async def _serve(
+    settings: Settings,
+    folders: Mapping[ModelName, Path],
+    links: LinkTable | None,
+    static: Sequence[WorkerCard],
+) -> int:
     log_event(logger, Event.START, version=installed_version(), models=",".join(folders))
     with told_to_stop() as stopping:
-        async with frontend(settings, folders, links) as door:
+        async with frontend(settings, folders, links, static) as door:
             await serve_until(stopping, door, drain_limit_s=settings.frontend.drain_limit_s)
     return 0

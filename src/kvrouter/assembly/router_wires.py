@@ -1,7 +1,7 @@
 """A router's ends of the planes, as the settings choose them."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,10 +12,11 @@ from kvrouter.assembly.tls import Tls, tls_of
 from kvrouter.assembly.told import StreamTold, refusals_on, troubles_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.workers import EventLane
+from kvrouter.core.workers import EventLane, WorkerCard
 from kvrouter.planes.discovery.file import FileDiscovery
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.discovery.static import StaticDiscovery
 from kvrouter.planes.events.jetstream import JetStreamSubscriber
 from kvrouter.planes.events.nats import NatsEventSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
@@ -47,21 +48,22 @@ class RouterWires:
 
 @asynccontextmanager
 async def router_wires(
-    settings: Settings, telemetry: Telemetry, *, http_port: int
+    settings: Settings, telemetry: Telemetry, *, http_port: int, static: Sequence[WorkerCard] = ()
 ) -> AsyncIterator[RouterWires]:
     """Connect everything that the settings ask for; it is closed at the end.
 
+    ``static`` are workers that were named by hand: with any, they are all that is there.
     Raises NatsUnreachable, or ConfigError that names the setting.
     """
     planes = settings.planes
     tls = tls_of(planes)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
-        if needs_nats(settings):
+        if needs_nats(settings, discovers=not static):
             nats = await stack.enter_async_context(
                 nats_connection(planes, name=f"kvrouter-frontend-{http_port}", tls=tls.client)
             )
-        discovery = make_discovery(planes, nats, telemetry)
+        discovery = StaticDiscovery(static) if static else make_discovery(planes, nats, telemetry)
         stack.push_async_callback(discovery.close)
         requests = _requests(planes, nats, tls, telemetry)
         stack.push_async_callback(requests.close)
@@ -81,12 +83,12 @@ async def router_wires(
         yield RouterWires(discovery, requests, LaneSubscriber(lanes), stream, sync)
 
 
-def needs_nats(settings: Settings) -> bool:
-    """Whether this router cannot do without NATS."""
+def needs_nats(settings: Settings, *, discovers: bool = True) -> bool:
+    """Whether this router cannot do without NATS; one that does not discover its workers looks nowhere."""
     planes, router = settings.planes, settings.router
     hears_nats = router.kv_events and planes.event_plane in (EventPlaneKind.NATS, EventPlaneKind.JETSTREAM)
     return (
-        planes.discovery is DiscoveryBackend.NATS
+        (discovers and planes.discovery is DiscoveryBackend.NATS)
         or planes.request_plane is RequestPlaneKind.NATS
         or (hears_nats and router.router_mode is RouterMode.KV)
         or router.replica_sync

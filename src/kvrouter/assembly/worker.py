@@ -27,6 +27,7 @@ from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.assembly.tls import advertised, tls_of
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import FleetFile, Settings, WorkerGroup
+from kvrouter.config.static_endpoint import STATIC_INCARNATION, static_text
 from kvrouter.config.version import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
@@ -55,6 +56,8 @@ class MockWorkerSpec:
     worker_id: WorkerId
     enable_local_indexer: bool = False
     engine_events: str | None = None
+    is_static: bool = False
+    """Named by hand at its frontends: it is announced nowhere, and publishes no KV events."""
 
     @classmethod
     def pick(
@@ -67,6 +70,7 @@ class MockWorkerSpec:
         enable_local_indexer: bool,
         engine_events: str | None,
         numbered: bool,
+        is_static: bool = False,
     ) -> Self:
         """Pick worker ``index`` of a group. Its id is ``worker_id``, else its number in a ``numbered`` file,
         else random. Raises ConfigError that names the flag.
@@ -93,6 +97,7 @@ class MockWorkerSpec:
             worker_id=WorkerId(worker_id),
             enable_local_indexer=enable_local_indexer,
             engine_events=engine_events,
+            is_static=is_static,
         )
 
 
@@ -144,9 +149,12 @@ async def mock_worker(
             domain=domains.get(link_level(fleet) or "", ""),
         )
         async with worker_wires(
-            settings, component=component, has_local_indexer=spec.enable_local_indexer
+            settings,
+            component=component,
+            has_local_indexer=spec.enable_local_indexer,
+            is_static=spec.is_static,
         ) as wires:
-            incarnation = new_incarnation()
+            incarnation = STATIC_INCARNATION if spec.is_static else new_incarnation()
             card = worker_card(
                 fleet,
                 group,
@@ -161,6 +169,7 @@ async def mock_worker(
                     card,
                     namespace=planes.namespace,
                     event_source=wires.events.source,
+                    publishes_kv_events=card.publishes_kv_events and not spec.is_static,
                     tokenizer=_tokenizer(model.tokenizer),
                     runtime_config=replace(
                         card.runtime_config, enable_local_indexer=spec.enable_local_indexer
@@ -226,7 +235,8 @@ async def _serve(
         async with mock_worker(settings, spec, environ) as running:
             worker = running.worker
             settle_memory()
-            log_event(logger, Event.READY, worker=str(spec.worker_id), address=worker.card.address)
+            address = static_text(worker.card) if spec.is_static else worker.card.address
+            log_event(logger, Event.READY, worker=str(spec.worker_id), address=address)
             await stopping.wait()
             log_event(logger, Event.DRAIN, worker=str(spec.worker_id), running_requests=worker.running_legs)
             await running.drain(drain_limit_s)

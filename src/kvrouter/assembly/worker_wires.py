@@ -15,7 +15,9 @@ from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, Req
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
 from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.discovery.static import StaticDiscovery
 from kvrouter.planes.events.jetstream import JetStreamPublisher
+from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.events.nats import NatsEventPublisher
 from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, RecoveryServer
@@ -51,10 +53,11 @@ class WorkerWires:
 
 @asynccontextmanager
 async def worker_wires(
-    settings: Settings, *, component: str, has_local_indexer: bool
+    settings: Settings, *, component: str, has_local_indexer: bool, is_static: bool = False
 ) -> AsyncIterator[WorkerWires]:
     """Connect everything that the settings ask for; it is closed at the end.
 
+    A worker that ``is_static`` takes requests, and tells nobody of itself or of its cache.
     Raises NatsUnreachable, or ConfigError that names the setting.
     """
     planes = settings.planes
@@ -62,19 +65,20 @@ async def worker_wires(
     lane = lane_of(planes, has_local_indexer=has_local_indexer)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
-        if (
-            planes.discovery is DiscoveryBackend.NATS
-            or planes.request_plane is RequestPlaneKind.NATS
-            or lane is not EventLane.ZMQ
-        ):
+        tells_by_nats = planes.discovery is DiscoveryBackend.NATS or lane is not EventLane.ZMQ
+        if planes.request_plane is RequestPlaneKind.NATS or (tells_by_nats and not is_static):
             nats = await stack.enter_async_context(
                 nats_connection(planes, name=f"kvrouter-worker-{component}", tls=tls.client)
             )
-        discovery = make_discovery(planes, nats)
+        discovery = StaticDiscovery() if is_static else make_discovery(planes, nats)
         stack.push_async_callback(discovery.close)
         listener = _listener(settings, nats, tls)
         await listener.start()
         stack.push_async_callback(listener.close)
+        if is_static:
+            nobody = MemoryEventPlane()
+            yield WorkerWires(discovery, listener, nobody, nobody)
+            return
         events, recovery = await _events(settings, nats, lane, component, stack)
         yield WorkerWires(discovery, listener, events, recovery)
 

@@ -13,6 +13,7 @@ from kvrouter.config.fleet_checks import load_fleet, settings_document
 from kvrouter.config.one_worker import FLAGS, fleet_of_one
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import Loaded, load_settings
+from kvrouter.config.static_endpoint import static_cards
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.telemetry.logs import configure_logging
@@ -32,7 +33,20 @@ from kvrouter.telemetry.logs import configure_logging
     metavar="MODEL=FOLDER",
     help="This host's folder with a model's tokenizer; without it the folder that its workers name is read.",
 )
-def frontend(config: Path | None, model_paths: tuple[str, ...], **flags: SettingValue | None) -> None:
+@click.option(
+    "--static-endpoint",
+    "static_endpoints",
+    multiple=True,
+    metavar="ADDRESS,model=NAME[,…]",
+    help="A worker without discovery, started with --static, whose log says what to write here. With any, "
+    "nobody else is looked for. Not with --router-mode kv.",
+)
+def frontend(
+    config: Path | None,
+    model_paths: tuple[str, ...],
+    static_endpoints: tuple[str, ...],
+    **flags: SettingValue | None,
+) -> None:
     """Serve: an OpenAI-compatible endpoint in front of the workers that discovery finds.
 
     Run as many as you like, on any host: they know nothing of each other, but what --router-replica-sync
@@ -46,7 +60,8 @@ def frontend(config: Path | None, model_paths: tuple[str, ...], **flags: Setting
     from kvrouter.assembly.frontend import serve_frontend  # noqa: PLC0415
 
     links = None if document is None else links_of(document)
-    sys.exit(serve_frontend(loaded.settings, folders, links))
+    static = static_cards(static_endpoints, loaded.settings.planes.request_plane)
+    sys.exit(serve_frontend(loaded.settings, folders, links, static))
 
 
 frontend.params.extend(setting_options("router", "frontend", "planes", "log"))
@@ -109,6 +124,12 @@ def worker() -> None:
     help="Where an engine of your own tells its KV events, unix:PATH or tcp://HOST:PORT; the mock answers.",
 )
 @click.option(
+    "--static",
+    "is_static",
+    is_flag=True,
+    help="Be announced nowhere and publish no KV events: frontends name this worker by --static-endpoint.",
+)
+@click.option(
     "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
 )
 def worker_mock(
@@ -118,6 +139,7 @@ def worker_mock(
     worker_id: int | None,
     enable_local_indexer: bool,
     engine_events: str | None,
+    is_static: bool,
     drain_limit_s: float,
     **flags: object,
 ) -> None:
@@ -135,6 +157,8 @@ def worker_mock(
         document=None if document is None else settings_document(document),
     )
     begin(loaded)
+    if is_static and (engine_events is not None or enable_local_indexer):
+        raise click.UsageError("--static: such a worker tells no KV events, whoever has them")
     if document is None:
         if group is not None or index:
             raise click.UsageError("--group and --index are about the workers of --fleet")
@@ -155,6 +179,7 @@ def worker_mock(
         enable_local_indexer=enable_local_indexer,
         engine_events=engine_events,
         numbered=document is not None,
+        is_static=is_static,
     )
     sys.exit(serve_mock_worker(loaded.settings, spec, os.environ, drain_limit_s=drain_limit_s))
 
