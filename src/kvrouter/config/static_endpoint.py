@@ -15,7 +15,9 @@ DEFAULTS = {"role": Role.BOTH.value, "block_size": "64", "context_length": "3276
 """What a text that does not say so means, as the mock worker's own flags."""
 
 _KEYS = ("address", "model", "tokenizer", *DEFAULTS, "bootstrap")
-_ADDRESS = re.compile(r"(?P<scheme>[a-z]+)://[^/,=\s]+/(?P<worker_id>[0-9]{1,19})(/(?P<incarnation>[0-9]{1,20}))?")
+_ADDRESS = re.compile(
+    r"(?P<scheme>[a-z]+)://[^/,=\s]+/(?P<worker_id>[0-9]{1,19})(/(?P<incarnation>[0-9]{1,20}))?"
+)
 _SCHEMES = {
     RequestPlaneKind.TCP: ("tcp",),
     RequestPlaneKind.HTTP: ("http", "https"),
@@ -115,7 +117,12 @@ def _bootstrap(text: str, place: str | None, role: Role) -> tuple[str | None, in
     if place is None:
         return None, None
     host, _, port = place.rpartition(":")
-    if role is not Role.PREFILL or not host or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
+    if (
+        role is not Role.PREFILL
+        or not host
+        or not re.fullmatch(r"[1-9][0-9]{0,4}", port)
+        or int(port) > 65535
+    ):
         raise _wrong(text, f"bootstrap must be host:port of a prefill worker, not {place!r}")
     return host, int(port)
 
