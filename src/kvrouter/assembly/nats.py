@@ -4,7 +4,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
@@ -94,4 +94,5 @@ async def nats_connection(
                 await client.flush(timeout=FLUSH_S)
             except (NatsError, OSError, TimeoutError):
                 log_event(_log, Event.PLANE_LOST, plane="nats", reason="the last messages may be lost")
-        await client.close()
+        with suppress(OSError):  # the server may be gone
+            await client.close()
