@@ -14,7 +14,6 @@ from rich.progress import Progress
 from benchmarks.herd_fleet import Arrival, JumpingLoop, Outcome, run_fleet
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, measured
-from benchmarks.workload import BLOCK_SIZE
 
 N_WORKERS = 32
 ROUTERS = (2, 4, 8, 16)
@@ -51,8 +50,8 @@ class Load:
 
     @staticmethod
     def _length(chance: random.Random, mean: int) -> int:
-        """Log-normal with a deviation of 0.8, whose mean is 1.38 times its median; up to 8 times the mean."""
-        return min(8 * mean, max(BLOCK_SIZE, round(chance.lognormvariate(0.0, 0.8) * mean / 1.38)))
+        """Log-normal with a deviation of 0.8, whose mean is 1.38 times its median; from 4 to 8 times the mean."""
+        return min(8 * mean, max(4, round(chance.lognormvariate(0.0, 0.8) * mean / 1.38)))
 
 
 LOADS = (
