@@ -50,7 +50,7 @@ class Load:
 
     @staticmethod
     def _length(chance: random.Random, mean: int) -> int:
-        """Log-normal with a deviation of 0.8, whose mean is 1.38 times its median; from 4 to 8 times the mean."""
+        """Log-normal, deviation 0.8: its mean is 1.38 times its median. From 4 to 8 times the mean."""
         return min(8 * mean, max(4, round(chance.lognormvariate(0.0, 0.8) * mean / 1.38)))
 
 

@@ -363,3 +363,14 @@ def test_messages_are_cut_by_leases_and_by_blocks() -> None:
     assert [len(piece) for piece in pieces([lease()] * 600)] == [256, 256, 88]
     assert [len(piece) for piece in pieces([long] * 9)] == [4, 4, 1]
     assert list(pieces([])) == []
+
+
+def test_the_rate_of_others_requests_is_known_and_fades() -> None:
+    here = Here()
+    here.replicas.tick(now_s=1.0)
+    here.hear(1, lease("a"), lease("b"), structs.replace(lease("b"), leg_number=0))
+    here.replicas.tick(now_s=2.0)
+    assert here.replicas.requests_per_s(MODEL) == 1.0  # two a second, and none before
+    here.replicas.tick(now_s=3.0)
+    assert here.replicas.requests_per_s(MODEL) == 0.5
+    assert here.replicas.requests_per_s(ModelName("other")) == 0.0
