@@ -142,6 +142,8 @@ class Bench:
         plane: RequestPlane,
         config: KvRouterConfig | None = None,
         subscriber: EventSubscriber | None = None,
+        *,
+        prefill_alone: bool = False,
     ) -> None:
         self.discovery = HandDiscovery()
         self.events = HandEvents()
@@ -152,6 +154,7 @@ class Bench:
             discovery=self.discovery,
             subscriber=subscriber or self.events,
             telemetry=self.telemetry,
+            prefill_alone=prefill_alone,
         )
 
     async def start(self, *cards: WorkerCard) -> None:

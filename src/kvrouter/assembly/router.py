@@ -46,7 +46,9 @@ def build_service(
     observed = ServiceObserved(telemetry or Telemetry())
     decisions = DecisionLog(requests_max=config.decisions_kept)
     own_id = router_id or new_router_id()
-    settings = structs.replace(routing_settings(config, links), prefill_alone=prefill_alone)
+    settings = routing_settings(config, links)
+    if prefill_alone:  # a prefill worker holds no block of a running answer
+        settings = structs.replace(settings, prefill_alone=True, track_active_blocks=False)
 
     def make_model(model: ModelName, block_size: int) -> ModelRouter:
         of_model = observed.of_model(model)
