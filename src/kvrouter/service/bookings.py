@@ -98,9 +98,9 @@ class Bookings:
         Raises :class:`RoutingRefused`, :class:`RequestInUse`, :class:`BookingsFull`, and
         :class:`ShuttingDown` when this was closed meanwhile.
         """
-        self._refuse_when_full()
         self.claim(request.request_id)
         try:
+            self._refuse_when_full()
             placement = await room.place(request, request.token_ids, attempt=0, excluded=frozenset())
             try:
                 self._refuse_when_full()
