@@ -218,7 +218,7 @@ async def test_blocks_of_other_tenants_and_adapters_are_others() -> None:
 )
 async def test_a_mistake_names_its_field_and_leaves_nothing(fields: dict[str, object], param: str) -> None:
     async with open_router(card(1)) as here:
-        status, answer = await here.route(**fields)
+        status, answer = await here.post("/v1/route", {**TOKENS, **fields})
         assert (status, answer["error"]["param"]) == (400, param)
         assert here.is_clean
 
