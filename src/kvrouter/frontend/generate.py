@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, RequestId
@@ -92,12 +93,14 @@ def cancel_with(responder: Responder) -> None:
 class _Reading:
     """An engine's chunks as text, up to a stop string."""
 
-    __slots__ = ("_detokenizer", "_matcher", "finish", "generation")
+    __slots__ = ("_detokenizer", "_matcher", "finish", "generation", "text_of")
 
     def __init__(self, generation: Generation, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
         self.generation = generation
         self.finish: FinishReason | None = None
         """Why the answer is complete; None while it is not."""
+        self.text_of = detokenizer.push if matcher.is_idle else self._text_until_stop
+        """Returns the text that is certain with more tokens; a stop string in it sets ``finish``."""
         self._detokenizer = detokenizer
         self._matcher = matcher
 
@@ -109,11 +112,15 @@ class _Reading:
             self.generation.close(ANSWERED)
         return text
 
-    def _text_of(self, chunk: EngineChunk) -> str:
-        text, stopped = self._matcher.push(self._detokenizer.push(chunk.token_ids))
+    def _text_until_stop(self, token_ids: Sequence[int]) -> str:
+        text, stopped = self._matcher.push(self._detokenizer.push(token_ids))
         if stopped is not None:
             self.finish = FinishReason.STOP
-        elif chunk.finish is not None:
+        return text
+
+    def _text_of(self, chunk: EngineChunk) -> str:
+        text = self.text_of(chunk.token_ids)
+        if self.finish is None and chunk.finish is not None:
             self.finish = chunk.finish
             rest, stopped = self._matcher.push(self._detokenizer.finish())
             text += rest
@@ -165,18 +172,32 @@ class _Exchange:
         )
         answer = self._answer_of(call)
         usage_each = call.stream_options.continuous_usage_stats
-        stream.write(answer.first_event())
-        while True:
+
+        put, event_of, text_of = stream.write, answer.text_event, reading.text_of
+
+        def write(text: str) -> None:
+            if not text:
+                return
+            put(answer.text_event_with_usage(text, generation.usage) if usage_each else event_of(text))
+
+        def take(token_ids: Sequence[int]) -> bool:
+            text = text_of(token_ids)
             if text:
                 if usage_each:
-                    stream.write(answer.text_event_with_usage(text, generation.usage))
+                    write(text)
                 else:
-                    stream.write(answer.text_event(text))
-            if reading.finish is not None:
-                break
+                    put(event_of(text))
+            return stream.ready and reading.finish is None
+
+        stream.write(answer.first_event())
+        write(text)
+        while reading.finish is None:
             if not stream.ready:
                 await stream.wait_ready()
-            text = await reading.next_text()
+            await generation.hand_over(take)
+            if reading.finish is None:
+                write(await reading.next_text())
+        generation.close(ANSWERED)
         nvext = placed_nvext(generation, call.nvext.extra_fields)
         stream.write(answer.last_event(reading.finish, nvext=nvext))
         if call.stream_options.include_usage:

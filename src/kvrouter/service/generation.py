@@ -47,7 +47,7 @@ from kvrouter.journey.words import (
     Shape,
     State,
 )
-from kvrouter.planes.requests.port import RequestPlane, StreamBroken, WorkerFull
+from kvrouter.planes.requests.port import HandingStream, RequestPlane, StreamBroken, TokenSink, WorkerFull
 from kvrouter.routing.decision import Pick
 from kvrouter.service.attempt import Attempt, Times
 from kvrouter.service.legs import last_leg, prefill_leg
@@ -175,6 +175,41 @@ class Generation:
             self._take(attempt, chunk)
             return chunk
 
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Give ``sink`` tokens in the turn of the loop in which they arrive, where the plane can do that.
+
+        Returns when ``sink`` returned False, or when the next read brings something else: an end, an error,
+        another worker's tokens. Raises what ``sink`` raises.
+        """
+        attempt = self._attempt
+        if (
+            attempt is None
+            or self.error is not None
+            or self._journey.state is not State.STREAMING
+            or not isinstance(attempt.decode, HandingStream)
+        ):
+            return
+        watch, block_size = self._watch, attempt.placement.block_size
+        note_gap_s, note_tokens, clock_s = self._gaps_s.append, self._journey.tokens, time.monotonic
+
+        def take(token_ids: Sequence[int]) -> bool:
+            # As _take_tokens does: this is done for every token of every answer.
+            now_s = watch.heard_s = clock_s()
+            note_gap_s(now_s - self._token_s)
+            self._token_s = now_s
+            note_tokens(token_ids)
+            self._tail_tokens += len(token_ids)
+            if self._tail_tokens >= block_size:
+                self._count_blocks(attempt)
+            return sink(token_ids)
+
+        watch.heard_s = time.monotonic()
+        watch.is_reading = True
+        try:
+            await attempt.decode.hand_over(take)
+        finally:
+            watch.is_reading = False
+
     async def _heard_prefill(self, attempt: Attempt) -> bool:
         """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
 
@@ -236,14 +271,7 @@ class Generation:
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._note_cached(attempt, chunk.cached_tokens)
         if chunk.token_ids:
-            now_s = self._watch.heard_s = time.monotonic()
-            if self._journey.state is State.DECODING:
-                self._perform_now(self._journey.handle(FirstTokens()))
-            else:
-                self._gaps_s.append(now_s - self._token_s)
-            self._token_s = now_s
-            self._journey.tokens(chunk.token_ids)
-            self._count_output(attempt, len(chunk.token_ids))
+            self._take_tokens(attempt, chunk.token_ids)
         if chunk.finish is not None:
             attempt.decode = None
             self._perform_now(self._journey.handle(Finished(chunk.finish)))
@@ -260,6 +288,16 @@ class Generation:
             if attempt.lost or self._closed or self._placer.prefill_worker_left(attempt.placement):
                 return
             await asyncio.sleep(PREFILL_NEWS_LOOK_S)
+
+    def _take_tokens(self, attempt: Attempt, token_ids: Sequence[int]) -> None:
+        now_s = self._watch.heard_s = time.monotonic()
+        if self._journey.state is State.DECODING:
+            self._perform_now(self._journey.handle(FirstTokens()))
+        else:
+            self._gaps_s.append(now_s - self._token_s)
+        self._token_s = now_s
+        self._journey.tokens(token_ids)
+        self._count_output(attempt, len(token_ids))
 
     async def _lose(self, attempt: Attempt, why: str) -> None:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
@@ -278,12 +316,14 @@ class Generation:
         return self._journey.handle(lost)
 
     def _count_output(self, attempt: Attempt, tokens: int) -> None:
-        """Tell the ledger of each block of output that became full."""
-        block_size = attempt.placement.block_size
         self._tail_tokens += tokens
-        if self._tail_tokens >= block_size:
-            blocks, self._tail_tokens = divmod(self._tail_tokens, block_size)
-            self._placer.output_blocks(attempt.placement, blocks)
+        if self._tail_tokens >= attempt.placement.block_size:
+            self._count_blocks(attempt)
+
+    def _count_blocks(self, attempt: Attempt) -> None:
+        """Tell the ledger of each block of output that became full."""
+        blocks, self._tail_tokens = divmod(self._tail_tokens, attempt.placement.block_size)
+        self._placer.output_blocks(attempt.placement, blocks)
 
     def _note_cached(self, attempt: Attempt, cached_tokens: int) -> None:
         """The engine's own count of what it had cached; the client's usage shows that of its first token."""

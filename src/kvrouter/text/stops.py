@@ -38,6 +38,11 @@ class StopMatcher:
         self.stopped: str | None = None
         """The stop string that ended the stream."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no stop string, so that all text may be given out."""
+        return self._openers is None
+
     def push(self, text: str) -> tuple[str, str | None]:
         """Return the text that may be given out and, once it has come, the stop string."""
         if self._openers is None:

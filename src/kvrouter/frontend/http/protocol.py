@@ -87,6 +87,8 @@ class HttpProtocol(asyncio.Protocol):
         self._connection = ServerConnection(server.limits, now_s=loop.time())
         self._requests: deque[Request] = deque()
         self._responder: Responder | None = None
+        self.is_writable = True
+        """Whether the bytes not yet taken by the client are below the high-water mark."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._client: tuple[str, int] | None = None
@@ -136,6 +138,7 @@ class HttpProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone; a handler that still answers is told."""
         self._lost = True
+        self.is_writable = True
         self._writable.set()
         self._requests.clear()
         responder = self._responder
@@ -149,10 +152,12 @@ class HttpProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client does not keep up."""
+        self.is_writable = False
         self._writable.clear()
 
     def resume_writing(self) -> None:
         """The client has caught up."""
+        self.is_writable = True
         self._writable.set()
         self._advance()
 
@@ -167,11 +172,6 @@ class HttpProtocol(asyncio.Protocol):
     def may_keep_alive(self) -> bool:
         """Whether another request would be taken on this connection."""
         return not (self._server.is_draining or self._input_ended)
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether the bytes not yet taken by the client are below the high-water mark."""
-        return self._writable.is_set()
 
     async def wait_writable(self) -> None:
         """Returns once ``is_writable``, or once the connection is lost."""
@@ -200,7 +200,7 @@ class HttpProtocol(asyncio.Protocol):
         if data:
             self.write(data)
         if (
-            not self._writable.is_set()
+            not self.is_writable
             and not responder.ended
             and self._transport.get_write_buffer_size() > self._limits.overflow_bytes
         ):

@@ -75,6 +75,7 @@ class Stream:
         "_dropped",
         "_end",
         "_filler",
+        "_flush_at_bytes",
         "_head",
         "_pieces",
         "_pieces_bytes",
@@ -94,6 +95,7 @@ class Stream:
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
         self._end = b""
+        self._flush_at_bytes = wire.flush_at_bytes
 
     @property
     def ready(self) -> bool:
@@ -115,7 +117,7 @@ class Stream:
             self._wire.flush_soon()
         self._pieces.append(data)
         self._pieces_bytes += len(data)
-        if self._pieces_bytes >= self._wire.flush_at_bytes:
+        if self._pieces_bytes >= self._flush_at_bytes:
             self._wire.flush()
 
     async def wait_ready(self) -> None:
@@ -140,12 +142,17 @@ class Stream:
 
     def take(self) -> bytes:
         """What is to be sent now: of the head, the pieces and the end, what was not sent yet."""
+        pieces = self._pieces
+        if len(pieces) == 1 and self._chunked and not self._head and not self._end:
+            data = b"%x\r\n%b\r\n" % (self._pieces_bytes, pieces.pop())  # a token of a stream under way
+            self._pieces_bytes = 0
+            return data
         parts = [self._head]
-        if self._pieces:
+        if pieces:
             if self._chunked:
-                parts.append(chunk(self._pieces, self._pieces_bytes))
+                parts.append(chunk(pieces, self._pieces_bytes))
             else:
-                parts += self._pieces
+                parts += pieces
         parts.append(self._end)
         self._head = self._end = b""
         self._pieces = []

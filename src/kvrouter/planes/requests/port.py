@@ -1,13 +1,16 @@
 """The request plane: how one leg of a request reaches a worker, and how its tokens come back."""
 
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest
 
 AliveSink = Callable[[bool], None]
 """Whether a worker answers."""
+
+TokenSink = Callable[[Sequence[int]], bool]
+"""Takes tokens in the turn of the loop in which they arrive; returns whether it wants more that way."""
 
 
 class WorkerUnreachable(KvrouterError):
@@ -50,6 +53,17 @@ class EngineStream(Protocol):
 
         A pending or later read ends at once with a chunk whose finish is ``CANCELLED``. For a prefill leg
         that has ended, the KV that still waits for its decode worker is freed.
+        """
+
+
+@runtime_checkable
+class HandingStream(EngineStream, Protocol):
+    """A stream that can call its reader, so that tokens of many streams cost no wake-up of a task each."""
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Give ``sink`` all tokens that arrive, until it returns False or anything else than bare tokens
+        comes (an end, a failure, a cancellation): the next read brings that. What ``sink`` raises is raised
+        here. Tokens that ``sink`` was given count as read.
         """
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
-from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.planes.requests.tcp.address import TcpAddress
 from kvrouter.planes.requests.tcp.connection import Connection
@@ -164,7 +164,7 @@ class RouterEnd(Connection):
             if stream is None:  # cancelled here while its tokens were on their way
                 continue
             if chunk is None:
-                stream.push(EngineChunk(token_ids))
+                stream.push_tokens(token_ids)
             else:
                 stream.push(chunk)
                 if chunk.finish is not None:

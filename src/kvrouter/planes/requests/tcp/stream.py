@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import ReaderTooSlow, StreamBroken
+from kvrouter.planes.requests.port import ReaderTooSlow, StreamBroken, TokenSink
 
 
 class CreditSink(Protocol):
@@ -33,6 +33,7 @@ class TcpStream:
         "_owed_tokens",
         "_reader",
         "_refill_tokens",
+        "_sink",
         "_unread_beats",
         "_waiting",
         "accepted",
@@ -58,6 +59,7 @@ class TcpStream:
         self._waiting: EngineChunk | None = None
         self._failure: KvrouterError | None = None
         self._reader: asyncio.Future[None] | None = None
+        self._sink: TokenSink | None = None
         self._is_over = False
         self._is_read = False
         self._unread_beats = 0
@@ -71,24 +73,24 @@ class TcpStream:
                 raise self._failure
             if self._is_read:
                 raise StopAsyncIteration
-            if self._reader is not None:
-                raise RuntimeError("a stream has one reader")
-            self._reader = self._loop.create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+            await self._wait()
         self._waiting = None
         self._unread_beats = 0
         if chunk.finish is not None:
             self._is_read = True
             return chunk
-        self._owed_tokens += len(chunk.token_ids)
-        if self._owed_tokens >= self._refill_tokens and not self._is_over:
-            self._connection.give_credit(self._id, self._owed_tokens)
-            self._credit_tokens += self._owed_tokens
-            self._owed_tokens = 0
+        self._owe(len(chunk.token_ids))
         return chunk
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Give ``sink`` bare tokens as they arrive, until it returns False or something else comes."""
+        if self._waiting is not None or self._is_over:
+            return
+        self._sink = sink
+        try:
+            await self._wait()
+        finally:
+            self._sink = None
 
     def cancel(self, reason: str) -> None:
         """Tell the worker to stop and free what it holds; idempotent, allowed at any time."""
@@ -101,11 +103,35 @@ class TcpStream:
         self._leaves_kv = False
         self._connection.cancel_stream(self._id, reason)
 
+    def push_tokens(self, token_ids: tuple[int, ...]) -> None:
+        """The worker sent bare tokens; raise as :meth:`push` does."""
+        sink = self._sink
+        if sink is None:
+            self.push(EngineChunk(token_ids))
+            return
+        # As _spend and _owe do: this is done for every token of every answer.
+        n_tokens = len(token_ids)
+        if n_tokens > self._credit_tokens:
+            raise _overdrawn()
+        self._credit_tokens -= n_tokens
+        self._owed_tokens += n_tokens
+        if self._owed_tokens >= self._refill_tokens:
+            self._give_credit()
+        try:
+            goes_on = sink(token_ids)
+        except Exception as error:  # noqa: BLE001 - a reader's mistake is its own, not the connection's
+            self._sink = None
+            if self._reader is not None and not self._reader.done():
+                self._reader.set_exception(error)
+            return
+        if not goes_on:
+            self._sink = None
+            self._wake()
+
     def push(self, chunk: EngineChunk) -> None:
         """The worker sent more; raise ProtocolError when it sent more than it had credit for."""
-        self._credit_tokens -= len(chunk.token_ids)
-        if self._credit_tokens < 0:
-            raise ProtocolError("the worker sent more tokens than it had credit for", param="token_ids")
+        self._spend(len(chunk.token_ids))
+        self._sink = None
         self._waiting = chunk if self._waiting is None else _merged(self._waiting, chunk)
         if chunk.finish is not None:
             self._is_over = True
@@ -143,9 +169,38 @@ class TcpStream:
         self._failure = ReaderTooSlow(reason)
         self._connection.cancel_stream(self._id, reason)
 
+    def _spend(self, n_tokens: int) -> None:
+        self._credit_tokens -= n_tokens
+        if self._credit_tokens < 0:
+            raise _overdrawn()
+
+    def _owe(self, n_tokens: int) -> None:
+        """The reader took tokens: give credit for more, half of the whole at a time."""
+        self._owed_tokens += n_tokens
+        if self._owed_tokens >= self._refill_tokens and not self._is_over:
+            self._give_credit()
+
+    def _give_credit(self) -> None:
+        self._connection.give_credit(self._id, self._owed_tokens)
+        self._credit_tokens += self._owed_tokens
+        self._owed_tokens = 0
+
+    async def _wait(self) -> None:
+        if self._reader is not None:
+            raise RuntimeError("a stream has one reader")
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+def _overdrawn() -> ProtocolError:
+    return ProtocolError("the worker sent more tokens than it had credit for", param="token_ids")
 
 
 def _merged(first: EngineChunk, last: EngineChunk) -> EngineChunk:
