@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import cast
 
 from kvrouter.text.words import mock_words
 
@@ -72,8 +73,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.WriteTransport):
-            self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is of no class of asyncio's
 
     def data_received(self, data: bytes) -> None:
         self._received += data

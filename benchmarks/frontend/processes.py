@@ -1,11 +1,13 @@
 """Servers in processes of their own, and the CPU that each has used."""
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,54 +15,78 @@ from pathlib import Path
 from benchmarks.sides import ROOT
 
 START_TIMEOUT_S = 60.0
+IDLE_S = 3.0
+"""How long a server is watched while nobody asks it anything."""
+
 _PROC = Path("/proc")
+_SETTINGS = ("DYN_", "KVROUTER_", "NATS_")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. ``engine_us``: CPU that the engines in its own process take a token when alone."""
+    """A running server. ``idle_us_per_s``: CPU that it takes a second when nobody asks it anything."""
 
     name: str
     pid: int
     port: int
-    engine_us: float = 0.0
+    idle_us_per_s: float = 0.0
 
     def cpu_us(self) -> float:
         """CPU that the server's threads and its children's have used so far, in microseconds."""
         return sum(_cpu_ns(pid) for pid in _family(self.pid)) / 1000.0
 
+    def busy_clock(self) -> Callable[[], float]:
+        """Return a clock of the CPU that requests take, in microseconds: what it takes idle is deducted."""
+        began_s, began_us = time.monotonic(), self.cpu_us()
+        return lambda: self.cpu_us() - began_us - self.idle_us_per_s * (time.monotonic() - began_s)
+
+    def watch_idle(self, seconds: float = IDLE_S) -> float:
+        """Return the CPU that it takes a second now; nobody may ask it anything meanwhile."""
+        before_us = self.cpu_us()
+        began_s = time.monotonic()
+        time.sleep(seconds)
+        return (self.cpu_us() - before_us) / (time.monotonic() - began_s)
+
 
 @contextmanager
-def our_server(python: Path, tick_s: float) -> Iterator[Server]:
-    """Run ours until the block ends."""
+def our_frontend(python: Path, discovery: Path) -> Iterator[Server]:
+    """Run ``kvrouter frontend`` until the block ends; ``discovery`` is the folder of its fleet."""
+    port = free_port()
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
+    environ |= {"DYN_DISCOVERY_BACKEND": "file", "KVROUTER_DISCOVERY_DIR": str(discovery)}
+    command = (str(python), "-m", "kvrouter.cli", "frontend", "--http-port", str(port))
+    with _listening("ours", command, port, environ) as server:
+        yield server
+
+
+@contextmanager
+def gateway(name: str, command: Sequence[str], port: int) -> Iterator[Server]:
+    """Run a gateway until the block ends. Raises TimeoutError when it does not listen in time."""
+    with _listening(name, command, port, dict(os.environ)) as server:
+        yield server
+
+
+@contextmanager
+def module(name: str, *arguments: str) -> Iterator[int]:
+    """Run a module of ours that says its port, until the block ends; return the port."""
     process = subprocess.Popen(
-        [str(python), "-m", "benchmarks.frontend.ours", str(tick_s)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-m", name, *arguments], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with _ended(process):
         if process.stdout is None:
-            raise RuntimeError("the server has no standard output")
-        said = json.loads(process.stdout.readline())
-        yield Server("ours", process.pid, said["port"], said["engine_us"])
+            raise RuntimeError(f"{name} has no standard output")
+        line = process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{name} ended before it served")
+        port: int = json.loads(line)["port"]
+        yield port
 
 
-@contextmanager
-def gateway(
-    name: str, command: Sequence[str], port: int, environment: dict[str, str] | None = None
-) -> Iterator[Server]:
-    """Run a gateway until the block ends. Raises TimeoutError when it does not listen in time."""
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    with _ended(process):
-        _wait_listening(name, process, port)
-        yield Server(name, process.pid, port)
+async def say_and_wait(said: dict[str, int]) -> None:
+    """The other end of :func:`module`: say where it serves, and wait for the end of standard input."""
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 def free_port() -> int:
@@ -69,6 +95,16 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextmanager
+def _listening(name: str, command: Sequence[str], port: int, environ: dict[str, str]) -> Iterator[Server]:
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    with _ended(process):
+        _wait_listening(name, process, port)
+        yield Server(name, process.pid, port)
 
 
 @contextmanager

@@ -1,31 +1,44 @@
-"""The front door's rows: ours alone, or beside gateways, round by round in turn."""
+"""The front door's rows: ours alone, or beside gateways, round by round in turn.
+
+Each server is a process of its own, before two engines in two more processes, which tick alike.
+"""
 
 import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from benchmarks.frontend.backend import Backend
-from benchmarks.frontend.client import AnswerFailed, ask_in_turn, stream_side_by_side
-from benchmarks.frontend.processes import Server, free_port, gateway, our_server
+from benchmarks.frontend.client import ask_in_turn, first_tokens_us, stream_side_by_side, wait_ready
+from benchmarks.frontend.processes import Server, free_port, gateway, module, our_frontend
+from benchmarks.measure import quantile
 from benchmarks.results import Line, measured
 from benchmarks.rows import FRONT_DOOR
 
-TICK_S = 0.02
-STREAMS = 32
+UPSTREAMS = 2
 TOKENS = 300
-PROMPT_WORDS = 2000
-REQUESTS = 50
 ROUNDS = 5
+TICKS_S = {32: 0.02, 256: 0.05}
+"""Open streams → how often each brings a token."""
+
+PROMPTS_WORDS = (32, 2000)
+REQUESTS = 50
+FIRST_TOKENS = 30
+DIRECT = "direct"
 WANTED_OF_GATEWAY = 0.6
-STREAM_ROW = f"{FRONT_DOOR}, {STREAMS} streams"
-REQUEST_ROW = f"{FRONT_DOOR}, {PROMPT_WORDS:,}-word prompts"
+REQUEST_ROW = f"{FRONT_DOOR}, one request after the other"
+FIRST_ROW = f"{FRONT_DOOR}, first token"
+
+Samples = list[float]
+Rounds = dict[str, list[Samples]]
+"""Each server's samples, round by round."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayCommand:
-    """How a gateway that passes bytes on is started, before two backends."""
+    """How a gateway that passes bytes on is started, before its upstreams."""
 
     name: str
     program: tuple[str, ...]
@@ -33,34 +46,41 @@ class GatewayCommand:
 
 def measure_front_door(python: Path, gateways: Sequence[GatewayCommand] = ()) -> list[Line]:
     """Measure ours, with each gateway beside it. Raises ``AnswerFailed`` when a server answers wrongly."""
-    return asyncio.run(_measure(python, gateways))
-
-
-async def _measure(python: Path, gateways: Sequence[GatewayCommand]) -> list[Line]:
-    backends = [Backend(TICK_S), Backend(TICK_S)]
+    lines: list[Line] = []
+    for streams, tick_s in TICKS_S.items():
+        with ExitStack() as stack:
+            servers = start_all(stack, python, gateways, tick_s)
+            lines += asyncio.run(measure_streams(servers, streams, tick_s))
     with ExitStack() as stack:
-        ports = []
-        for backend in backends:
-            ports.append(await backend.serve())
-            stack.callback(backend.close)
-        # In threads: a gateway asks its backends, which live on this loop, before it listens.
-        servers = [
-            await asyncio.to_thread(stack.enter_context, starting)
-            for starting in (our_server(python, TICK_S), *(_start(each, ports) for each in gateways))
-        ]
-        tokens = await _in_turn(servers, _token_us)
-        # Gateways do not tokenize: what a prompt costs them says nothing about what it costs here.
-        requests = await _in_turn(servers[:1], _request_us)
-    engines = Line(STREAM_ROW, "ticking engines alone", "µs", measured([[servers[0].engine_us]]))
-    return [
-        *_lines(STREAM_ROW, "CPU a token", tokens, WANTED_OF_GATEWAY),
-        engines,
-        *_lines(REQUEST_ROW, "CPU a request", requests, None),
-    ]
+        servers = start_all(stack, python, gateways, min(TICKS_S.values()))
+        direct = Server(DIRECT, 0, stack.enter_context(_upstream(min(TICKS_S.values()))))
+        lines += asyncio.run(measure_requests(servers, direct))
+    return lines
 
 
-def _start(command: GatewayCommand, backends: Sequence[int]) -> AbstractContextManager[Server]:
-    port, urls = free_port(), [f"http://127.0.0.1:{backend}" for backend in backends]
+def start_all(
+    stack: ExitStack, python: Path, gateways: Sequence[GatewayCommand], tick_s: float
+) -> list[Server]:
+    """Start our frontend and the gateways, each before engines that tick every ``tick_s``."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-bench-")))
+    folder.chmod(0o700)
+    for worker in range(UPSTREAMS):
+        arguments = (str(tick_s), str(worker), str(folder))
+        stack.enter_context(module("benchmarks.frontend.worker", *arguments))
+    upstreams = [stack.enter_context(_upstream(tick_s)) for _ in range(UPSTREAMS if gateways else 0)]
+    servers = [stack.enter_context(our_frontend(python, folder))]
+    servers += [stack.enter_context(_start(each, upstreams)) for each in gateways]
+    for server in servers:
+        asyncio.run(wait_ready(server.port))
+    return [replace(server, idle_us_per_s=server.watch_idle()) for server in servers]
+
+
+def _upstream(tick_s: float) -> AbstractContextManager[int]:
+    return module("benchmarks.frontend.upstream", str(tick_s))
+
+
+def _start(command: GatewayCommand, upstreams: Sequence[int]) -> AbstractContextManager[Server]:
+    port, urls = free_port(), [f"http://127.0.0.1:{upstream}" for upstream in upstreams]
     arguments = (
         *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", "cache_aware"),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
@@ -68,49 +88,91 @@ def _start(command: GatewayCommand, backends: Sequence[int]) -> AbstractContextM
     return gateway(command.name, (*command.program, *arguments), port)
 
 
-async def _in_turn(
-    servers: Sequence[Server], measure: Callable[[Server, int], Awaitable[float]]
-) -> dict[str, list[list[float]]]:
+async def measure_streams(servers: Sequence[Server], streams: int, tick_s: float) -> list[Line]:
+    """Return the lines of so many streams side by side."""
+    whole: Rounds = {}
+    merged: Rounds = {}
+
+    async def measure(server: Server, number: int) -> Samples:
+        seed = streams * number
+        cost = await stream_side_by_side(
+            server.port, streams=streams, tokens=TOKENS, tick_s=tick_s, seed=seed, cpu_us=server.busy_clock()
+        )
+        if number:
+            whole.setdefault(server.name, []).append([cost.whole_us])
+            merged.setdefault(server.name, []).append([cost.tokens_per_event])
+        return [cost.middle_us]
+
+    middle = await in_turn(servers, measure)
+    row = f"{FRONT_DOOR}, {streams} streams"
+    return [
+        *lines_beside(row, "CPU a token", "µs", middle, WANTED_OF_GATEWAY),
+        *lines_beside(row, "CPU a token, with its part of the request", "µs", whole, WANTED_OF_GATEWAY),
+        *lines_beside(row, "tokens an event", "tokens", merged),
+    ]
+
+
+async def measure_requests(servers: Sequence[Server], direct: Server) -> list[Line]:
+    """Return the lines of whole requests and of first tokens, by the length of the prompt."""
+    lines: list[Line] = []
+    for words in PROMPTS_WORDS:
+        cpu = await in_turn(servers, partial(_request_us, words=words))
+        lines += lines_beside(REQUEST_ROW, f"CPU a request, {words:,} words", "µs", cpu)
+    for words in PROMPTS_WORDS:
+        waits = await in_turn([direct, *servers], partial(_first_tokens_us, words=words))
+        alone = waits.pop(DIRECT)
+        added = {
+            name: [
+                [wait_us - quantile(each, 0.5) for wait_us in samples]
+                for samples, each in zip(rounds, alone, strict=True)
+            ]
+            for name, rounds in waits.items()
+        }
+        lines.append(Line(FIRST_ROW, f"direct, {words:,} words", "µs", measured(alone)))
+        lines += lines_beside(FIRST_ROW, f"added, {words:,} words", "µs", added)
+    return lines
+
+
+async def in_turn(servers: Sequence[Server], measure: Callable[[Server, int], Awaitable[Samples]]) -> Rounds:
     """Return each server's rounds; the first one warms up and does not count."""
-    rounds: dict[str, list[list[float]]] = {server.name: [] for server in servers}
+    rounds: Rounds = {server.name: [] for server in servers}
     for number in range(ROUNDS + 1):
         for server in servers if number % 2 else reversed(servers):
-            sample = await measure(server, number)
+            samples = await measure(server, number)
             if number:
-                rounds[server.name].append([sample])
+                rounds[server.name].append(samples)
     return rounds
 
 
-async def _token_us(server: Server, number: int) -> float:
-    """CPU a token, everything included that 32 short requests cost."""
-    before_us = server.cpu_us()
-    seed = STREAMS * number
-    texts = await stream_side_by_side(server.port, streams=STREAMS, tokens=TOKENS, seed=seed)
-    if texts < STREAMS * TOKENS:
-        raise AnswerFailed(f"{server.name}: {texts} texts of {STREAMS * TOKENS} tokens came")
-    return (server.cpu_us() - before_us) / (STREAMS * TOKENS)
-
-
-async def _request_us(server: Server, number: int) -> float:
+async def _request_us(server: Server, number: int, words: int) -> Samples:
     """CPU a request whose prompt nobody has sent before."""
-    before_us = server.cpu_us()
-    seed = 1_000_000 + REQUESTS * number
-    await ask_in_turn(server.port, requests=REQUESTS, prompt_words=PROMPT_WORDS, seed=seed)
-    return (server.cpu_us() - before_us) / REQUESTS
+    clock_us = server.busy_clock()
+    before_us = clock_us()
+    await ask_in_turn(server.port, requests=REQUESTS, prompt_words=words, seed=_seed(number, words))
+    return [(clock_us() - before_us) / REQUESTS]
 
 
-def _lines(
-    row: str, variant: str, rounds: dict[str, list[list[float]]], wanted_ratio: float | None
+async def _first_tokens_us(server: Server, number: int, words: int) -> Samples:
+    seed = _seed(number, words)
+    return await first_tokens_us(server.port, requests=FIRST_TOKENS, prompt_words=words, seed=seed)
+
+
+def _seed(number: int, words: int) -> int:
+    return 1_000_000 * words + 1000 * number
+
+
+def lines_beside(
+    row: str, variant: str, unit: str, rounds: Rounds, wanted_ratio: float | None = None
 ) -> list[Line]:
     """Ours beside each other server; ours alone when there is none."""
     ours, *others = ((name, measured(each)) for name, each in rounds.items())
     if not others:
-        return [Line(row, variant, "µs", ours[1])]
+        return [Line(row, variant, unit, ours[1])]
     return [
         Line(
             row,
             variant,
-            "µs",
+            unit,
             ours[1],
             peer=name,
             theirs=theirs,

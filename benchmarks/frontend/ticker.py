@@ -1,37 +1,30 @@
-"""A request plane whose engines tick: one token for every open stream at once."""
+"""An engine that ticks: one token for every open stream at once, and nothing else is simulated."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
-from kvrouter.planes.requests.port import AliveSink
 from kvrouter.text.words import FIRST_WORD_ID, mock_words
 
 N_WORDS = len(mock_words())
 
 
-class TickingPlane:
-    """Opens a stream to any address. A tick every ``tick_s`` brings each open stream its next token."""
+class TickingEngine:
+    """Takes every leg. A tick every ``tick_s`` brings each open stream its next token."""
 
     def __init__(self, tick_s: float) -> None:
         self._tick_s = tick_s
         self._streams: set[TickingStream] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:  # noqa: ARG002
-        return lambda: None
-
-    async def open(self, address: str, request: EngineRequest) -> "TickingStream":  # noqa: ARG002
+    async def submit(self, request: EngineRequest) -> "TickingStream":
+        """A leg begins; its first token is there at once."""
         loop = asyncio.get_running_loop()
         stream = TickingStream(self._streams, request.sampling.max_tokens, loop)
         if self._timer is None:
             self._timer = loop.call_at(loop.time() + self._tick_s, self._tick)
         return stream
-
-    async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
     def _tick(self) -> None:
         for stream in tuple(self._streams):
@@ -43,7 +36,7 @@ class TickingPlane:
 
 
 class TickingStream:
-    """One answer of ``max_tokens`` words; the first is there at once."""
+    """One answer of ``max_tokens`` words."""
 
     def __init__(
         self, open_streams: "set[TickingStream]", max_tokens: int, loop: asyncio.AbstractEventLoop
@@ -66,6 +59,7 @@ class TickingStream:
         return self._chunks.popleft()
 
     def cancel(self, reason: str) -> None:
+        """The leg ends; its reader hears of it."""
         self._open_streams.discard(self)
         self._chunks.append(EngineChunk(finish=FinishReason.CANCELLED, error=reason))
         self._wake()
@@ -83,14 +77,3 @@ class TickingStream:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-
-async def drain(plane: TickingPlane, requests: Sequence[EngineRequest]) -> None:
-    """Read an answer to each request to its end, at once and with nothing behind it."""
-
-    async def read(request: EngineRequest) -> None:
-        async for chunk in await plane.open("", request):
-            if chunk.finish is not None:
-                return
-
-    await asyncio.gather(*(read(request) for request in requests))

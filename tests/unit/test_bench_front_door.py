@@ -1,16 +1,29 @@
-"""The harness of the front door's rows: backend, client, server process. No duration is judged here."""
+"""The harness of the front door's rows: engines, client, server processes. No duration is judged here."""
 
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from benchmarks.frontend.backend import Backend
-from benchmarks.frontend.client import AnswerFailed, ask_in_turn, prompt_of, stream_side_by_side
-from benchmarks.frontend.processes import free_port, gateway, our_server
+from benchmarks.frontend.client import (
+    AnswerFailed,
+    ask_in_turn,
+    first_tokens_us,
+    prompt_of,
+    stream_side_by_side,
+    wait_ready,
+)
+from benchmarks.frontend.processes import Server, free_port, gateway, module, our_frontend
 
-TICK_S = 0.001
+TICK_S = 0.01
+
+
+def clock_us() -> float:
+    return time.process_time() * 1e6
 
 
 @pytest.fixture
@@ -20,35 +33,56 @@ async def backend_port() -> AsyncIterator[int]:
     backend.close()
 
 
+@pytest.fixture
+def frontend(tmp_path: Path) -> Iterator[Server]:
+    tmp_path.chmod(0o700)
+    with ExitStack() as stack:
+        stack.enter_context(module("benchmarks.frontend.worker", str(TICK_S), "1", str(tmp_path)))
+        yield stack.enter_context(our_frontend(Path(sys.executable), tmp_path))
+
+
 def test_prompts_depend_on_the_seed_alone() -> None:
     assert prompt_of(1, 50) == prompt_of(1, 50)
     assert prompt_of(1, 50) != prompt_of(2, 50)
     assert len(prompt_of(1, 50).split()) == 50
 
 
-async def test_the_backend_streams_a_text_a_token(backend_port: int) -> None:
-    assert await stream_side_by_side(backend_port, streams=3, tokens=5, seed=0) == 15
+async def test_the_backend_streams_an_event_a_token(backend_port: int) -> None:
+    cost = await stream_side_by_side(
+        backend_port, streams=3, tokens=60, tick_s=TICK_S, seed=0, cpu_us=clock_us
+    )
+    assert cost.whole_us > 0
+    assert cost.middle_us > 0
+    assert cost.tokens_per_event >= 1
 
 
 async def test_the_backend_answers_in_turn(backend_port: int) -> None:
     await ask_in_turn(backend_port, requests=3, prompt_words=10, seed=0)
+    assert len(await first_tokens_us(backend_port, requests=3, prompt_words=10, seed=0)) == 3
 
 
-async def test_our_server_streams_and_answers_and_its_cpu_is_seen() -> None:
-    with our_server(Path(sys.executable), TICK_S) as server:
-        before_us = server.cpu_us()
-        assert server.engine_us > 0
-        assert await stream_side_by_side(server.port, streams=3, tokens=5, seed=0) >= 15
-        await ask_in_turn(server.port, requests=2, prompt_words=2000, seed=0)
-        assert server.cpu_us() > before_us
+async def test_our_frontend_serves_workers_of_other_processes_and_its_cpu_is_seen(frontend: Server) -> None:
+    await wait_ready(frontend.port)
+    clock = frontend.busy_clock()
+    cost = await stream_side_by_side(
+        frontend.port, streams=3, tokens=150, tick_s=TICK_S, seed=0, cpu_us=frontend.cpu_us
+    )
+    assert cost.whole_us > 0
+    assert len(await first_tokens_us(frontend.port, requests=2, prompt_words=2000, seed=0)) == 2
+    assert clock() > 0
+    assert frontend.watch_idle(0.1) >= 0
+    with pytest.raises(AnswerFailed, match="400"):
+        await ask_in_turn(frontend.port, requests=1, prompt_words=140_000, seed=0)
 
 
-async def test_an_answer_that_is_refused_is_no_figure(backend_port: int) -> None:
-    with our_server(Path(sys.executable), TICK_S) as server:
-        with pytest.raises(AnswerFailed, match="400"):
-            await ask_in_turn(server.port, requests=1, prompt_words=140_000, seed=0)
-        with pytest.raises(AnswerFailed, match="400"):
-            await stream_side_by_side(server.port, streams=1, tokens=10**9, seed=0)
+async def test_an_upstream_of_its_own_process_answers() -> None:
+    with module("benchmarks.frontend.upstream", str(TICK_S)) as port:
+        await ask_in_turn(port, requests=1, prompt_words=10, seed=0)
+
+
+def test_a_module_that_does_not_start_says_so() -> None:
+    with pytest.raises(RuntimeError, match="before it served"), module("benchmarks.frontend.client"):
+        pass
 
 
 def test_a_gateway_that_does_not_start_says_so() -> None:
