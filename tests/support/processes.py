@@ -23,6 +23,7 @@ READY_WITHIN_S = 90.0
 
 ENDS_WITHIN_S = 60.0
 SETTINGS = ("DYN_", "KVROUTER_", "NATS_")
+CLI = "kvrouter.cli"
 
 
 @dataclass
@@ -138,22 +139,24 @@ class Fleet:
 
     async def worker(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Running:
         """Start a mock worker and return once it serves."""
-        running = await self._start("worker", ("worker", "mock", *arguments), environ)
+        running = await self._start("worker", ("worker", "mock", *arguments), environ, CLI)
         self.processes.append(running)
         return running
 
-    async def frontend(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Frontend:
+    async def frontend(
+        self, *arguments: str, environ: Mapping[str, str] | None = None, module: str = CLI
+    ) -> Frontend:
         """Start a frontend and return once its door is open; workers it may not have found yet."""
-        return await self._door("frontend", arguments, environ)
+        return await self._door("frontend", arguments, environ, module)
 
     async def router(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Frontend:
         """Start a standalone router, as :meth:`frontend` does a frontend."""
-        return await self._door("router", arguments, environ)
+        return await self._door("router", arguments, environ, CLI)
 
     async def _door(
-        self, command: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None
+        self, command: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None, module: str
     ) -> Frontend:
-        started = await self._start(command, (command, "--http-port", "0", *arguments), environ)
+        started = await self._start(command, (command, "--http-port", "0", *arguments), environ, module)
         running = Frontend(started.name, started.process, started.log, started.ready)
         running.http = httpx.AsyncClient(base_url=running.url, timeout=60.0)
         self.processes.append(running)
@@ -172,14 +175,14 @@ class Fleet:
         return "\n".join(f"== {each.name}\n{each.lines()[-4000:]}" for each in self.processes)
 
     async def _start(
-        self, kind: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None
+        self, kind: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None, module: str
     ) -> Running:
         self._starts += 1
         name = f"{kind}-{self._starts}"
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvrouter.cli", *arguments),
+                *(sys.executable, "-m", module, *arguments),
                 env={**self.environ, **(environ or {})},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,

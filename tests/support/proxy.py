@@ -17,17 +17,20 @@ READ_BYTES = 64 * 1024
 
 
 class Proxy:
-    """Passes bytes both ways between whoever connects to ``port`` and ``host:target_port``.
+    """Passes bytes both ways between whoever connects to ``listen_host:port`` and ``host:target_port``.
 
     ``delay_s`` is added to whatever passes; while it waits, nothing else of that direction passes. A paused
     proxy still accepts connections.
     """
 
-    def __init__(self, host: str, target_port: int, *, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, host: str, target_port: int, *, listen_host: str = "127.0.0.1", delay_s: float = 0.0
+    ) -> None:
         self.delay_s = delay_s
         self.port = 0
         self.n_accepted = 0
         self._target = (host, target_port)
+        self._listen_host = listen_host
         self._passes = asyncio.Event()
         self._passes.set()
         self._listener: asyncio.Server | None = None
@@ -37,7 +40,7 @@ class Proxy:
 
     async def start(self, port: int = 0) -> None:
         """Listen on ``port``; 0: any."""
-        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", port)
+        self._listener = await asyncio.start_server(self._accept, self._listen_host, port)
         self.port = self._listener.sockets[0].getsockname()[1]
 
     @property

@@ -1,0 +1,147 @@
+"""Networks that fall apart while every process lives: connections stay open, and nothing passes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import pairwise
+
+import pytest
+
+from tests.support.clients import Client
+from tests.support.file_fleet import FileFleet
+from tests.support.nats_server import NatsServer
+from tests.support.processes import Frontend, eventually, fleet, free_ports
+from tests.support.proxy import Proxy
+
+FLEET = """
+version: 1
+models: [{name: mock, block_size: 64}]
+workers:
+  - {name: worker, replicas: 2, engine: {
+      timing: {decode_base: 20, decode_linear: 0, decode_quadratic: 0}}}
+"""
+BEHIND = "127.0.0.2"
+"""Under this address workers are reached, through proxies; they listen on 127.0.0.1, at the same ports."""
+
+LONG_TOKENS = 200
+DEAD_AFTER_S = 2.0
+
+
+@asynccontextmanager
+async def proxies(ports: Sequence[int], *, host: str = "127.0.0.1") -> AsyncIterator[list[Proxy]]:
+    """A proxy before each port of this machine; at the same ports where ``host`` is another address."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for port in ports:
+            proxy = Proxy("127.0.0.1", port, listen_host=host)
+            await proxy.start(0 if host == "127.0.0.1" else port)
+            stack.push_async_callback(proxy.close)
+            made.append(proxy)
+        yield made
+
+
+async def worker_of(frontend: Frontend, worker_id: int) -> dict[str, object]:
+    """What a frontend says of a worker."""
+    page = await frontend.fleet()
+    (found,) = (each for each in page["workers"] if each["worker_id"] == worker_id)
+    return dict(found)
+
+
+async def says(frontend: Frontend, worker_id: int, key: str, value: object) -> bool:
+    return (await worker_of(frontend, worker_id))[key] == value
+
+
+@pytest.mark.parametrize("request_plane", ["tcp", "http"])
+async def test_a_worker_behind_a_partition_is_left_alone_and_comes_back(
+    request_plane: str, record_property: Callable[[str, object], None]
+) -> None:
+    settings = {
+        "KVROUTER_ADVERTISE_HOST": BEHIND,
+        "KVROUTER_DEAD_AFTER_S": str(DEAD_AFTER_S),
+        "DYN_REQUEST_PLANE": request_plane,
+    }
+    async with AsyncExitStack() as stack:
+        between: dict[int, list[Proxy]] = {}
+        ports = {worker_id: free_ports(3) for worker_id in (1, 2)}
+        for worker_id, port in ports.items():
+            between[worker_id] = await stack.enter_async_context(proxies(range(port, port + 3), host=BEHIND))
+        processes = await stack.enter_async_context(fleet(settings))
+        here = await FileFleet.begin(
+            processes,
+            FLEET,
+            environs={each: {"KVROUTER_LISTEN_PORT": str(port)} for each, port in ports.items()},
+        )
+        frontend = here.frontends[0]
+        client = Client(frontend, max_tokens=LONG_TOKENS)
+        await client.until(pieces=3)
+        cut_off = (await client.workers())["decode"]
+        for proxy in between[cut_off]:
+            proxy.pause()
+        cut_s = asyncio.get_running_loop().time()
+        assert (await client.end()).is_whole, client.error
+        record_property("goes on after s", round(max_gap_s(client, cut_s), 2))
+        for each in here.frontends:
+            await eventually(lambda door=each: says(door, cut_off, "alive", False))
+        later = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        assert all(each.is_whole for each in later), [each.error for each in later]
+        for proxy in between[cut_off]:
+            proxy.resume()
+        back_s = asyncio.get_running_loop().time()
+        await here.is_well([client.prompt, *(each.prompt for each in later)])
+        record_property("well after s", round(asyncio.get_running_loop().time() - back_s, 2))
+
+
+async def test_a_frontend_cut_off_from_nats_serves_the_fleet_that_it_knew(own_nats: NatsServer) -> None:
+    async with (
+        proxies([own_nats.port]) as (proxy,),
+        fleet(
+            {"NATS_SERVER": own_nats.url, "DYN_DISCOVERY_BACKEND": "nats", "KVROUTER_LEASE_S": "2"}
+        ) as processes,
+    ):
+        here = await FileFleet.begin(processes, FLEET, frontends=1)
+        cut_off = await here.start_frontend(
+            "cut-off", environ={"NATS_SERVER": f"nats://127.0.0.1:{proxy.port}"}
+        )
+        await here.is_well()
+        proxy.pause()
+
+        async def is_frozen() -> bool:
+            return not (await cut_off.fleet())["discovery"]["reachable"]
+
+        await eventually(is_frozen)
+        clients = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        assert all(each.is_whole for each in clients), [each.error for each in clients]
+        page = await cut_off.fleet()
+        assert [each["alive"] for each in page["workers"]] == [True, True]
+        proxy.resume()
+        await here.is_well([each.prompt for each in clients])
+
+
+@pytest.mark.parametrize("flags", [(), ("--enable-local-indexer",)], ids=["jetstream", "core"])
+async def test_a_worker_cut_off_from_nats_is_kept_for_as_long_as_it_answers(
+    flags: tuple[str, ...], own_nats: NatsServer
+) -> None:
+    async with (
+        proxies([own_nats.port]) as (proxy,),
+        fleet(
+            {"NATS_SERVER": own_nats.url, "DYN_DISCOVERY_BACKEND": "nats", "KVROUTER_LEASE_S": "2"}
+        ) as processes,
+    ):
+        behind = {1: {"NATS_SERVER": f"nats://127.0.0.1:{proxy.port}"}}
+        here = await FileFleet.begin(processes, FLEET, flags=flags, environs=behind)
+        proxy.pause()
+        for each in here.frontends:
+            await eventually(lambda door=each: says(door, 1, "lapsed", True))
+        await here.workers[2].kill()
+        clients = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        assert all(each.is_whole for each in clients), [each.error for each in clients]
+        assert {(await each.workers())["decode"] for each in clients} == {1}, "the cut-off worker serves"
+        await here.start_worker(2)
+        proxy.resume()
+        await here.is_well([each.prompt for each in clients])
+
+
+def max_gap_s(client: Client, since_s: float) -> float:
+    """The longest that the client waited for a piece after ``since_s``."""
+    times_s = [since_s, *(at_s for at_s in client.piece_times_s if at_s > since_s)]
+    return max(after - before for before, after in pairwise(times_s))

@@ -1,0 +1,64 @@
+"""Workers that are restarted in good order, one after the other; and a fleet of two models."""
+
+import asyncio
+
+import pytest
+
+from tests.support.clients import Client
+from tests.support.file_fleet import FileFleet
+from tests.support.load import Load
+from tests.support.nats_server import NatsServer
+from tests.support.processes import fleet
+
+FLEET = """
+version: 1
+models: [{name: mock, block_size: 64}, {name: other, block_size: 64}]
+topology: {levels: [zone]}
+kv_transfer: {domain: zone, enforcement: required}
+speedup: 20
+workers:
+  - {name: prefill, model: mock, role: prefill, replicas: 2, domains: {zone: a},
+      engine: {kv_wait_expiry_s: 2}}
+  - {name: decode, model: mock, role: decode, replicas: 2, domains: {zone: a}}
+  - {name: other, model: other, replicas: 1}
+"""
+PLANES = [
+    pytest.param({}, (), id="file-tcp-zmq"),
+    pytest.param(
+        {"DYN_DISCOVERY_BACKEND": "nats", "DYN_REQUEST_PLANE": "http"}, (), id="nats-http-jetstream"
+    ),
+]
+
+
+@pytest.mark.parametrize(("environ", "flags"), PLANES)
+async def test_a_rolling_restart_costs_no_answer_and_models_do_not_meet(
+    environ: dict[str, str], flags: tuple[str, ...], shared_nats: NatsServer
+) -> None:
+    settings = {"NATS_SERVER": shared_nats.url, "KVROUTER_LEASE_S": "3", **environ}
+    async with fleet(settings) as processes:
+        here = await FileFleet.begin(processes, FLEET, flags=flags)
+        load = Load(here.frontends, at_once=4)
+        loading = asyncio.create_task(load.ask(1_000_000))
+        for worker_id in (*here.group("prefill"), *here.group("decode")):
+            before = load.answers.total
+            assert await here.workers[worker_id].stop() == 0
+            await here.start_worker(worker_id)
+            await here.is_known(worker_id)
+            assert load.answers.total > before
+        load.stop()
+        await loading
+        assert load.answers.whole == load.answers.total, load.answers.errors
+        await here.is_well()
+
+        (only,) = here.group("other")
+        client = Client(here.frontends[0], max_tokens=4096, model="other")
+        await client.until(pieces=2)
+        await here.workers[only].kill()
+        assert "may take this request" in ((await client.end()).error or ""), client.error
+        refused = await Client(here.frontends[1], max_tokens=8, model="other").end()
+        assert "may take this request" in (refused.error or ""), refused.error
+        assert (await Client(here.frontends[1], max_tokens=8).end()).is_whole, "the other model goes on"
+        await here.start_worker(only)
+        await here.is_well()
+        assert (await Client(here.frontends[0], max_tokens=8, model="other").end()).is_whole
+        await here.is_well()

@@ -1,0 +1,61 @@
+"""``kvrouter`` with a router's ear that is not to be relied on: ``python -m tests.support.shaky_frontend``.
+
+Of what workers publish, one batch in a hundred is lost, one comes twice, and one comes late. What is asked
+of a worker is answered as ever.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Callable
+
+from kvrouter.cli import main
+from kvrouter.core.events import KvBatch
+from kvrouter.planes.events.port import BatchSink, LoadSink
+from kvrouter.service.lanes import LaneSubscriber
+
+SHARE = 0.01
+LATE_BATCHES = 3
+"""A late batch comes after so many others."""
+
+
+Subscribe = Callable[[LaneSubscriber, BatchSink, LoadSink], Callable[[], None]]
+
+
+class ShakyEar:
+    """Passes batches on, but for those that it draws."""
+
+    def __init__(self, on_batch: BatchSink, seed: int) -> None:
+        self._on_batch = on_batch
+        self._random = random.Random(seed)
+        self._late: list[tuple[int, KvBatch]] = []
+        self._n_heard = 0
+
+    def __call__(self, batch: KvBatch) -> None:
+        self._n_heard += 1
+        drawn = self._random.random()
+        if drawn < SHARE:
+            return
+        if drawn < 2 * SHARE:
+            self._late.append((self._n_heard + LATE_BATCHES, batch))
+            return
+        self._on_batch(batch)
+        if drawn < 3 * SHARE:
+            self._on_batch(batch)
+        while self._late and self._late[0][0] <= self._n_heard:
+            self._on_batch(self._late.pop(0)[1])
+
+
+def make_shaky() -> None:
+    """From now on every router of this process hears badly."""
+    subscribe: Subscribe = LaneSubscriber.subscribe
+
+    def shaky(lanes: LaneSubscriber, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        return subscribe(lanes, ShakyEar(on_batch, os.getpid()), on_load)
+
+    setattr(LaneSubscriber, "subscribe", shaky)  # noqa: B010 - a method that is put in the place of another
+
+
+if __name__ == "__main__":
+    make_shaky()
+    sys.exit(main())
