@@ -5,13 +5,16 @@ import logging
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
 from pydantic import SecretStr
 
+from kvrouter.assembly.seldom import Seldom
 from kvrouter.config import PlaneSettings
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.telemetry import Event, log_event
 
 CONNECT_LIMIT_S = 10.0
@@ -20,6 +23,9 @@ PING_S = 2
 PINGS_UNANSWERED_MAX = 2
 """A server that vanished without a word is noticed after about three pings."""
 
+KIND_CHARS = 40
+"""Errors that begin alike are told as one: what follows names a subject or a subscription."""
+
 FLUSH_S = 1
 """How long the last words of a process may take to leave."""
 
@@ -27,7 +33,7 @@ _log = logging.getLogger("kvrouter.nats")
 
 
 class NatsUnreachable(KvrouterError):
-    """No NATS server answers at the address of the settings."""
+    """No NATS server at the address of the settings lets us in."""
 
     code = "nats_unreachable"
 
@@ -42,16 +48,36 @@ def nameable(servers: str) -> str:
     return ",".join(server.rsplit("@", 1)[-1].strip() for server in servers.split(","))
 
 
+class _StayingClient(Client):
+    """Tries again whatever the server says.
+
+    The client that it extends gives up for ever, and silently, when a server ends a connection with an error:
+    credentials that ran out or changed, too many connections, a server that is told to drain.
+    """
+
+    async def _process_err(self, err_msg: str) -> None:
+        if STALE_CONNECTION in err_msg or PERMISSIONS_ERR in err_msg.lower():
+            await super()._process_err(err_msg)
+            return
+        error = NatsError(f"nats: {err_msg.strip(chr(39))}")
+        await self._error_cb(error)
+        await self._process_op_err(error)
+
+
 @asynccontextmanager
 async def nats_connection(
     settings: PlaneSettings, *, name: str, tls: ssl.SSLContext | None
 ) -> AsyncIterator[Client]:
     """Connect, and stay connected: a connection that is lost is tried again for ever.
 
-    Raises NatsUnreachable when there is no server at the start.
+    Raises NatsUnreachable when no server lets us in at the start, ConfigError for credentials that cannot be
+    read.
     """
-    client = Client()
+    _check_credentials(settings.nats_credentials)
+    client = _StayingClient()
     servers = nameable(settings.nats_server)
+    seldom = Seldom()
+    reasons: dict[str, None] = {}  # why no server let us in, in the order in which it was noticed
 
     async def lost() -> None:
         if not client.is_closed:
@@ -60,9 +86,15 @@ async def nats_connection(
     async def back() -> None:
         log_event(_log, Event.PLANE_BACK, plane="nats", reason=servers)
 
-    async def ignore(_error: Exception) -> None:
-        """What goes wrong with one message is told where it is awaited; a lost connection by ``lost``."""
+    async def trouble(error: Exception) -> None:
+        """What goes wrong with one message is told where it is awaited; the rest here, each thing seldom."""
+        why = str(error) or type(error).__name__
+        if not is_open:
+            reasons[why] = None
+        elif seldom.allows(why[:KIND_CHARS]):
+            log_event(_log, Event.PLANE_DISTURBED, plane="nats", reason=f"{servers}: {why}")
 
+    is_open = False
     try:
         async with asyncio.timeout(CONNECT_LIMIT_S):
             await client.connect(
@@ -73,7 +105,7 @@ async def nats_connection(
                 token=revealed(settings.nats_token),
                 user_credentials=settings.nats_credentials,
                 tls=tls,
-                error_cb=ignore,
+                error_cb=trouble,
                 disconnected_cb=lost,
                 reconnected_cb=back,
                 max_reconnect_attempts=-1,
@@ -82,10 +114,13 @@ async def nats_connection(
                 max_outstanding_pings=PINGS_UNANSWERED_MAX,
             )
     except (NatsError, OSError, TimeoutError) as error:
+        await client.close()
+        why = "; ".join(reasons) or str(error) or type(error).__name__
         raise NatsUnreachable(
-            f"no NATS server answers at {servers} ({str(error) or type(error).__name__}): start one, set "
-            "NATS_SERVER, or choose --discovery file"
+            f"no NATS server lets us in at {servers} ({why}): start one, set NATS_SERVER and NATS_AUTH_*, or "
+            "choose --discovery file"
         ) from error
+    is_open = True
     try:
         yield client
     finally:
@@ -96,3 +131,19 @@ async def nats_connection(
                 log_event(_log, Event.PLANE_LOST, plane="nats", reason="the last messages may be lost")
         with suppress(OSError):  # the server may be gone
             await client.close()
+
+
+def _check_credentials(path: str | None) -> None:
+    """See that a credentials file can be read and holds what it should. Raises ConfigError."""
+    if path is None:
+        return
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"planes.nats_credentials: {path}: {error.strerror}", param="nats_credentials"
+        ) from error
+    if b"BEGIN NATS USER JWT" not in text or b"BEGIN USER NKEY SEED" not in text:
+        raise ConfigError(
+            f"planes.nats_credentials: {path} holds no user JWT and seed of NATS", param="nats_credentials"
+        )

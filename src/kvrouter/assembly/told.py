@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from kvrouter.assembly.seldom import Seldom
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 
@@ -35,6 +36,7 @@ class StreamTold:
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         self._refused = refusals_on("jetstream", telemetry)
+        self._seldom = Seldom()
 
     def dropped(self, n_batches: int, why: str) -> None:
         """A worker's batches were not published; routers will see the gap and ask."""
@@ -45,7 +47,9 @@ class StreamTold:
         self._refused(why)
 
     def disturbed(self, component: str, why: str) -> None:
-        """The lane could not do what it wanted, and tries again."""
+        """The lane could not do what it wanted, and tries again: the same thing is told seldom."""
+        if not self._seldom.allows(f"{component} {why}"):
+            return
         log_event(_log, Event.PLANE_DISTURBED, plane=f"jetstream {component}", reason=why)
 
     def was_reset(self, component: str) -> None:
