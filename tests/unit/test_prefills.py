@@ -240,6 +240,14 @@ async def test_closing_cancels_what_runs_on() -> None:
             await here.prefill()
 
 
+async def test_a_mistake_of_ours_in_a_leg_that_runs_on_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    async with place(prefill_card(1, bootstrap=True)) as here:
+        await here.prefill()
+        here.plane.opened[0].feed(ZeroDivisionError("a mistake"))
+        await until(lambda: here.is_clean)
+        await until(lambda: "internal_error" in caplog.text)
+
+
 async def test_kv_that_may_go_nowhere_is_not_made() -> None:
     lost = card(1, Role.PREFILL, enforcement=Enforcement.REQUIRED)
     async with place(lost, script=ends) as here:

@@ -129,7 +129,7 @@ class Prefills:
         else:
             task = asyncio.get_running_loop().create_task(self._run_on(run, until_s))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda ended: self._ran_on(request, ended))
         return prefilled
 
     def let_go(self, request_id: RequestId) -> None:
@@ -176,6 +176,12 @@ class Prefills:
             raise
         else:
             self._ended_well(run)
+
+    def _ran_on(self, request: GenerateRequest, task: asyncio.Task[None]) -> None:
+        """Nobody awaits the task: a mistake of ours in it must not vanish."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._observed.mistake(request, task.exception())
 
     def _ended_well(self, run: "_Run") -> None:
         """The leg is done: its load is gone, and its KV waits."""
