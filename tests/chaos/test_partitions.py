@@ -1,12 +1,13 @@
 """Networks that fall apart while every process lives: connections stay open, and nothing passes."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import pairwise
 
 import pytest
 
+from tests.support.checks import all_is_well
 from tests.support.clients import Client
 from tests.support.file_fleet import FileFleet
 from tests.support.nats_server import NatsServer
@@ -77,9 +78,9 @@ async def test_a_worker_behind_a_partition_is_left_alone_and_comes_back(
         cut_off = (await client.workers())["decode"]
         for proxy in between[cut_off]:
             proxy.pause()
-        cut_s = asyncio.get_running_loop().time()
+        cut_unix_s = time.time()
         assert (await client.end()).is_whole, client.error
-        record_property("goes on after s", round(max_gap_s(client, cut_s), 2))
+        record_property("sent elsewhere after s", round(client.sent_again_after_s(cut_unix_s), 2))
         for each in here.frontends:
             await eventually(lambda door=each: says(door, cut_off, "alive", False))
         later = [await Client(each, max_tokens=8).end() for each in here.frontends]
@@ -141,7 +142,51 @@ async def test_a_worker_cut_off_from_nats_is_kept_for_as_long_as_it_answers(
         await here.is_well([each.prompt for each in clients])
 
 
-def max_gap_s(client: Client, since_s: float) -> float:
-    """The longest that the client waited for a piece after ``since_s``."""
-    times_s = [since_s, *(at_s for at_s in client.piece_times_s if at_s > since_s)]
-    return max(after - before for before, after in pairwise(times_s))
+@pytest.mark.parametrize("request_plane", ["tcp", "http", "nats"])
+async def test_a_worker_that_hangs_is_left_alone_and_comes_back(
+    request_plane: str, shared_nats: NatsServer, record_property: Callable[[str, object], None]
+) -> None:
+    settings = {
+        "NATS_SERVER": shared_nats.url,
+        "DYN_REQUEST_PLANE": request_plane,
+        "KVROUTER_DEAD_AFTER_S": str(DEAD_AFTER_S),
+        "KVROUTER_LEASE_S": "30",
+    }
+    async with fleet(settings) as processes:
+        here = await FileFleet.begin(processes, FLEET)
+        client = Client(here.frontends[0], max_tokens=LONG_TOKENS)
+        await client.until(pieces=3)
+        hung = (await client.workers())["decode"]
+        here.workers[hung].pause()
+        hung_unix_s = time.time()
+        assert (await client.end()).is_whole, client.error
+        record_property("sent elsewhere after s", round(client.sent_again_after_s(hung_unix_s), 2))
+        for each in here.frontends:
+            await eventually(lambda door=each: says(door, hung, "alive", False))
+        later = [await Client(each, max_tokens=8).end() for each in here.frontends]
+        assert all(each.is_whole for each in later), [each.error for each in later]
+        here.workers[hung].resume()
+        await here.is_well([client.prompt, *(each.prompt for each in later)])
+
+
+@pytest.mark.parametrize("request_plane", ["tcp", "http", "nats"])
+async def test_what_a_frontend_that_hangs_had_booked_is_let_go(
+    request_plane: str, shared_nats: NatsServer
+) -> None:
+    settings = {
+        "NATS_SERVER": shared_nats.url,
+        "DYN_REQUEST_PLANE": request_plane,
+        "DYN_ROUTER_REPLICA_SYNC": "true",
+        "KVROUTER_DEAD_AFTER_S": str(DEAD_AFTER_S),
+    }
+    async with fleet(settings) as processes:
+        here = await FileFleet.begin(processes, FLEET)
+        hung, other = here.frontends
+        client = Client(hung, max_tokens=1000)
+        await client.until(pieces=3)
+        hung.pause()
+        await all_is_well(processes, [other], workers=len(here.workers))
+        assert not client.has_ended
+        hung.resume()
+        assert (await client.end()).is_whole, client.error
+        await here.is_well([client.prompt])

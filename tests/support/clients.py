@@ -1,7 +1,9 @@
 """Clients of a fleet of processes, and what the mock model must answer them."""
 
 import asyncio
+import re
 from array import array
+from datetime import UTC, datetime
 from itertools import count
 from typing import Self
 
@@ -81,9 +83,12 @@ class Client:
         attempt = reply.raise_for_status().json()["attempts"][-1]
         return {leg: attempt[leg]["worker_id"] for leg in ("prefill", "decode") if attempt.get(leg)}
 
-    def gap_s(self, since_s: float) -> float:
-        """From this moment of the loop's clock to the next piece."""
-        return next(at_s for at_s in self.piece_times_s if at_s >= since_s) - since_s
+    def sent_again_after_s(self, since_unix_s: float) -> float:
+        """How long after this moment the frontend first sent the request elsewhere, by its log."""
+        said = rf"(?m)^(\S+)Z \S+ +(?:retry|resume) request_id={self.request_id} "
+        found = re.search(said, self._frontend.lines())
+        assert found is not None, "it was not sent elsewhere"
+        return datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp() - since_unix_s
 
     async def _read(self) -> None:
         body = {

@@ -12,7 +12,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane, link
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawWorkers
@@ -91,6 +91,28 @@ async def test_a_connection_that_nobody_uses_is_closed_and_made_again(acceptor: 
                 await proxy.changed()
         assert await answers(plane, worker, behind, "y") == [4, 5]
         assert proxy.n_accepted == 2
+        await plane.close()
+
+
+async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_one_at_once(
+    acceptor: TcpRequestAcceptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a moment's trouble with the network makes a whole fleet ineligible."""
+    monkeypatch.setattr(link, "COMES_BACK_WITHIN_S", IN_TIME_S)
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    worker = ScriptedWorker()
+    acceptor.serve(address, worker)
+    async with Proxy("127.0.0.1", acceptor.port) as proxy:
+        behind = address.replace(str(acceptor.port), str(proxy.port))
+        plane = TcpRequestPlane(token=TOKEN)
+        told: list[bool] = []
+        plane.follow(behind, told.append)
+        stream = await plane.open(behind, leg())
+        proxy.cut()
+        with pytest.raises(StreamBroken):
+            await read_all(stream)
+        assert await answers(plane, worker, behind, "y") == [4, 5]
+        assert (proxy.n_accepted, False in told) == (2, False)
         await plane.close()
 
 

@@ -10,6 +10,9 @@ from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.port import AliveSink, WorkerUnreachable
 from kvrouter.planes.requests.tcp.router_end import RouterEnd
 
+COMES_BACK_WITHIN_S = 0.1
+"""How long a worker whose connection broke is still taken for alive, while a new one is made."""
+
 Connect = Callable[[], Awaitable[RouterEnd]]
 """Return a connection on which the worker welcomed us; raise WorkerUnreachable."""
 
@@ -128,7 +131,17 @@ class Link:
             n_failed = 0
             self._tell(is_alive=True)
             await asyncio.wait([end.lost])
-            self._tell(is_alive=False)
+            if not await self._comes_back():
+                self._tell(is_alive=False)
+
+    async def _comes_back(self) -> bool:
+        """Whether the worker takes a new connection at once: then only the old one died, not the worker."""
+        try:
+            async with asyncio.timeout(COMES_BACK_WITHIN_S):
+                await self.connected()
+        except (WorkerUnreachable, TimeoutError):
+            return False
+        return True
 
     def _tell(self, *, is_alive: bool) -> None:
         self._is_alive = is_alive
