@@ -10,7 +10,7 @@ import uvloop
 
 from kvrouter.assembly.address import claimed
 from kvrouter.assembly.door import OpenDoor, open_door
-from kvrouter.assembly.lifetime import told_to_stop
+from kvrouter.assembly.lifetime import allow_many_files, told_to_stop
 from kvrouter.assembly.router import build_service, new_router_id
 from kvrouter.assembly.router_wires import router_wires
 from kvrouter.assembly.serve import serve_until
@@ -135,6 +135,7 @@ async def _serve(
     links: LinkTable | None,
     static: Sequence[WorkerCard],
 ) -> int:
+    allow_many_files()
     log_event(logger, Event.START, version=installed_version(), models=",".join(folders))
     with told_to_stop() as stopping:
         async with frontend(settings, folders, links, static) as door:

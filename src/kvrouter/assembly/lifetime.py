@@ -2,9 +2,10 @@
 
 import asyncio
 import gc
+import resource
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -29,6 +30,16 @@ def told_to_stop() -> Iterator[asyncio.Event]:
         yield stopping
     finally:
         forget()
+
+
+def allow_many_files() -> None:
+    """Let this process open as many files as the system allows it: a router has four for each worker.
+
+    The limit that processes begin with, often 1,024, is for those that use ``select``.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system without a limit, or with one of its own below this
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def settle_memory() -> None:

@@ -13,7 +13,7 @@ import uvloop
 from kvrouter.assembly.address import claimed
 from kvrouter.assembly.door import GOODBYE_S, OpenDoor, serving
 from kvrouter.assembly.frontend import saving, syncing
-from kvrouter.assembly.lifetime import told_to_stop
+from kvrouter.assembly.lifetime import allow_many_files, told_to_stop
 from kvrouter.assembly.router import build_service, new_router_id
 from kvrouter.assembly.router_wires import router_wires
 from kvrouter.assembly.serve import serve_until
@@ -195,6 +195,7 @@ def serve_standalone(
 async def _serve(
     settings: Settings, spec: StandaloneSpec, folders: Mapping[ModelName, Path], links: LinkTable | None
 ) -> int:
+    allow_many_files()
     log_event(logger, Event.START, version=installed_version(), role=spec.component.value)
     with told_to_stop() as stopping:
         async with standalone(settings, spec, folders, links) as router:

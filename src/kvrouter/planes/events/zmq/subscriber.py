@@ -29,6 +29,9 @@ ANSWER_MAX_BYTES = 2 * 1024 * 1024
 
 NUMBER_BYTES = 8
 
+SOCKETS_MAX = 16_384
+"""How many worker processes one router can ask, with a few to spare; libzmq's own limit is 1,023."""
+
 
 class _Questions:
     """The questions to one worker process: each has a number, and its answer carries that number back."""
@@ -85,11 +88,13 @@ class ZmqEventSubscriber:
         token: str | None = None,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         batch_max_bytes: int = BATCH_MAX_BYTES,
+        sockets_max: int = SOCKETS_MAX,
     ) -> None:
         self._on_malformed = on_malformed
         self._answer_timeout_s = answer_timeout_s
         self._keys = None if token is None else TokenKeys(token)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, sockets_max)
         self._in = self._new_socket(zmq.SUB, batch_max_bytes)
         self._inlet = Inlet(self._in, self._arrived)
         self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
@@ -186,7 +191,12 @@ class ZmqEventSubscriber:
     def _begin_questions(self, endpoint: str) -> None:
         questions = self._questions.get(endpoint)
         if questions is None:
-            socket = self._new_socket(zmq.DEALER, ANSWER_MAX_BYTES)
+            try:
+                socket = self._new_socket(zmq.DEALER, ANSWER_MAX_BYTES)
+            except zmq.ZMQError as error:  # no more sockets, or no more open files
+                raise ConfigError(
+                    f"event_source: {endpoint} cannot be asked: {error}", param="event_source"
+                ) from error
             try:
                 _connect(socket, endpoint)
             except ConfigError:
