@@ -90,6 +90,20 @@ async def ask_in_turn(port: int, *, requests: int, prompt_words: int, seed: int)
         writer.close()
 
 
+async def ask_side_by_side(
+    port: int, *, connections: int, requests: int, prompt_words: int, seed: int
+) -> float:
+    """Ask as :func:`ask_in_turn` does over each of some connections at once; return requests a second."""
+    began_s = time.perf_counter()
+    await asyncio.gather(
+        *(
+            ask_in_turn(port, requests=requests, prompt_words=prompt_words, seed=seed + number * requests)
+            for number in range(connections)
+        )
+    )
+    return connections * requests / (time.perf_counter() - began_s)
+
+
 async def first_tokens_us(port: int, *, requests: int, prompt_words: int, seed: int) -> list[float]:
     """Return how long each of some requests, one after the other, waited for its first text: microseconds."""
     waits_us = []

@@ -35,6 +35,13 @@ class Server:
         """CPU that the server's threads and its children's have used so far, in microseconds."""
         return sum(_cpu_ns(pid) for pid in _family(self.pid)) / 1000.0
 
+    def rss_bytes(self) -> int:
+        """Resident memory of the server's own process."""
+        for line in (_PROC / str(self.pid) / "status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise OSError(f"{self.name}: no VmRSS")
+
     def busy_clock(self) -> Callable[[], float]:
         """Return a clock of the CPU that requests take, in microseconds: what it takes idle is deducted."""
         began_s, began_us = time.monotonic(), self.cpu_us()

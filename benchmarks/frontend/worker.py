@@ -1,10 +1,12 @@
-"""``python -m benchmarks.frontend.worker TICK_S WORKER_ID FOLDER``: a worker process whose engine only ticks.
+"""``python -m benchmarks.frontend.worker TICK_S WORKER_ID FOLDER [WORKERS [DP_SIZE]]``: engines that tick.
 
-It takes legs over tcp, announces itself in the discovery of FOLDER, and publishes nothing. Its first line on
-standard output is a JSON object; it ends with its standard input.
+They take legs over tcp, announce themselves in the discovery of FOLDER, and publish nothing. Several workers
+of one process are to a router like as many processes: each has sockets of its own. The first line on standard
+output is a JSON object; all end with standard input.
 """
 
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
@@ -22,6 +24,8 @@ MODEL = ModelName("mock")
 EPOCH = Epoch(1)
 BLOCK_SIZE = 16
 NAMESPACE = "default"
+LEASE_S = 60.0
+"""Long, so that renewing leases, which is the folder's work and not the router's, disturbs no figure."""
 
 
 class HoldsNothing:
@@ -34,18 +38,30 @@ class HoldsNothing:
         return KvSnapshot(rank, EPOCH, EventId(0), ())
 
 
-async def main(tick_s: float, worker_id: WorkerId, folder: Path) -> None:
+async def main(tick_s: float, first: int, folder: Path, n_workers: int = 1, dp_size: int = 1) -> None:
     """Serve until standard input ends."""
+    discovery = FileDiscovery(
+        folder, namespace=NAMESPACE, on_trouble=lambda what, why: fail(f"{what}: {why}"), lease_s=LEASE_S
+    )
+    async with AsyncExitStack() as stack:
+        for worker in range(first, first + n_workers):
+            card = await serve(stack, WorkerId(worker), tick_s=tick_s, dp_size=dp_size)
+            await discovery.publish(card)
+        await say_and_wait({"port": 0})
+        await discovery.close()
+
+
+async def serve(stack: AsyncExitStack, worker_id: WorkerId, *, tick_s: float, dp_size: int) -> WorkerCard:
+    """Serve one worker until the stack ends; return its card."""
     acceptor = TcpRequestAcceptor("127.0.0.1", token=None, on_refused=fail)
     await acceptor.start()
+    stack.push_async_callback(acceptor.close)
     address = acceptor.address_of(worker_id, EPOCH)
-    place = acceptor.serve(address, TickingEngine(tick_s))
+    acceptor.serve(address, TickingEngine(tick_s))
     events = ZmqEventPublisher("127.0.0.1", token=None, on_malformed=fail)
+    stack.push_async_callback(events.close)
     events.serve_recovery(worker_id, HoldsNothing())
-    discovery = FileDiscovery(
-        folder, namespace=NAMESPACE, on_trouble=lambda what, why: fail(f"{what}: {why}")
-    )
-    card = WorkerCard(
+    return WorkerCard(
         worker_id=worker_id,
         incarnation=EPOCH,
         model=MODEL,
@@ -53,16 +69,10 @@ async def main(tick_s: float, worker_id: WorkerId, folder: Path) -> None:
         block_size=BLOCK_SIZE,
         context_length=131_072,
         address=address,
+        dp_size=dp_size,
         event_source=events.source,
         tokenizer="mock",
     )
-    await discovery.publish(card)
-    await say_and_wait({"port": acceptor.port})
-    await discovery.withdraw(worker_id, EPOCH)
-    place.leave("the measurement is over")
-    await discovery.close()
-    await events.close()
-    await acceptor.close()
 
 
 def fail(why: str) -> None:
@@ -71,4 +81,4 @@ def fail(why: str) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main(float(sys.argv[1]), WorkerId(int(sys.argv[2])), Path(sys.argv[3])))
+    uvloop.run(main(float(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), *map(int, sys.argv[4:])))
