@@ -94,7 +94,7 @@ async def test_no_nats_server_is_one_clear_line_and_1() -> None:
             _, errors = await process.communicate()
         assert process.returncode == 1
         last = errors.decode().splitlines()[-1]
-        assert last.startswith("kvrouter: no NATS server answers at 127.0.0.1:1 ")
+        assert last.startswith("kvrouter: no NATS server lets us in at 127.0.0.1:1 ")
         assert "hidden" not in errors.decode()
 
 
