@@ -18,10 +18,12 @@ from benchmarks.results import Line, measured
 from benchmarks.rows import FRONT_DOOR
 
 UPSTREAMS = 2
-TOKENS = 300
 ROUNDS = 5
-TICKS_S = {32: 0.02, 256: 0.05}
-"""Open streams → how often each brings a token."""
+LOADS = {32: (0.02, 300), 256: (0.05, 150)}
+"""Open streams → the seconds after which each brings its next token, and how many tokens it brings."""
+
+TICK_S = 0.02
+"""Of the engines that whole requests and first tokens come from."""
 
 PROMPTS_WORDS = (32, 2000)
 REQUESTS = 50
@@ -47,13 +49,13 @@ class GatewayCommand:
 def measure_front_door(python: Path, gateways: Sequence[GatewayCommand] = ()) -> list[Line]:
     """Measure ours, with each gateway beside it. Raises ``AnswerFailed`` when a server answers wrongly."""
     lines: list[Line] = []
-    for streams, tick_s in TICKS_S.items():
+    for streams, (tick_s, tokens) in LOADS.items():
         with ExitStack() as stack:
             servers = start_all(stack, python, gateways, tick_s)
-            lines += asyncio.run(measure_streams(servers, streams, tick_s))
+            lines += asyncio.run(measure_streams(servers, streams, tick_s, tokens))
     with ExitStack() as stack:
-        servers = start_all(stack, python, gateways, min(TICKS_S.values()))
-        direct = Server(DIRECT, 0, stack.enter_context(_upstream(min(TICKS_S.values()))))
+        servers = start_all(stack, python, gateways, TICK_S)
+        direct = Server(DIRECT, 0, stack.enter_context(_upstream(TICK_S)))
         lines += asyncio.run(measure_requests(servers, direct))
     return lines
 
@@ -88,7 +90,7 @@ def _start(command: GatewayCommand, upstreams: Sequence[int]) -> AbstractContext
     return gateway(command.name, (*command.program, *arguments), port)
 
 
-async def measure_streams(servers: Sequence[Server], streams: int, tick_s: float) -> list[Line]:
+async def measure_streams(servers: Sequence[Server], streams: int, tick_s: float, tokens: int) -> list[Line]:
     """Return the lines of so many streams side by side."""
     whole: Rounds = {}
     merged: Rounds = {}
@@ -96,7 +98,7 @@ async def measure_streams(servers: Sequence[Server], streams: int, tick_s: float
     async def measure(server: Server, number: int) -> Samples:
         seed = streams * number
         cost = await stream_side_by_side(
-            server.port, streams=streams, tokens=TOKENS, tick_s=tick_s, seed=seed, cpu_us=server.busy_clock()
+            server.port, streams=streams, tokens=tokens, tick_s=tick_s, seed=seed, cpu_us=server.busy_clock()
         )
         if number:
             whole.setdefault(server.name, []).append([cost.whole_us])
