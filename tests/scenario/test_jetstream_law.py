@@ -3,8 +3,10 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 
 import pytest
+from nats.js.errors import NotFoundError
 
 from kvrouter.planes.events.jetstream.words import LaneNames
 from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
@@ -91,9 +93,8 @@ class Walk:
 
     async def consumer_goes(self) -> None:
         name = self.chance.choice(list(self.replicas))
-        jetstream = self.fleet.client.jetstream()
-        if f"kvrouter-{name}" in {info.name for info in await jetstream.consumers_info(self.stream)}:
-            await jetstream.delete_consumer(self.stream, f"kvrouter-{name}")
+        with suppress(NotFoundError):
+            await self.fleet.client.jetstream().delete_consumer(self.stream, f"kvrouter-{name}")
 
     async def stream_is_purged(self) -> None:
         await self.fleet.client.jetstream().purge_stream(self.stream)

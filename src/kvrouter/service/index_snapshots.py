@@ -51,15 +51,18 @@ class IndexSnapshots:
         self._check_s = check_s
         self._random = random.Random(seed)
         self._task: asyncio.Task[None] | None = None
+        self._is_over = False
 
     def start(self) -> None:
         """Begin to look, from the running loop."""
         if self._task is None:
+            self._is_over = False
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
         """Look no more; a snapshot under way is given up."""
         if self._task is not None:
+            self._is_over = True  # a task's cancellation can get lost in a client's own waiting
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
@@ -75,7 +78,7 @@ class IndexSnapshots:
         return taken
 
     async def _run(self) -> None:
-        while True:
+        while not self._is_over:
             await asyncio.sleep(self._check_s * self._random.uniform(1 - JITTER, 1 + JITTER))
             await self.check()
 

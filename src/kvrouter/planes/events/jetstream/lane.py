@@ -103,6 +103,8 @@ class ComponentLane:
         self._checks: set[asyncio.Task[None]] = set()
         self._is_heard = asyncio.Event()
         self._must_reset = parts.resets
+        self._live: Delivery | None = None
+        self._is_closed = False
         self._loads: Subscription | None = None
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -136,9 +138,13 @@ class ComponentLane:
 
     async def close(self) -> None:
         """Hear nothing any more."""
+        self._is_closed = True
+        if self._live is not None:
+            self._live.stop("closed")  # a task's cancellation can get lost in the client's own waiting
         for replay in list(self._replays.values()):
             replay.cancel()
         self._replays.clear()
+        self._stored.close()
         tasks = [self._task, *self._checks]
         for task in tasks:
             task.cancel()
@@ -274,18 +280,21 @@ class ComponentLane:
 
     async def _run(self) -> None:
         try:
-            while True:
+            while not self._has_ended():
                 try:
                     why = await self._hear()
                 except (*CLIENT_ERRORS, ProtocolError, Overtaken) as error:
                     why = reason(error)
-                if self._parts.client.is_closed:
+                if self._has_ended():
                     return
                 self._parts.observer.disturbed(self.names.component, f"stream: {why}")
                 await asyncio.sleep(RETRY_S)
         finally:
             if self._loads is not None and not self._parts.client.is_closed:
                 await self._loads.unsubscribe()
+
+    def _has_ended(self) -> bool:
+        return self._is_closed or self._parts.client.is_closed
 
     async def _hear(self) -> str:
         """Hear the stream until that breaks; return why."""
@@ -299,7 +308,9 @@ class ComponentLane:
             # Another stream has the name: all of it is new. Of the first one, replays bring what came before.
             self.position = 0 if self.made else reading.last
             self.made = reading.made
-        live = Delivery(
+        if self._has_ended():
+            return "closed"
+        live = self._live = Delivery(
             self._parts.client,
             self._jetstream,
             self._on_message,

@@ -106,6 +106,7 @@ class JetStreamPublisher:
         self._idle.set()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._is_over = False
 
     @property
     def source(self) -> EventSource:
@@ -145,6 +146,8 @@ class JetStreamPublisher:
             self._drops.add(n_left, "the worker ends before NATS took them")
         self._drops.close()
         if self._task is not None:
+            self._is_over = True  # a task's cancellation can get lost in the client's own waiting
+            self._wake.set()
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
@@ -188,7 +191,7 @@ class JetStreamPublisher:
     # What is sent
 
     async def _run(self) -> None:
-        while True:
+        while not self._is_over:
             try:
                 await self._prepare()
                 await self._send()
@@ -211,7 +214,7 @@ class JetStreamPublisher:
         loop = asyncio.get_running_loop()
         if self._window:
             await self._send_again(loop.time())
-        while self._has_stream and self._client.is_connected:
+        while self._has_stream and self._client.is_connected and not self._is_over:
             self._wake.clear()
             await self._send_loads()
             while self._waiting and len(self._window) < self._in_flight_max:

@@ -64,6 +64,8 @@ class Replay:
     def cancel(self) -> None:
         """Hand over nothing any more."""
         self.over.set()
+        if self._delivery is not None:
+            self._delivery.stop("cancelled")  # a task's cancellation can get lost in the client's own waiting
         self._task.cancel()
 
     async def _run(self) -> None:

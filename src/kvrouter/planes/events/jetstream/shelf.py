@@ -18,7 +18,6 @@ from nats.js.errors import (
     BucketNotFoundError,
     KeyNotFoundError,
     KeyWrongLastSequenceError,
-    NotFoundError,
     ObjectNotFoundError,
 )
 from nats.js.kv import KeyValue
@@ -127,17 +126,19 @@ class SnapshotShelf:
                 await objects.delete(name)
             # What tells that there was an object goes too: names are never used again.
             token = base64.urlsafe_b64encode(name.encode()).decode()
-            bucket = self._names.bucket
-            await self._jetstream.purge_stream(f"OBJ_{bucket}", subject=f"$O.{bucket}.M.{token}")
+            await self._jetstream.purge_stream(f"OBJ_{self._names.bucket}", subject=self._meta_subject(token))
 
     async def objects(self) -> list[str]:
         """The names of all objects."""
-        objects = await self._open_objects()
-        try:
-            listed = await objects.list(ignore_deletes=True)
-        except NotFoundError:
-            return []
-        return [info.name for info in listed if info.name and not info.deleted]
+        await self._open_objects()
+        prefix = self._meta_subject("")
+        info = await self._jetstream.stream_info(f"OBJ_{self._names.bucket}", subjects_filter=f"{prefix}>")
+        tokens = [subject.removeprefix(prefix) for subject in info.state.subjects or ()]
+        return [base64.urlsafe_b64decode(token).decode() for token in tokens]
+
+    def _meta_subject(self, token: str) -> str:
+        """Where the object store keeps what it knows of an object."""
+        return f"$O.{self._names.bucket}.M.{token}"
 
     async def _open_keys(self) -> KeyValue:
         if self._keys is None:

@@ -62,6 +62,11 @@ class StoredIndex:
         if self._stage is stage:
             self._stage = None
 
+    def close(self) -> None:
+        """Read nothing any more."""
+        for task in list(self._parts.values()):
+            task.cancel()
+
     async def stage(self) -> Stage:
         """What there is to begin with. A stream that is past the snapshot has a newer one: load again.
 
@@ -107,10 +112,16 @@ class StoredIndex:
     async def _part(self, name: str) -> memoryview:
         task = self._parts.get(name)
         if task is None:
-            loop = asyncio.get_running_loop()
-            task = self._parts[name] = loop.create_task(self._read(name))
-            task.add_done_callback(lambda _: loop.call_later(PART_KEPT_S, self._parts.pop, name, None))
+            task = self._parts[name] = asyncio.get_running_loop().create_task(self._read(name))
+            task.add_done_callback(lambda task: self._read_part(name, task))
         return await asyncio.shield(task)
+
+    def _read_part(self, name: str, task: "asyncio.Task[memoryview]") -> None:
+        """Keep a part for a while; one that could not be read is read anew by whoever wants it next."""
+        if task.cancelled() or task.exception() is not None:
+            self._parts.pop(name, None)
+        else:
+            asyncio.get_running_loop().call_later(PART_KEPT_S, self._parts.pop, name, None)
 
     async def _read(self, name: str) -> memoryview:
         async with self._reading:

@@ -98,6 +98,7 @@ class Taking:
         self._part_bytes = 0
         self._n_parts = 0
         self._trouble = ""
+        self._is_over = False
         self._renewal = asyncio.get_running_loop().create_task(self._renew(renew_s))
 
     def covers(self, rank: WorkerRank) -> bool:
@@ -126,7 +127,7 @@ class Taking:
         """Make it valid; then purge the stream and remove the snapshot before it. Raises SnapshotFailed."""
         await self._put_part()
         await self._put(ranks_name(self._done.snapshot), encode_ranks(self._ranks))
-        self._renewal.cancel()
+        self._end_renewal()
         try:
             async with self._writing:
                 await self._shelf.write(self._done, over=self._revision)
@@ -139,7 +140,7 @@ class Taking:
 
     async def abandon(self) -> None:
         """Free the key and remove what was stored."""
-        self._renewal.cancel()
+        self._end_renewal()
         free = msgspec.structs.replace(self._claim, holder="")
         with suppress(*CLIENT_ERRORS, KvrouterError):
             async with self._writing:
@@ -174,8 +175,12 @@ class Taking:
         except CLIENT_ERRORS as error:
             raise self._failed(error) from error
 
+    def _end_renewal(self) -> None:
+        self._is_over = True  # a task's cancellation can get lost in the client's own waiting
+        self._renewal.cancel()
+
     async def _renew(self, every_s: float) -> None:
-        while True:
+        while not self._is_over:
             await asyncio.sleep(every_s)
             try:
                 async with self._writing:
