@@ -74,7 +74,7 @@ def events(tell: Callable[[str], None]) -> list[Line]:
                     "taken here|batches/s": [SECOND_US / clock_us for _, clock_us in rounds],
                     "of a core, here|CPU share": [cpu_us / clock_us for cpu_us, clock_us in rounds],
                 }
-                lines += _lines(row, figures)
+                lines += lines_of(row, figures)
     return lines
 
 
@@ -82,7 +82,7 @@ def requests() -> list[Line]:
     """What one frontend takes of requests for one token, from clients that ask again at once."""
     lines: list[Line] = []
     with ExitStack() as stack:
-        server = _frontend(stack, n_workers=2, dp_size=1, processes=2)
+        server = start_frontend(stack, n_workers=2, dp_size=1, processes=2)
         asyncio.run(wait_ready(server.port))
         for words, each in REQUESTS.items():
             rates, cpus_us, shares = [], [], []
@@ -105,40 +105,41 @@ def requests() -> list[Line]:
                 "taken here|requests/s": rates,
                 "of a core, here|CPU share": shares,
             }
-            lines += _lines(f"requests, {words:,} words, {CONNECTIONS} clients", figures)
+            lines += lines_of(f"requests, {words:,} words, {CONNECTIONS} clients", figures)
     return lines
 
 
 def workers() -> list[Line]:
     """What a worker that is only followed costs: memory, and CPU while nothing happens."""
     with ExitStack() as stack:
-        alone = _frontend(stack, n_workers=0, dp_size=1, processes=0)
+        alone = start_frontend(stack, n_workers=0, dp_size=1, processes=0)
         time.sleep(SETTLED_S)
         alone_bytes, alone_us = alone.rss_bytes(), alone.watch_idle(IDLE_S)
     held = []
     lines = [
-        *_lines("nobody followed", {"memory|MiB": [alone_bytes / 2**20], "idle CPU|µs/s": [alone_us]}),
+        *lines_of("nobody followed", {"memory|MiB": [alone_bytes / 2**20], "idle CPU|µs/s": [alone_us]}),
     ]
     for n_workers, dp_size in FLEETS:
         with ExitStack() as stack:
-            server = _frontend(stack, n_workers=n_workers, dp_size=dp_size, processes=1)
-            _wait_joined(server, n_workers)
+            server = start_frontend(stack, n_workers=n_workers, dp_size=dp_size, processes=1)
+            wait_joined(server, n_workers)
             time.sleep(SETTLED_S)
             held.append(server.rss_bytes() - alone_bytes)
             idle_us = server.watch_idle(IDLE_S) - alone_us
-            files = len(tuple(Path(f"/proc/{server.pid}/fd").iterdir()))
+            files = open_files(server)
         figures = {
             "memory a worker|KiB": [held[-1] / n_workers / 1024],
             "idle CPU a worker|µs/s": [idle_us / n_workers],
             "open files a worker|files": [files / n_workers],
         }
-        lines += _lines(f"{n_workers} workers followed, {dp_size} ranks each, zmq and tcp", figures)
+        lines += lines_of(f"{n_workers} workers followed, {dp_size} ranks each, zmq and tcp", figures)
     (n_workers, few), (_, many) = FLEETS
     a_rank = (held[1] - held[0]) / (n_workers * (many - few)) / 1024
-    return [*lines, *_lines("one more rank of a worker", {"memory a rank|KiB": [a_rank]})]
+    return [*lines, *lines_of("one more rank of a worker", {"memory a rank|KiB": [a_rank]})]
 
 
-def _frontend(stack: ExitStack, *, n_workers: int, dp_size: int, processes: int) -> Server:
+def start_frontend(stack: ExitStack, *, n_workers: int, dp_size: int, processes: int) -> Server:
+    """Start a frontend, after workers that are spread over so many processes."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-bench-")))
     folder.chmod(0o700)
     for number in range(processes):
@@ -148,8 +149,13 @@ def _frontend(stack: ExitStack, *, n_workers: int, dp_size: int, processes: int)
     return stack.enter_context(our_frontend(Path(sys.executable), folder))
 
 
-def _wait_joined(server: Server, n_workers: int) -> None:
-    """Raises TimeoutError when the router does not follow so many workers in time."""
+def open_files(server: Server) -> int:
+    """Return how many files the server has open."""
+    return len(tuple(Path(f"/proc/{server.pid}/fd").iterdir()))
+
+
+def wait_joined(server: Server, n_workers: int) -> None:
+    """Return once the router follows so many workers. Raises TimeoutError."""
     until_s = time.monotonic() + JOINED_WITHIN_S
     joined = 0
     while time.monotonic() < until_s:
@@ -161,7 +167,8 @@ def _wait_joined(server: Server, n_workers: int) -> None:
     raise TimeoutError(f"{joined} of {n_workers} workers are followed after {JOINED_WITHIN_S:g} s")
 
 
-def _lines(row: str, figures: dict[str, list[float]]) -> list[Line]:
+def lines_of(row: str, figures: dict[str, list[float]]) -> list[Line]:
+    """Return a line for each figure, which is named ``variant|unit``."""
     lines = []
     for name, values in figures.items():
         variant, _, unit = name.partition("|")
