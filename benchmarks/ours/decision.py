@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 
 from benchmarks.measure import settle, time_awaits, time_fresh
-from benchmarks.ours.workers import EPOCH, QuietWorkers
+from benchmarks.ours.workers import EPOCH, QuietWorkers, UnaskedWorker
 from benchmarks.side import Facts, Params
 from benchmarks.workload import BLOCK_SIZE, HASH_BYTES, DecisionLoad, Tokens
 from kvrouter.assembly.router import build_service
@@ -48,8 +48,9 @@ class Deciding:
         self._load = DecisionLoad(n_workers=params["n_workers"])
         self._workers = QuietWorkers()
         self._discovery = MemoryDiscovery()
+        self._plane = MemoryRequestPlane()
         self._service: RouterService = build_service(
-            KvRouterConfig(), plane=MemoryRequestPlane(), discovery=self._discovery, subscriber=self._workers
+            KvRouterConfig(), plane=self._plane, discovery=self._discovery, subscriber=self._workers
         )
         self._next = 0
 
@@ -57,7 +58,9 @@ class Deciding:
         """Workers with empty caches, then their events, then running requests."""
         await self._service.start()
         for worker in range(self._load.n_workers):
-            await self._discovery.publish(_card(worker))
+            card = _card(worker)
+            self._plane.serve(card.address, UnaskedWorker())
+            await self._discovery.publish(card)
         await asyncio.sleep(0.1)  # each feed hears from its worker
         self._publish()
         self._book()

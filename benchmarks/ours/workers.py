@@ -1,11 +1,13 @@
-"""The workers' end of the planes, as far as the figures of the router alone need it."""
+"""The workers' ends of the planes, as far as the figures of the router alone need them."""
 
 from collections.abc import Callable
 
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
+from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.events.port import BatchSink, LoadSink
+from kvrouter.planes.requests.port import EngineStream
 
 EPOCH = Epoch(1)
 
@@ -28,6 +30,14 @@ class QuietWorkers:
 
     async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         return KvSnapshot(rank, EPOCH, EventId(0), ())
+
+
+class UnaskedWorker:
+    """A worker that is there, and is only decided upon."""
+
+    async def submit(self, request: EngineRequest) -> EngineStream:
+        """Raises RuntimeError."""
+        raise RuntimeError(f"{request.engine_key}: nothing is sent while decisions are measured")
 
 
 def _unheard(batch: KvBatch) -> None:
