@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from kvrouter.assembly.lifetime import told_to_stop
+from kvrouter.assembly.nats import nameable
 from kvrouter.config import DiscoveryBackend, FleetFile, LogFormat, Settings
 from kvrouter.config.environment import environment_of
 from kvrouter.config.version import installed_version
@@ -83,9 +84,11 @@ class _Family:
             preexec_fn=_die_with_parent,
         )
         log_event(logger, Event.PROCESS_STARTED, process=child.name)
+        if self._is_stopping:  # it was told to end while it was being started again
+            child.process.terminate()
         self._run(child, self._watch(child, child.process))
-        if self._prefix_lines:
-            self._run(child, _copy_lines(child.name, child.process))
+        if child.process.stderr is not None:
+            self._run(child, copy_lines(child.name, child.process.stderr))
 
     async def _watch(self, child: _Child, process: Process) -> None:
         code = await process.wait()
@@ -113,7 +116,8 @@ class _Family:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        await asyncio.gather(*child.tasks, return_exceptions=True)
+        while child.tasks:
+            await asyncio.gather(*child.tasks, return_exceptions=True)
 
 
 def serve_many(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
@@ -176,11 +180,19 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvrouter.cli", *arguments]
 
 
-async def _copy_lines(name: str, process: Process) -> None:
-    """A child's lines on our standard error, each after the child's name."""
-    if process.stderr is None:
-        return
-    async for line in process.stderr:
+async def copy_lines(name: str, lines: asyncio.StreamReader) -> None:
+    """A child's lines on our standard error, each after the child's name.
+
+    A child whose lines nobody takes stands still, so one that is too long is let go, and the next is read.
+    """
+    while True:
+        try:
+            line = await lines.readline()
+        except ValueError:
+            sys.stderr.write(f"{name} | … a line too long to show\n")
+            continue
+        if not line:
+            return
         sys.stderr.write(f"{name} | {line.decode(errors='replace').rstrip()}\n")
 
 
@@ -213,8 +225,11 @@ async def _nats(servers: str) -> AsyncIterator[str]:
     runs when the settings name this host and nothing answers there.
     """
     first = servers.split(",", maxsplit=1)[0].strip()
-    at = urlsplit(first if "://" in first else f"nats://{first}")
-    host, port = at.hostname or "localhost", at.port or NATS_PORT
+    try:
+        at = urlsplit(first if "://" in first else f"nats://{first}")
+        host, port = at.hostname or "localhost", at.port or NATS_PORT
+    except ValueError as error:
+        raise ConfigError(f"planes.nats_server: {nameable(first)}: {error}", param="nats_server") from error
     if await _answers(host, port) or host not in _LOCAL or "," in servers:
         yield servers
         return
