@@ -70,7 +70,7 @@ replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per r
 docs: setup ## Write the generated pages
 	$(BIN)/python -m scripts.write_docs
 
-docs-check: setup
+docs-check: setup ## See that the generated pages are fresh
 	$(BIN)/python -m scripts.write_docs --check
 
 clean: ## Remove what was built

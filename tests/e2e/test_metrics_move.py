@@ -273,11 +273,10 @@ class TellingSync(ReplicaSync):
     """What there is to tell is what the test says."""
 
     told = SyncCounts(
-        Counts(replicas=2, behind=0, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=0),
-        0,
-        0,
-        0,
-        0,
+        Counts(replicas=2, behind=0, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=5),
+        untold=0,
+        dropped=0,
+        unsent=0,
     )
 
     def counts(self) -> SyncCounts:
@@ -293,3 +292,4 @@ def test_other_replicas_are_on_the_page() -> None:
     assert telemetry.replicas.value() == 2
     assert telemetry.replica_leases.value() == 7
     assert telemetry.replica_sync.value("gap") == 3
+    assert telemetry.replica_sync.value("unheard") == 5

@@ -6,7 +6,7 @@ import pytest
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.engines.mock.frames import ConnectionRefused, decode_sink_word, decode_source_word
-from kvrouter.planes.discovery.wire import decode_card
+from kvrouter.planes.discovery.wire import decode_record
 from kvrouter.planes.events import wire as events
 from kvrouter.planes.requests import wire as requests
 from kvrouter.planes.requests.nats.frames import from_router, from_worker
@@ -41,6 +41,6 @@ def test_endless_nesting_is_refused(read: Callable[[bytes], object], message: by
         read(message)
 
 
-def test_a_card_that_nests_without_end_is_refused() -> None:
+def test_a_record_that_nests_without_end_is_refused() -> None:
     with pytest.raises(ProtocolError):
-        decode_card(b'{"x":' + b"[" * DEPTH)
+        decode_record(b'{"x":' + b"[" * DEPTH)

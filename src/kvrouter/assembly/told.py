@@ -76,6 +76,7 @@ class SyncGauges:
             ("duplicate", others.duplicates),
             ("replica_lost", others.lost),
             ("over_limit", others.over_limit),
+            ("unheard", others.unheard),
             ("untold", counts.untold),
             ("dropped", counts.dropped),
             ("unsent", counts.unsent),

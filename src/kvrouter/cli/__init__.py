@@ -1,4 +1,4 @@
-"""The command line: ``kvrouter up``, ``explain``, ``topology check``, ``fleet check``."""
+"""The command line of ``kvrouter``: what each command prints and exits with when something is wrong."""
 
 from collections.abc import Sequence
 

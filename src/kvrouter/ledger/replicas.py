@@ -27,7 +27,8 @@ from kvrouter.ledger.remote import RemoteLease, RemoteLeases
 from kvrouter.ledger.replica import Replica
 
 REPLICAS_MAX: Final = 64
-"""How many other routers are listened to. Those beyond are counted as ``unheard``: their load is not seen."""
+"""How many other routers are listened to. What those beyond say is counted as ``unheard``: their load
+is not seen."""
 
 MODELS_MAX: Final = 1024
 """How many models' ledgers are kept; beyond them, models whose workers all left are forgotten."""
@@ -58,6 +59,7 @@ class Counts(NamedTuple):
     """Leases that were not taken in: their router tells of too many."""
 
     unheard: int
+    """Messages of routers beyond those that are listened to."""
 
 
 class Replicas:

@@ -34,7 +34,6 @@ class SyncCounts(NamedTuple):
     """What there is to tell of replica sync."""
 
     others: Counts
-    told_leases: int
     untold: int
     """Leases that were too many to tell of."""
 
@@ -95,9 +94,7 @@ class ReplicaSync:
     def counts(self) -> SyncCounts:
         """Sizes now, and what happened since the start."""
         journal = self._journal
-        return SyncCounts(
-            self._replicas.counts(), len(journal), journal.untold, journal.dropped, self._unsent
-        )
+        return SyncCounts(self._replicas.counts(), journal.untold, journal.dropped, self._unsent)
 
     # Life
 

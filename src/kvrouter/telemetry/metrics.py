@@ -281,8 +281,8 @@ class Telemetry:
     replica_leases = _gauge("kvrouter_replica_leases", "Open leases of other routers.")
     replica_sync = _counter(
         "kvrouter_replica_sync_events",
-        "What went wrong between replicas and was mended: gap, duplicate, replica_lost, over_limit, untold, "
-        "dropped or unsent.",
+        "What went wrong between replicas and was mended: gap, duplicate, replica_lost, over_limit, "
+        "unheard, untold, dropped or unsent.",
         "outcome",
     )
 

@@ -8,10 +8,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch
 from kvrouter.core.workers import ModelType, WorkerCard
 
-CARD_MAX_BYTES = 256 * 1024
-"""The largest card that is read."""
-
-RECORD_MAX_BYTES = CARD_MAX_BYTES + 4096
+RECORD_MAX_BYTES = 260 * 1024
 """The largest record that is read: a card and what is kept with it."""
 
 LEASE_MAX_S = 3600.0
@@ -54,23 +51,6 @@ def checked_lease(lease_s: float) -> float:
     return lease_s
 
 
-def encode_card(card: WorkerCard) -> bytes:
-    """Return ``card`` as JSON."""
-    return _encoder.encode(card)
-
-
-def decode_card(text: bytes) -> WorkerCard:
-    """Return the card in ``text``; raise ProtocolError that names the field."""
-    if len(text) > CARD_MAX_BYTES:
-        raise ProtocolError(f"card: {len(text)} bytes are more than {CARD_MAX_BYTES}", param="card")
-    try:
-        card = _decoder.decode(text)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError(f"card: {error}", param="card") from error
-    _check(card)
-    return card
-
-
 def encode_record(record: CardRecord) -> bytes:
     """Return ``record`` as JSON."""
     return _encoder.encode(record)
@@ -81,7 +61,7 @@ def decode_record(text: bytes) -> CardRecord:
     if len(text) > RECORD_MAX_BYTES:
         raise ProtocolError(f"record: {len(text)} bytes are more than {RECORD_MAX_BYTES}", param="record")
     try:
-        record = _record_decoder.decode(text)
+        record = _decoder.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"record: {error}", param="record") from error
     if not 0 < record.lease_s <= LEASE_MAX_S:
@@ -116,5 +96,4 @@ def _unpack(kind: type, value: object) -> object:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=_pack)
-_decoder = msgspec.json.Decoder(WorkerCard, dec_hook=_unpack)
-_record_decoder = msgspec.json.Decoder(CardRecord, dec_hook=_unpack)
+_decoder = msgspec.json.Decoder(CardRecord, dec_hook=_unpack)
