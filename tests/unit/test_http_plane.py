@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -45,6 +45,7 @@ async def both_ends(
     client: ssl.SSLContext | None = None,
     connections_max: int = 100,
     dead_after_s: float = 5.0,
+    on_refused: Callable[[str], None] | None = None,
 ) -> AsyncIterator[Ends]:
     refused: list[str] = []
     acceptor = HttpRequestAcceptor(
@@ -58,7 +59,12 @@ async def both_ends(
         on_refused=refused.append,
     )
     await acceptor.start()
-    plane = HttpRequestPlane(token=router_token, ssl=client, dead_after_s=dead_after_s)
+    plane = HttpRequestPlane(
+        token=router_token,
+        ssl=client,
+        dead_after_s=dead_after_s,
+        on_refused=on_refused or (lambda _why: None),
+    )
     try:
         yield Ends(acceptor, plane, refused)
     finally:
@@ -145,6 +151,26 @@ async def test_an_address_of_another_plane_is_unreachable(address: str) -> None:
     async with both_ends() as ends:
         with pytest.raises(WorkerUnreachable, match="no address"):
             await ends.plane.open(address, leg())
+        with pytest.raises(WorkerUnreachable, match="no address"):
+            ends.plane.follow(address, lambda _: None)
+
+
+async def test_a_router_that_follows_with_another_token_or_certificate_says_so() -> None:
+    why: asyncio.Queue[str] = asyncio.Queue()
+    async with both_ends(worker_token="other", on_refused=why.put_nowait) as ends, asyncio.timeout(IN_TIME_S):
+        ends.plane.follow(ends.address, lambda _: None)
+        assert "another token" in await why.get()
+    mine, theirs = trustme.CA(), trustme.CA()
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.issue_cert("localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    mine.configure_trust(client)
+    async with (
+        both_ends(server=server, client=client, on_refused=why.put_nowait) as ends,
+        asyncio.timeout(IN_TIME_S),
+    ):
+        ends.plane.follow(ends.address, lambda _: None)
+        assert "certificate" in (await why.get()).lower()
 
 
 async def test_a_request_above_the_limit_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

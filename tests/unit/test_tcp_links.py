@@ -167,8 +167,18 @@ async def test_a_plane_can_be_closed_while_it_connects() -> None:
     unwatch()
 
 
-@pytest.mark.parametrize("address", ["tcp://", "http://127.0.0.1:1/1/1", "tcp://127.0.0.1:1/1/1"])
-async def test_where_nobody_can_be_is_unreachable_and_not_alive(address: str) -> None:
+@pytest.mark.parametrize("address", ["tcp://", "http://127.0.0.1:1/1/1"])
+async def test_where_nobody_can_ever_be_is_not_followed(address: str) -> None:
+    plane = TcpRequestPlane(token=TOKEN)
+    with pytest.raises(WorkerUnreachable):
+        await plane.open(address, leg())
+    with pytest.raises(WorkerUnreachable):
+        plane.follow(address, lambda _: None)
+    await plane.close()
+
+
+async def test_where_nobody_is_is_unreachable_and_not_alive() -> None:
+    address = "tcp://127.0.0.1:1/1/1"
     plane = TcpRequestPlane(token=TOKEN)
     with pytest.raises(WorkerUnreachable):
         await plane.open(address, leg())
@@ -243,3 +253,17 @@ def test_the_loop_that_servers_run_carries_it_too(authority: trustme.CA) -> None
     assert uvloop.run(round_trip(server=None, client=None)) == [4, 5]
     tls = round_trip(server=server_context(authority), client=client_context(authority))
     assert uvloop.run(tls) == [4, 5]
+
+
+async def test_a_worker_that_waits_for_tls_is_told_of() -> None:
+    why: asyncio.Queue[str] = asyncio.Queue()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=context)
+    await acceptor.start()
+    plane = TcpRequestPlane(token=TOKEN, connect_timeout_s=0.2, on_refused=why.put_nowait)
+    plane.follow(acceptor.address_of(WorkerId(1), Epoch(1)), lambda _: None)
+    async with asyncio.timeout(IN_TIME_S):
+        assert "TLS" in await why.get()
+    await plane.close()
+    await acceptor.close()

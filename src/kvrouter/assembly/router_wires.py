@@ -134,6 +134,7 @@ def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: T
             ssl=tls.client,
             open_timeout_s=planes.open_timeout_s,
             dead_after_s=planes.dead_after_s,
+            on_refused=on_refused,
         )
     return NatsRequestPlane(
         wanted(nats),

@@ -1,22 +1,31 @@
 """What adapters tell: of refused peers, of frames that make no sense, of wires that trouble them."""
 
 import logging
+import re
 from collections.abc import Callable
 
 from kvrouter.assembly.seldom import Seldom
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 
+_PORT = re.compile(r":\d+(?=: )")
+
 _log = logging.getLogger("kvrouter.planes")
 
 
 def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
-    """Return the sink of one plane's refusals; without ``telemetry`` they are only logged."""
+    """Return the sink of one plane's refusals; without ``telemetry`` they are only logged.
+
+    All are counted. A peer that is refused tries again for ever: it is told once in a while, whatever port it
+    comes from.
+    """
+    seldom = Seldom()
 
     def on_refused(why: str) -> None:
         if telemetry is not None:
             telemetry.planes_refused.inc(plane)
-        log_event(_log, Event.PLANE_REFUSED, plane=plane, reason=why)
+        if seldom.allows(_PORT.sub("", why)):
+            log_event(_log, Event.PLANE_REFUSED, plane=plane, reason=why)
 
     return on_refused
 

@@ -1,5 +1,6 @@
 """What a router keeps up for each worker that it knows: an ear for its events, and an eye on its life."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.events.port import EventSubscriber
-from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.planes.requests.port import RequestPlane, WorkerUnreachable
 
 AliveChanged = Callable[[WorkerCard, bool], None]
 LapsedAndDead = Callable[[WorkerCard], None]
@@ -59,7 +60,12 @@ class Contacts:
         except ConfigError as error:
             if self._hears_events and card.publishes_kv_events:
                 odd = error.message
-        contact.ends.append(self._requests.follow(card.address, partial(self._answers, contact)))
+        try:
+            contact.ends.append(self._requests.follow(card.address, partial(self._answers, contact)))
+        except WorkerUnreachable as error:
+            odd = f"address: {error.message}: workers and frontends must agree on --request-plane and TLS"
+            handle = asyncio.get_running_loop().call_soon(self._answers, contact, False)
+            contact.ends.append(handle.cancel)
         return odd
 
     def drop(self, worker_id: WorkerId) -> None:

@@ -82,6 +82,8 @@ class RequestPlane(Protocol):
         Until it is told otherwise the caller may take the worker to be alive. ``on_alive(False)`` when it is
         found not to answer, in bounded time, ``on_alive(True)`` when it answers again; never the same twice
         in a row. The plane goes on trying for as long as it follows.
+
+        Raises :class:`WorkerUnreachable` for an address that this plane could never reach.
         """
 
     async def close(self) -> None:

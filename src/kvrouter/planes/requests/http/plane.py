@@ -164,6 +164,7 @@ class HttpRequestPlane:
         dead_after_s: float = 5.0,
         slow_stream_limit_s: float = 60.0,
         legs_max: int = LEGS_MAX,
+        on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self.heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
         self._ssl = ssl
@@ -171,6 +172,7 @@ class HttpRequestPlane:
         self._dead_after_s = dead_after_s
         self._slow_stream_limit_s = slow_stream_limit_s
         self._legs_max = legs_max
+        self._on_refused = on_refused
         self._headers = {"authorization": f"Bearer {token}".strip(), ROUTER_HEADER: secrets.token_hex(8)}
         self._numbers = itertools.count()
         self._legs: dict[int, _HttpLeg] = {}
@@ -208,7 +210,11 @@ class HttpRequestPlane:
         return leg.stream
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
-        """Keep watch over the worker at ``address``; return the function that ends it, idempotent."""
+        """Keep watch over the worker at ``address``; return the function that ends it, idempotent.
+
+        WorkerUnreachable for an address that is none here.
+        """
+        self._url(address, "/health")
         end_telling = self._hold(address).followers.add(on_alive)
         ended = False
 
@@ -295,10 +301,15 @@ class HttpRequestPlane:
                 url = self._url(address, "/health")
                 async with asyncio.timeout(self._dead_after_s):
                     async with self._session().control.get(url, allow_redirects=False) as response:
+                        if response.status == 401:
+                            self._on_refused(f"{address}: has another token")
                         return response.status == 204
             except TimeoutError:
                 if self.clock.now_s - began_s > self._dead_after_s / 2:
                     return False  # else it was this loop that stood still: ask again
+            except aiohttp.ClientSSLError as error:
+                self._on_refused(f"{address}: {error}")
+                return False
             except (aiohttp.ClientError, OSError, WorkerUnreachable):
                 return False
 

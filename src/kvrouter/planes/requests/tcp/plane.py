@@ -101,11 +101,7 @@ class TcpRequestPlane:
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
         """Keep a connection to the worker at ``address``, and tell when it is lost and when it is back."""
-        try:
-            return self._link(address).follow(on_alive)
-        except WorkerUnreachable:  # nothing that could ever be reached
-            handle = asyncio.get_running_loop().call_soon(on_alive, False)
-            return handle.cancel
+        return self._link(address).follow(on_alive)
 
     async def close(self) -> None:
         """Close every connection; open streams break, and the workers are told."""
@@ -164,6 +160,8 @@ class TcpRequestPlane:
             unreachable = self._unreachable(ends, f"{address}: cannot connect: {why}")
             if isinstance(error, SSLError):
                 self._on_refused(unreachable.message)
+            elif isinstance(error, TimeoutError) and ends and self._ssl is None:
+                self._on_refused(f"{address}: connected, and heard nothing: it stands still, or wants TLS")
             raise unreachable from error
         except WorkerUnreachable as refused:
             if ends[-1].was_refused:

@@ -1,0 +1,41 @@
+"""What a router keeps up for each worker: whom it cannot reach, it says, and sends nothing there."""
+
+import asyncio
+from collections.abc import Callable
+
+from kvrouter.core.requests import EngineRequest
+from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.events.memory import MemoryEventPlane
+from kvrouter.planes.requests.port import AliveSink, EngineStream, WorkerUnreachable
+from kvrouter.service.contacts import Contacts
+from tests.support.discovery_stores import card
+
+
+class _Elsewhere:
+    """A request plane on which no address is right."""
+
+    async def open(self, address: str, request: EngineRequest) -> EngineStream:
+        raise WorkerUnreachable(address)
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        raise WorkerUnreachable(f"{address} is no address here")
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_a_worker_of_another_request_plane_is_told_of_and_not_alive() -> None:
+    told: list[tuple[WorkerCard, bool]] = []
+    contacts = Contacts(
+        _Elsewhere(),
+        MemoryEventPlane(),
+        hears_events=True,
+        on_alive=lambda worker, is_alive: told.append((worker, is_alive)),
+        on_lapsed_and_dead=lambda _: None,
+    )
+    odd = contacts.follow(card())
+    assert odd is not None
+    assert "is no address here" in odd
+    await asyncio.sleep(0)
+    assert told == [(card(), False)]
+    contacts.close()
