@@ -60,25 +60,36 @@ async def test_answers_over_tcp_go_on_while_nats_is_away(
             record_property(f"{moment}: well after s", round(loop.time() - back_s, 2))
 
 
-async def test_a_request_over_nats_ends_when_nats_dies_and_later_ones_are_served(
-    own_nats: NatsServer,
+@pytest.mark.parametrize(
+    ("dead_after_s", "stays_away"), [(2, True), (20, False)], ids=["stays-away", "is-back-at-once"]
+)
+async def test_requests_over_nats_outlive_a_short_outage_and_end_with_a_long_one(
+    dead_after_s: int, stays_away: bool, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
     settings = {
         "NATS_SERVER": own_nats.url,
         "DYN_DISCOVERY_BACKEND": "nats",
         "DYN_REQUEST_PLANE": "nats",
         "KVROUTER_LEASE_S": "3",
+        "KVROUTER_DEAD_AFTER_S": str(dead_after_s),
     }
     async with fleet(settings) as processes:
         slow = await FileFleet.begin(processes, slow_fleet(), flags=("--enable-local-indexer",))
+        loop = asyncio.get_running_loop()
         asked: list[list[int]] = []
         for moment in Moment:
             client = await meet(moment, slow.frontends[0])
             own_nats.kill()
+            killed_s = loop.time()
+            if not stays_away:
+                own_nats.start()
             await client.end()
-            assert client.is_whole or client.error is not None
-            print(moment, client.error)
-            own_nats.start()
+            record_property(f"{moment}: ended after s", round(loop.time() - killed_s, 2))
+            if stays_away:
+                assert client.error is not None, "nobody could answer"
+                own_nats.start()
+            else:
+                assert client.is_whole, client.error
             await slow.is_well()
             later = await Client(slow.frontends[1], max_tokens=ANSWER_TOKENS).end()
             assert later.is_whole, later.error
