@@ -21,7 +21,13 @@ class NatsEnds:
         self.malformed: list[str] = []
         heard = self.malformed.append
         self.worker, self.router, self.namespace = worker, router, namespace
-        self.nats_publisher = NatsEventPublisher(worker, namespace=namespace, component="backend")
+        self.dropped: list[tuple[int, str]] = []
+        self.nats_publisher = NatsEventPublisher(
+            worker,
+            namespace=namespace,
+            component="backend",
+            on_dropped=lambda n_batches, why: self.dropped.append((n_batches, why)),
+        )
         self.server = NatsRecovery(worker, namespace=namespace, on_malformed=heard)
         self.asker = NatsRecovery(router, namespace=namespace, on_malformed=heard, answer_timeout_s=PATIENT_S)
         self.nats_subscriber = NatsEventSubscriber(
@@ -29,6 +35,10 @@ class NatsEnds:
         )
         self.publisher: EventPublisher = self.nats_publisher
         self.subscriber: EventSubscriber = self.nats_subscriber
+
+    def n_dropped(self) -> int:
+        """How many batches were not published, as far as that was told."""
+        return sum(n_batches for n_batches, _ in self.dropped)
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         return self.server.serve_recovery(worker_id, source)

@@ -64,7 +64,8 @@ async def test_while_the_server_is_away_events_are_counted_and_nobody_waits(own_
         await eventually(lambda: not ends.worker.is_connected)
         for number in range(10_000):
             ends.publisher.publish(batch(number))
-        assert ends.nats_publisher.dropped_events == 10_000
+        await eventually(lambda: ends.n_dropped() == 10_000)
+        assert {why for _, why in ends.dropped} == {"not connected to NATS"}
         assert await ends.subscriber.recover_snapshot(RANK) is None
         own_nats.start()
         await eventually(lambda: ends.worker.is_connected and ends.router.is_connected)
@@ -76,16 +77,24 @@ async def test_while_the_server_is_away_events_are_counted_and_nobody_waits(own_
 
 async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: NatsServer) -> None:
     client = await connect(own_nats.url)
-    publisher = NatsEventPublisher(client, namespace="n", component="c", queue_max_bytes=100_000)
+    dropped: list[str] = []
+    publisher = NatsEventPublisher(
+        client,
+        namespace="n",
+        component="c",
+        queue_max_bytes=100_000,
+        on_dropped=lambda _, why: dropped.append(why),
+    )
     try:
         own_nats.pause()
         column = pack_hashes(range(500))
         large = KvBatch(RANK, EPOCH, EventId(0), (Stored(None, column, column),))
         async with asyncio.timeout(60.0):
-            while not publisher.dropped_events:
+            while not dropped:
                 for _ in range(100):
                     publisher.publish(large)
                 await asyncio.sleep(0)
+        assert dropped == ["the queue to NATS is full"]
     finally:
         own_nats.resume()
         await publisher.close()
@@ -108,7 +117,7 @@ async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsSe
         worker.publish_removed([13])
         worker.publish_stored([4, 5, 6], [14, 15, 16], parent=EngineHash(12))
         worker.flush()
-        assert ends.nats_publisher.dropped_events == 2
+        assert ends.n_dropped() == 1
         assert index.held(slot) == 3
         own_nats.start()
         await eventually(lambda: ends.worker.is_connected and ends.router.is_connected)
@@ -168,7 +177,8 @@ async def test_an_event_that_the_server_does_not_take_is_counted(shared_nats: Na
             KvBatch(RANK, EPOCH, EventId(0), (STORED, Stored(None, column, column), STORED))
         )
         await eventually(lambda: EventId(3) in [sent.next_event_id for sent in heard])
-        assert ends.nats_publisher.dropped_events == 1
+        assert ends.n_dropped() == 1
+        assert "too large" in ends.dropped[0][1]
         assert [sent.first_event_id for sent in heard] == [0, 2]
 
 

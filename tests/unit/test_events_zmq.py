@@ -50,8 +50,14 @@ class Side:
 class Worker(Side):
     def __init__(self, *, token: str | None = None, port: int = 0, recovery_port: int = 0) -> None:
         super().__init__()
+        self.dropped: list[str] = []
         self.plane = ZmqEventPublisher(
-            "127.0.0.1", port, recovery_port=recovery_port, token=token, on_malformed=self.malformed.append
+            "127.0.0.1",
+            port,
+            recovery_port=recovery_port,
+            token=token,
+            on_malformed=self.malformed.append,
+            on_dropped=lambda _, why: self.dropped.append(why),
         )
         self.plane.serve_recovery(RANK.worker_id, Answers())
 
@@ -150,7 +156,8 @@ async def test_an_event_that_no_router_would_read_is_dropped_and_counted() -> No
         small, large = Stored(None, b"", b""), Stored(None, column, column)
         worker.plane.publish(KvBatch(RANK, EPOCH, EventId(0), (small, large, small, small)))
         await eventually(lambda: EventId(4) in [sent.next_event_id for sent in router.batches])
-        assert worker.plane.dropped_events == 1
+        assert len(worker.dropped) == 1
+        assert "too large" in worker.dropped[0]
         heard = [sent.first_event_id for sent in router.batches if sent.epoch == EPOCH]
         assert heard == [0, 2], "ids show what is missing"
 

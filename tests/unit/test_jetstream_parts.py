@@ -8,9 +8,9 @@ import pytest
 from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Cleared, KvBatch, Removed
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.drops import Drops
 from kvrouter.planes.events.jetstream import replay as replay_module
 from kvrouter.planes.events.jetstream.delivery import _place
-from kvrouter.planes.events.jetstream.drops import Drops
 from kvrouter.planes.events.jetstream.publisher import merged
 from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
 from kvrouter.planes.events.jetstream.words import LaneNames

@@ -40,16 +40,26 @@ def troubles_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str
     return on_trouble
 
 
+def drops_on(plane: str) -> Callable[[int, str], None]:
+    """Return the sink of batches that a worker could not publish; routers will see the gap and ask."""
+
+    def on_dropped(n_batches: int, why: str) -> None:
+        log_event(_log, Event.EVENTS_DROPPED, plane=plane, batches=n_batches, reason=why)
+
+    return on_dropped
+
+
 class StreamTold:
     """What happens on the JetStream lane, for both of its ends."""
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         self._refused = refusals_on("jetstream", telemetry)
+        self._dropped = drops_on("jetstream")
         self._seldom = Seldom()
 
     def dropped(self, n_batches: int, why: str) -> None:
         """A worker's batches were not published; routers will see the gap and ask."""
-        log_event(_log, Event.EVENTS_DROPPED, plane="jetstream", batches=n_batches, reason=why)
+        self._dropped(n_batches, why)
 
     def refused(self, why: str) -> None:
         """A message that is no batch or load was let go."""

@@ -10,7 +10,7 @@ from nats.aio.client import Client
 from kvrouter.assembly.nats import nats_connection, revealed
 from kvrouter.assembly.router_wires import make_discovery, wanted
 from kvrouter.assembly.tls import Tls, advertised, tls_of
-from kvrouter.assembly.told import StreamTold, refusals_on
+from kvrouter.assembly.told import StreamTold, drops_on, refusals_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
@@ -139,13 +139,19 @@ async def _events(
             advertise_host=advertised(settings),
             token=revealed(planes.plane_token),
             on_malformed=on_malformed,
+            on_dropped=drops_on(lane.value),
         )
         stack.push_async_callback(zmq.close)
         return zmq, zmq
     recovery = NatsRecovery(wanted(nats), namespace=planes.namespace, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
     if lane is EventLane.NATS:
-        core = NatsEventPublisher(wanted(nats), namespace=planes.namespace, component=component)
+        core = NatsEventPublisher(
+            wanted(nats),
+            namespace=planes.namespace,
+            component=component,
+            on_dropped=drops_on(lane.value),
+        )
         stack.push_async_callback(core.close)
         return core, recovery
     stream = JetStreamPublisher(

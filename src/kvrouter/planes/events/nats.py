@@ -13,8 +13,9 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.planes.events.drops import Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
-from kvrouter.planes.events.port import BatchSink, LoadSink, MalformedSink, RecoveryClient
+from kvrouter.planes.events.port import BatchSink, DropSink, LoadSink, MalformedSink, RecoveryClient
 from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, loads_subject
 from kvrouter.planes.events.wire import decode_batch, decode_load, encode_load, encode_parts
 
@@ -30,7 +31,7 @@ class NatsEventPublisher:
     """Publishes for the workers of one component. Make it on the event loop.
 
     Publishing never waits: while the connection is down, or ``queue_max_bytes`` wait to be sent, events are
-    let go and counted in ``dropped_events``.
+    let go, and ``on_dropped`` is told, once a second at most.
     """
 
     def __init__(
@@ -39,15 +40,16 @@ class NatsEventPublisher:
         *,
         namespace: str,
         component: str,
+        on_dropped: DropSink = lambda _n_batches, _why: None,
         queue_max_bytes: int = QUEUE_MAX_BYTES,
         loads_interval_s: float = LOADS_INTERVAL_S,
     ) -> None:
-        self.dropped_events = 0
         self._client = client
         self._namespace = namespace
         self._component = component
         self._queue_max_bytes = queue_max_bytes
-        self._queue: deque[tuple[str, bytes, int]] = deque()
+        self._drops = Drops(on_dropped)
+        self._queue: deque[tuple[str, bytes, bool]] = deque()
         self._queued_bytes = 0
         self._more = asyncio.Event()
         self._loads = LatestLoads(self._send_load, interval_s=loads_interval_s)
@@ -61,8 +63,8 @@ class NatsEventPublisher:
     def publish(self, batch: KvBatch) -> None:
         """Send a batch, in parts when it is larger than the server takes."""
         subject = events_subject(self._namespace, self._component, batch.rank)
-        for frame, n_events in encode_parts(batch, max_bytes=self._client.max_payload):
-            self._enqueue(subject, frame, n_events)
+        for frame, _ in encode_parts(batch, max_bytes=self._client.max_payload):
+            self._enqueue(subject, frame, is_batch=True)
 
     def publish_load(self, report: LoadReport) -> None:
         """Send the latest load of one rank; only the newest matters."""
@@ -73,21 +75,25 @@ class NatsEventPublisher:
         self._loads.close()
         self._sender.cancel()
         await asyncio.gather(self._sender, return_exceptions=True)
+        self._drops.close()
 
     def _send_load(self, report: LoadReport) -> None:
         subject = loads_subject(self._namespace, self._component, report.rank)
-        self._enqueue(subject, encode_load(report), 0)
+        self._enqueue(subject, encode_load(report), is_batch=False)
 
-    def _enqueue(self, subject: str, frame: bytes, n_events: int) -> None:
+    def _enqueue(self, subject: str, frame: bytes, *, is_batch: bool) -> None:
         waiting = self._queued_bytes + len(frame)
-        if (
-            not self._client.is_connected
-            or len(frame) > self._client.max_payload
-            or waiting > self._queue_max_bytes
-        ):
-            self.dropped_events += n_events
+        why: str | None = None
+        if not self._client.is_connected:
+            why = "not connected to NATS"
+        elif len(frame) > self._client.max_payload:
+            why = f"an event of {len(frame)} bytes is too large for NATS"
+        elif waiting > self._queue_max_bytes:
+            why = "the queue to NATS is full"
+        if why is not None:
+            self._let_go(why, is_batch=is_batch)
             return
-        self._queue.append((subject, frame, n_events))
+        self._queue.append((subject, frame, is_batch))
         self._queued_bytes = waiting
         self._more.set()
 
@@ -95,13 +101,18 @@ class NatsEventPublisher:
         while True:
             await self._more.wait()
             while self._queue:
-                subject, frame, n_events = self._queue.popleft()
+                subject, frame, is_batch = self._queue.popleft()
                 try:
                     await self._client.publish(subject, frame)
-                except (NatsError, OSError):
-                    self.dropped_events += n_events
+                except (NatsError, OSError) as error:
+                    self._let_go(str(error) or type(error).__name__, is_batch=is_batch)
                 self._queued_bytes -= len(frame)
             self._more.clear()
+
+    def _let_go(self, why: str, *, is_batch: bool) -> None:
+        """Only batches are missed: of loads the next one counts."""
+        if is_batch:
+            self._drops.add(1, why)
 
 
 class NatsEventSubscriber:

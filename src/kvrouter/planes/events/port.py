@@ -13,6 +13,9 @@ LoadSink = Callable[[LoadReport], None]
 MalformedSink = Callable[[str], None]
 """Told of each frame that could not be read, and why; the frame is let go."""
 
+DropSink = Callable[[int, str], None]
+"""Told of batches that were not published: how many since the last time, and why the last was not."""
+
 
 class EventPublisher(Protocol):
     """A worker's end. Publishing never waits: an engine never waits for a router.

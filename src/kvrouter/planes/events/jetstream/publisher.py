@@ -13,7 +13,7 @@ from nats.js import api
 from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
-from kvrouter.planes.events.jetstream.drops import Drops
+from kvrouter.planes.events.drops import Drops
 from kvrouter.planes.events.jetstream.stream import EventStream
 from kvrouter.planes.events.jetstream.words import (
     CLIENT_ERRORS,

@@ -9,8 +9,9 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.planes.events.drops import Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
-from kvrouter.planes.events.port import MalformedSink, RecoverySource
+from kvrouter.planes.events.port import DropSink, MalformedSink, RecoverySource
 from kvrouter.planes.events.recovery import QUESTION_MAX_BYTES, AnswerDesk
 from kvrouter.planes.events.wire import BATCH_MAX_BYTES, encode_load, encode_parts
 from kvrouter.planes.events.zmq.sockets import (
@@ -32,9 +33,9 @@ class ZmqEventPublisher:
 
     It listens at once, on ports of its own choice where ``port`` and ``recovery_port`` are 0. Publishing
     never waits: of a router that does not read, messages are let go once 4,096 wait, and its feeds see the
-    gap.
-    With ``token`` only routers that have it connect, and all is encrypted; without one anybody may listen
-    and ask. Raises ConfigError when it cannot listen there.
+    gap. With ``token`` only routers that have it connect, and all is encrypted; without one anybody may
+    listen and ask. ``on_dropped`` is told of batches that no router could have read. Raises ConfigError when
+    it cannot listen there.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ZmqEventPublisher:
         port: int = 0,
         *,
         on_malformed: MalformedSink,
+        on_dropped: DropSink = lambda _n_batches, _why: None,
         recovery_port: int = 0,
         advertise_host: str | None = None,
         token: str | None = None,
@@ -53,7 +55,7 @@ class ZmqEventPublisher:
             raise ConfigError(
                 f"host: {host} is no address that routers can connect to; name one to advertise", param="host"
             )
-        self.dropped_events = 0
+        self._drops = Drops(on_dropped)
         self._on_malformed = on_malformed
         self._batch_max_bytes = batch_max_bytes - TOPIC_BYTES
         self._desk = AnswerDesk()
@@ -82,9 +84,11 @@ class ZmqEventPublisher:
     def publish(self, batch: KvBatch) -> None:
         """Send a batch; one that is too large for a router to read goes in parts."""
         topic = worker_topic(batch.rank.worker_id) + BATCH
-        for frame, n_events in encode_parts(batch, max_bytes=self._batch_max_bytes):
-            if len(frame) > self._batch_max_bytes or not self._send(topic + frame):
-                self.dropped_events += n_events
+        for frame, _ in encode_parts(batch, max_bytes=self._batch_max_bytes):
+            if len(frame) > self._batch_max_bytes:
+                self._drops.add(1, f"an event of {len(frame)} bytes is too large for routers to read")
+            elif not self._send(topic + frame):
+                self._drops.add(1, "ZeroMQ did not take it")
 
     def publish_load(self, report: LoadReport) -> None:
         """Send the latest load of one rank; only the newest matters."""
@@ -97,6 +101,7 @@ class ZmqEventPublisher:
     async def close(self) -> None:
         """Publish and answer nothing any more."""
         self._loads.close()
+        self._drops.close()
         self._questions.close()
         self._context.destroy(linger=0)
 

@@ -1,7 +1,8 @@
 """Batches that were dropped, told together: the first at once, the others once a second."""
 
 import asyncio
-from collections.abc import Callable
+
+from kvrouter.planes.events.port import DropSink
 
 TELL_EVERY_S = 1.0
 
@@ -9,7 +10,7 @@ TELL_EVERY_S = 1.0
 class Drops:
     """Counts what was dropped, and tells ``tell`` how many and why the last was. Use it from one loop."""
 
-    def __init__(self, tell: Callable[[int, str], None], *, every_s: float = TELL_EVERY_S) -> None:
+    def __init__(self, tell: DropSink, *, every_s: float = TELL_EVERY_S) -> None:
         self._tell = tell
         self._every_s = every_s
         self._n_untold = 0
