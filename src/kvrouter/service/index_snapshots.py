@@ -9,6 +9,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import Slot
 from kvrouter.feed.words import FeedState
+from kvrouter.planes.background import go_on
 from kvrouter.planes.events.port import SnapshotStore, SnapshotTaking
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
@@ -57,7 +58,7 @@ class IndexSnapshots:
         """Begin to look, from the running loop."""
         if self._task is None:
             self._is_over = False
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task = go_on(self._run(), name="index: take snapshots")
 
     async def stop(self) -> None:
         """Look no more; a snapshot under way is given up."""

@@ -14,6 +14,7 @@ from kvrouter.ledger.journal import Journal
 from kvrouter.ledger.port import Ledger
 from kvrouter.ledger.replicas import Asks, Counts, Replicas
 from kvrouter.ledger.shared import SharedLedger
+from kvrouter.planes.background import go_on
 from kvrouter.planes.sync.port import SyncPlane
 
 FLUSH_AFTER_S: Final = 0.001
@@ -103,7 +104,7 @@ class ReplicaSync:
         self._loop = asyncio.get_running_loop()
         self._end = await self._plane.subscribe(self._router_id, self._on_message)
         self._send(StateQuestion(self._router_id))
-        self._beat = self._loop.create_task(self._beat_on())
+        self._beat = go_on(self._beat_on(), name="sync: beat")
 
     async def stop(self) -> None:
         """Say goodbye, and let go of what others run; idempotent."""
@@ -156,7 +157,7 @@ class ReplicaSync:
         for router_id in asks.answer:
             self._askers[router_id] = None
         if self._askers and (self._answer is None or self._answer.done()):
-            self._answer = asyncio.get_running_loop().create_task(self._answer_all())
+            self._answer = go_on(self._answer_all(), name="sync: tell all leases")
 
     async def _answer_all(self) -> None:
         """Give one asker after the other all leases, a part a turn of the loop."""

@@ -13,6 +13,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.planes.background import go_on
 from kvrouter.planes.events.drops import Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
 from kvrouter.planes.events.port import BatchSink, DropSink, LoadSink, MalformedSink, RecoveryClient
@@ -53,7 +54,7 @@ class NatsEventPublisher:
         self._queued_bytes = 0
         self._more = asyncio.Event()
         self._loads = LatestLoads(self._send_load, interval_s=loads_interval_s)
-        self._sender = asyncio.get_running_loop().create_task(self._send())
+        self._sender = go_on(self._send(), name="events: send")
 
     @property
     def source(self) -> EventSource:

@@ -1,5 +1,6 @@
 """Who wants to know whether one worker answers, and what each of them was told last."""
 
+import asyncio
 from collections.abc import Callable
 
 from kvrouter.planes.requests.port import AliveSink
@@ -27,7 +28,7 @@ class Followers:
         return end
 
     def tell(self, *, is_alive: bool) -> None:
-        """Tell whoever does not know: never the same twice in a row."""
+        """Tell whoever does not know: never the same twice in a row. A follower's mistake is its own."""
         for key, on_alive in tuple(self._sinks.items()):
             if (key in self._told_dead) is not is_alive or key not in self._sinks:
                 continue
@@ -35,4 +36,9 @@ class Followers:
                 self._told_dead.discard(key)
             else:
                 self._told_dead.add(key)
-            on_alive(is_alive)
+            try:
+                on_alive(is_alive)
+            except Exception as error:  # noqa: BLE001 - the watch goes on, for the others too
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": "a follower of a worker failed", "exception": error}
+                )

@@ -20,6 +20,7 @@ from nats.aio.msg import Msg
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
+from kvrouter.planes.background import go_on
 from kvrouter.planes.sync.port import MessageSink
 from kvrouter.planes.sync.wire import MESSAGE_MAX_BYTES, VERSION, decode_message, encode_message
 
@@ -77,7 +78,7 @@ class NatsSyncPlane:
         self._outbox.append((f"{self._subject}.{whom}.{message.router_id}", frame))
         self._outbox_bytes += len(frame)
         if self._sender is None or self._sender.done():
-            self._sender = asyncio.get_running_loop().create_task(self._send())
+            self._sender = go_on(self._send(), name="sync: send")
         return True
 
     async def subscribe(self, router_id: RouterId, on_message: MessageSink) -> Callable[[], Awaitable[None]]:

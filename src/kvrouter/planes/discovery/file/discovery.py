@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.file.folder import UNWRITTEN, Folder, Held
 from kvrouter.planes.discovery.file.scanner import Scanner
 from kvrouter.planes.discovery.file.watch import FolderWatch
@@ -92,7 +93,7 @@ class FileDiscovery:
                 return
             self._held[card.worker_id] = held
         if self._renewing is None:
-            self._renewing = asyncio.create_task(self._renew_for_ever(), name="discovery: renew leases")
+            self._renewing = go_on(self._renew_for_ever(), name="discovery: renew leases")
 
     async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
         """Mark the card as withdrawn; where that cannot be written, its lease runs out."""

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Executor
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.file.scanner import Scan, Scanner
 from kvrouter.planes.discovery.leases import CardLeases, Delivery, TroubleSink
 
@@ -41,7 +42,7 @@ class FolderWatch:
     async def start(self) -> None:
         """Look once, deliver what is there, and go on looking."""
         await self._look_once()
-        self._task = asyncio.create_task(self._run(), name="discovery: watch a folder")
+        self._task = go_on(self._run(), name="discovery: watch a folder")
         await asyncio.sleep(0)
 
     def end(self) -> None:

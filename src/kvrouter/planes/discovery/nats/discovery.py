@@ -10,6 +10,7 @@ from nats.aio.client import Client
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE, Delivery, TroubleSink, claim, still_claims
 from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket, OtherWrote, why
 from kvrouter.planes.discovery.nats.watch import BucketWatch
@@ -104,7 +105,7 @@ class NatsDiscovery:
             known.is_over = True
         self._held[card.worker_id] = held
         if self._renewing is None:
-            self._renewing = asyncio.create_task(self._renew_for_ever(), name="discovery: renew leases")
+            self._renewing = go_on(self._renew_for_ever(), name="discovery: renew leases")
         self._note([await self._write(held)])
 
     async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:

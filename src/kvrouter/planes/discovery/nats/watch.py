@@ -8,6 +8,7 @@ from nats.aio.subscription import Subscription
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import WorkerId
+from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.leases import CardLeases, Delivery, TroubleSink
 from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket, why
 from kvrouter.planes.discovery.wire import decode_record
@@ -61,7 +62,7 @@ class BucketWatch:
     async def start(self) -> None:
         """Deliver what is there, and go on watching; a store that does not answer is told, and waited for."""
         await self._look()
-        self._task = asyncio.create_task(self._run(), name="discovery: watch a bucket")
+        self._task = go_on(self._run(), name="discovery: watch a bucket")
         await asyncio.sleep(0)
 
     def end(self) -> None:

@@ -11,6 +11,7 @@ from aiohttp import ClientError, web
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
+from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.http.frames import (
     ALIVE,
@@ -227,7 +228,7 @@ class HttpRequestAcceptor:
         except OSError as error:
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
         self._port = self._listener.sockets[0].getsockname()[1]
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = go_on(self._beat(), name="requests: look after routers")
 
     async def close(self) -> None:
         """Listen no longer; every worker leaves, and every connection is closed."""

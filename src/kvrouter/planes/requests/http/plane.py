@@ -15,6 +15,7 @@ import aiohttp
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineRequest, Leg
+from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.http.frames import (
@@ -58,7 +59,7 @@ class _HttpLeg:
     def begin(self, response: aiohttp.ClientResponse) -> None:
         """The worker accepted the leg: read its answer."""
         self._response = response
-        self._pump = asyncio.create_task(self._read(response))
+        self._pump = go_on(self._read(response), name="requests: read an answer")
 
     def check(self, now_s: float, dead_after_s: float, slow_stream_limit_s: float) -> None:
         """Break the leg when its worker is silent, or when nobody reads what it sends."""
@@ -138,7 +139,7 @@ class _Watch:
         self.n_users = 0
         self._ask = ask
         self._every_s = every_s
-        self.task = asyncio.create_task(self._run())
+        self.task = go_on(self._run(), name="requests: ask for a worker's health")
 
     async def _run(self) -> None:
         while True:
@@ -250,7 +251,7 @@ class HttpRequestPlane:
     def tell(self, leg: _HttpLeg, reason: str) -> None:
         """Tell the worker to cancel ``leg``, then close its connection."""
         if leg.number not in self._tells and not self._closed:
-            self._tells[leg.number] = asyncio.create_task(self._tell(leg, reason))
+            self._tells[leg.number] = go_on(self._tell(leg, reason), name="requests: cancel a leg")
 
     def forget(self, leg: _HttpLeg) -> None:
         """A leg has ended, and its answer was read. While somebody keeps the stream of a prefill leg, the
@@ -344,7 +345,7 @@ class HttpRequestPlane:
             self._sessions = _Sessions(
                 self._new_session(self._legs_max), self._new_session(CONTROL_CONNECTIONS_MAX)
             )
-            self._checking = asyncio.create_task(self._check())
+            self._checking = go_on(self._check(), name="requests: look after legs")
         return self._sessions
 
     def _new_session(self, connections_max: int) -> aiohttp.ClientSession:

@@ -12,6 +12,7 @@ from nats.errors import Error as NatsError
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
+from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import LegName, Place
 from kvrouter.planes.requests.nats.frames import (
@@ -198,7 +199,7 @@ class _Desk:
             box.put(Refused(name.number, refusal_of(error)))
             return
         answer = self._answers[name] = _Answer(name.number, box, part.window_tokens)
-        answer.task = asyncio.create_task(self.place.run(name, request, answer))
+        answer.task = go_on(self.place.run(name, request, answer), name="requests: serve a leg")
         answer.task.add_done_callback(lambda _task: self._answers.pop(name))
 
     def _whole(self, name: LegName, part: Part) -> bytes | memoryview | None:
@@ -251,7 +252,7 @@ class NatsRequestAcceptor:
 
     async def start(self) -> None:
         """Begin to watch over the routers."""
-        self._checking = asyncio.create_task(self._check())
+        self._checking = go_on(self._check(), name="requests: look after routers")
 
     async def close(self) -> None:
         """Every worker leaves; what was said is sent."""

@@ -15,6 +15,7 @@ from nats.errors import Error as NatsError
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.nats.frames import (
@@ -332,7 +333,7 @@ class NatsRequestPlane:
         _, link = self._links[address]
         link.use(now_s)
         if self._beating is None:
-            self._beating = asyncio.create_task(self._beat())
+            self._beating = go_on(self._beat(), name="requests: look after workers")
         return link
 
     def _new_link(self, address: str, now_s: float) -> tuple[int, _Link]:

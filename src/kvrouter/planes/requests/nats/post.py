@@ -7,6 +7,7 @@ import msgspec
 from nats.aio.client import Client
 
 from kvrouter.core.errors import ProtocolError
+from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.nats.frames import (
     PROOF_BYTES,
     RouterFrame,
@@ -67,7 +68,7 @@ class Post:
         self._full[box] = None
         self._more.set()
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            self._task = go_on(self._run(), name="requests: send frames")
 
     async def close(self) -> None:
         """Send what waits, and no more."""

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.port import AliveSink, WorkerUnreachable
 from kvrouter.planes.requests.tcp.router_end import RouterEnd
@@ -69,7 +70,7 @@ class Link:
         """Keep the connection for ``sink``; return the function that ends it."""
         forget = self._followers.add(sink)
         if self._keeper is None:
-            self._keeper = asyncio.create_task(self._keep())
+            self._keeper = go_on(self._keep(), name="requests: stay connected")
         elif not self._is_alive:
             asyncio.get_running_loop().call_soon(self._tell_late)
 
