@@ -4,12 +4,23 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerUnreachable
+from kvrouter.worker.time_left import TimedStream
+from tests.support.mock_fleets import until
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.wires import WIRES, Wire
+
+
+class TimedWorker(ScriptedWorker):
+    """Ends its legs as a worker does, without grace."""
+
+    async def submit(self, request: EngineRequest) -> EngineStream:
+        assert request.time_left_s is not None
+        return TimedStream(await super().submit(request), request.time_left_s, grace_s=0.0)
 
 
 @pytest.fixture(params=sorted(WIRES))
@@ -117,6 +128,19 @@ async def test_a_refusal_keeps_its_class_its_words_and_its_field(wire: Wire) -> 
     assert refused.value.param == "token_ids"
     worker.refusal = None
     await wire.plane.open(address, leg())
+
+
+async def test_a_leg_whose_time_is_up_at_its_worker_says_so_and_is_alone_in_that(wire: Wire) -> None:
+    worker = TimedWorker()
+    address, _ = await wire.serve(worker)
+    patient = await wire.plane.open(address, leg("patient"))
+    late = await wire.plane.open(address, replace(leg("late"), time_left_s=0.0))
+    async with asyncio.timeout(IN_TIME_S):
+        with pytest.raises(DeadlineExceeded):
+            await read_all(late)
+    await until(lambda: wire.places[address].running_legs == 1)
+    await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
+    assert (await read_all(patient))[0] == [7]
 
 
 async def test_a_worker_that_is_full_is_unreachable(wire: Wire) -> None:

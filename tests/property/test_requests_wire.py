@@ -45,6 +45,7 @@ requests = st.builds(
     prefill_worker_id=st.none() | st.integers(0, 2**63 - 1).map(WorkerId),
     lora_name=st.none() | st.text(max_size=5),
     cache_namespace=st.none() | st.text(max_size=5),
+    time_left_s=st.none() | st.floats(0, 1e9),
 )
 chunks = st.builds(
     EngineChunk,

@@ -83,6 +83,24 @@ async def test_the_whole_request_has_a_deadline() -> None:
     assert bench.booked() == 0
 
 
+async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane, KvRouterConfig(request_timeout_s=500.0))
+    await bench.start(card(1), card(2))
+    reading = asyncio.create_task(read_all(bench, max_tokens=2))
+    first = await plane.wait_for(Leg.AGGREGATED)
+    first.tokens(1)
+    await asyncio.sleep(0.02)
+    first.die()
+    second = await plane.wait_for(Leg.AGGREGATED, nth=1)
+    second.tokens(2, finish=FinishReason.LENGTH)
+    assert await reading == [1, 2]
+    before_s, after_s = (stream.request.time_left_s for stream in (first, second))
+    assert before_s is not None
+    assert after_s is not None
+    assert 0.0 < after_s <= before_s - 0.02 < 500.0
+
+
 async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=3, admission_wait_s=30.0)

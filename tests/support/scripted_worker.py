@@ -74,6 +74,7 @@ def leg(name: str = "x", *, attempt: int = 0, which: Leg = Leg.AGGREGATED) -> En
         token_ids=array("I", [1, 2, 3]),
         sampling=Sampling(max_tokens=100, temperature=0.5, seed=7),
         kv_transfer_params={"remote_engine_id": "e", "remote_block_ids": [[1, 2], [3]]},
+        time_left_s=600.0,
     )
 
 

@@ -87,6 +87,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     ``token_ids`` is the prompt, followed by the tokens already generated elsewhere when ``resumed_tokens`` is
     above 0: those are context, not output; ``sampling.max_tokens`` counts what is still wanted.
+    ``time_left_s`` is how long whoever asks still waits, counted from the moment it sent this: no two clocks
+    are compared. None: as long as it takes.
     """
 
     request_id: RequestId
@@ -102,6 +104,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     prefill_worker_id: WorkerId | None = None
     lora_name: str | None = None
     cache_namespace: str | None = None
+    time_left_s: float | None = None
 
     @property
     def engine_key(self) -> str:

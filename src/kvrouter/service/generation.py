@@ -405,7 +405,12 @@ class Generation:
     async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
         """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
         placement = attempt.placement
-        request = prefill_leg(self.request, placement, resumed_tokens=len(self._journey.generated))
+        request = prefill_leg(
+            self.request,
+            placement,
+            resumed_tokens=len(self._journey.generated),
+            time_left_s=self._watch.time_left_s,
+        )
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
         if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
@@ -452,6 +457,7 @@ class Generation:
                 attempt.placement,
                 resumed_tokens=len(self._journey.generated),
                 kv_transfer_params=params,
+                time_left_s=self._watch.time_left_s,
             )
             attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
         except InvalidRequest as error:

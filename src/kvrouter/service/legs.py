@@ -6,11 +6,19 @@ from kvrouter.core.requests import EngineRequest, GenerateRequest, KvTransferPar
 from kvrouter.service.placement import Placement
 
 
-def prefill_leg(request: GenerateRequest, placement: Placement, *, resumed_tokens: int) -> EngineRequest:
+def prefill_leg(
+    request: GenerateRequest, placement: Placement, *, resumed_tokens: int, time_left_s: float
+) -> EngineRequest:
     """The prefill of a pair: one token, which the decode leg will give again."""
     sampling = replace(request.sampling, max_tokens=1, min_tokens=0)
     return _leg(
-        request, placement, Leg.PREFILL, sampling, resumed_tokens=resumed_tokens, kv_transfer_params=None
+        request,
+        placement,
+        Leg.PREFILL,
+        sampling,
+        resumed_tokens=resumed_tokens,
+        kv_transfer_params=None,
+        time_left_s=time_left_s,
     )
 
 
@@ -20,6 +28,7 @@ def last_leg(
     *,
     resumed_tokens: int,
     kv_transfer_params: KvTransferParams | None,
+    time_left_s: float,
 ) -> EngineRequest:
     """The leg that answers: decode, or all of it; ``max_tokens`` counts what is still wanted."""
     sampling = request.sampling
@@ -36,6 +45,7 @@ def last_leg(
         sampling,
         resumed_tokens=resumed_tokens,
         kv_transfer_params=kv_transfer_params,
+        time_left_s=time_left_s,
     )
 
 
@@ -47,6 +57,7 @@ def _leg(
     *,
     resumed_tokens: int,
     kv_transfer_params: KvTransferParams | None,
+    time_left_s: float,
 ) -> EngineRequest:
     pick = placement.prefill_pick if leg is Leg.PREFILL else placement.decision.decode
     return EngineRequest(
@@ -63,4 +74,5 @@ def _leg(
         prefill_worker_id=placement.prefill_pick.rank.worker_id if leg is Leg.DECODE else None,
         lora_name=request.lora_name,
         cache_namespace=request.cache_namespace,
+        time_left_s=time_left_s,
     )

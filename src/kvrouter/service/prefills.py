@@ -110,9 +110,9 @@ class Prefills:
             raise PrefillsFull(f"{self._prefills_max} prefill legs run; wait for some")
         request_id = request.request_id
         self._bookings.claim(request_id)
-        run = self._running[request_id] = _Run(room, request, self._plane, self._observed)
-        self._idle.clear()
         until_s = asyncio.get_running_loop().time() + self._limit_s
+        run = self._running[request_id] = _Run(room, request, self._plane, self._observed, until_s=until_s)
+        self._idle.clear()
         try:
             async with asyncio.timeout_at(until_s):
                 prefilled = await run.drive(
@@ -204,7 +204,13 @@ class _Run:
     """One request's prefill: its current try, and what came of it."""
 
     def __init__(
-        self, room: ModelRouter, request: GenerateRequest, plane: RequestPlane, observed: ServiceObserved
+        self,
+        room: ModelRouter,
+        request: GenerateRequest,
+        plane: RequestPlane,
+        observed: ServiceObserved,
+        *,
+        until_s: float,
     ) -> None:
         self.request = request
         self.stream: EngineStream | None = None
@@ -213,6 +219,7 @@ class _Run:
         self._room = room
         self._plane = plane
         self._observed = observed
+        self._until_s = until_s
         self._placement: Placement | None = None
         self._lost: LegLost | None = None
         self._params: KvTransferParams | None = None
@@ -288,7 +295,8 @@ class _Run:
     async def _send(self) -> PrefillDone | LegLost | LegRefused:
         """Send the leg; one with a meeting place is done, as far as its client goes, once it is accepted."""
         placement = self._placed()
-        engine_request = prefill_leg(self.request, placement, resumed_tokens=0)
+        time_left_s = max(0.0, self._until_s - asyncio.get_running_loop().time())
+        engine_request = prefill_leg(self.request, placement, resumed_tokens=0, time_left_s=time_left_s)
         try:
             self.stream = await self._plane.open(placement.decode_address, engine_request)
             if placement.bootstrap is not None:

@@ -55,6 +55,11 @@ class SilenceWatch:
         self.is_reading = False
         self.phase = Phase.FIRST_TOKEN
 
+    @property
+    def time_left_s(self) -> float:
+        """How long the request may still take, in seconds."""
+        return max(0.0, self._began_s + self._patience.request_s - time.monotonic())
+
     def enter(self, phase: Phase) -> None:
         """From now on this is waited for."""
         self.phase = phase

@@ -18,6 +18,7 @@ from kvrouter.planes.requests.port import EngineStream, Registration, RequestAcc
 from kvrouter.telemetry import Event, log_event
 from kvrouter.topology import validate_runtime_config
 from kvrouter.worker.publisher import KvPublisher
+from kvrouter.worker.time_left import TimedStream
 from kvrouter.worker.topology import topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import TopologyEnv
 
@@ -114,7 +115,8 @@ class Worker:
             raise InvalidRequest(
                 f"worker {self.card.worker_id} has no dp_rank {request.dp_rank}", param="dp_rank"
             )
-        return await self.engine.submit(request)
+        stream = await self.engine.submit(request)
+        return stream if request.time_left_s is None else TimedStream(stream, request.time_left_s)
 
     async def publish_runtime_config(self, config: ModelRuntimeConfig) -> None:
         """Publish the card again with another runtime config, as when a topology label changed."""
