@@ -22,6 +22,7 @@ from nats.js.errors import NotFoundError
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.planes.background import go_on
 from kvrouter.planes.events.jetstream.delivery import Delivery
 from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
 from kvrouter.planes.events.jetstream.shelf import Claim, Overtaken, SnapshotShelf
@@ -106,7 +107,7 @@ class ComponentLane:
         self._live: Delivery | None = None
         self._is_closed = False
         self._loads: Subscription | None = None
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = go_on(self._run(), name="events: hear the stream")
 
     # Who is followed
 
@@ -252,7 +253,7 @@ class ComponentLane:
     def _replayed(self, replay: Replay) -> None:
         if self._replays.get(replay.rank) is replay:
             del self._replays[replay.rank]
-            check = asyncio.get_running_loop().create_task(self._check_replayed(replay))
+            check = go_on(self._check_replayed(replay), name="events: check a replay")
             self._checks.add(check)
             check.add_done_callback(self._checks.discard)
 

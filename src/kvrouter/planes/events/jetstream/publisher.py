@@ -13,6 +13,7 @@ from nats.js import api
 from kvrouter.core.events import KvBatch, KvEvent
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.planes.background import go_on
 from kvrouter.planes.events.drops import Drops
 from kvrouter.planes.events.jetstream.stream import EventStream
 from kvrouter.planes.events.jetstream.words import (
@@ -165,7 +166,7 @@ class JetStreamPublisher:
         self._wake.set()
         self._idle.clear()
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task = go_on(self._run(), name="events: publish to the stream")
 
     def _take(self, now_s: float) -> list[tuple[int, _Sent]]:
         """Take out the batches of the rank that waits for longest; return the messages that they make.

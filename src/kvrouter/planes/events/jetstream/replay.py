@@ -8,6 +8,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from kvrouter.core.ids import Epoch, WorkerRank
+from kvrouter.planes.background import go_on
 from kvrouter.planes.events.jetstream.delivery import Delivery
 from kvrouter.planes.events.jetstream.words import CLIENT_ERRORS, LaneNames, LaneObserver, reason
 
@@ -54,7 +55,7 @@ class Replay:
         self.over = asyncio.Event()
         """Set once nothing more is handed over."""
         self._delivery: Delivery | None = None
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = go_on(self._run(), name="events: replay a rank")
 
     def skipped(self, sequence: int) -> None:
         """The live delivery met a message of the rank and let it go."""

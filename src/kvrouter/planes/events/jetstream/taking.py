@@ -18,6 +18,7 @@ import msgspec
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvSnapshot
 from kvrouter.core.ids import WorkerRank
+from kvrouter.planes.background import go_on
 from kvrouter.planes.events.jetstream.lane import ComponentLane
 from kvrouter.planes.events.jetstream.shelf import (
     Claim,
@@ -99,7 +100,7 @@ class Taking:
         self._n_parts = 0
         self._trouble = ""
         self._is_over = False
-        self._renewal = asyncio.get_running_loop().create_task(self._renew(renew_s))
+        self._renewal = go_on(self._renew(renew_s), name="index: hold the claim")
 
     def covers(self, rank: WorkerRank) -> bool:
         """Whether all that the rank published before the beginning was handed over here."""
