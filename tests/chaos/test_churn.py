@@ -30,7 +30,11 @@ ROUNDS = 5
 PLANES = [
     pytest.param({}, 10_000, id="file-tcp-zmq"),
     pytest.param(
-        {"DYN_DISCOVERY_BACKEND": "nats", "DYN_ROUTER_REPLICA_SYNC": "true"},
+        {
+            "DYN_DISCOVERY_BACKEND": "nats",
+            "DYN_ROUTER_REPLICA_SYNC": "true",
+            "DYN_ROUTER_SNAPSHOT_THRESHOLD": "500",
+        },
         4_000,
         id="nats-tcp-jetstream-sync",
     ),
@@ -77,5 +81,9 @@ async def test_every_request_is_answered_while_workers_come_and_go(
             await here.is_well(answers.prompts)
             memory.append([each.rss_bytes() for each in stayed])
         record_property("memory", str(memory))
+        if "DYN_ROUTER_SNAPSHOT_THRESHOLD" in environ:
+            assert any("index_stored" in each.lines() for each in here.frontends)
+        await here.start_frontend("late")
+        await here.is_well(answers.prompts)
         for name, first, *_, last in zip([each.name for each in stayed], *memory, strict=True):
             assert last - first < GROWTH_MAX_BYTES, f"{name}: {memory}"
