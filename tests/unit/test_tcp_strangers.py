@@ -186,7 +186,7 @@ async def test_a_leg_that_another_router_has_open_is_refused(behind: Behind) -> 
     first.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
     await first.next(Kind.ACCEPTED)
     second.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
-    assert msgspec.msgpack.decode(await second.next(Kind.REFUSED))[1] == "invalid_request"
+    assert msgspec.msgpack.decode(await second.next(Kind.REFUSED))[1] == "worker_unreachable"
     await first.close()
     assert await behind.place.wait_idle(20.0)
     second.send_frame(Kind.OPEN, encode_open(1, 9, leg()))

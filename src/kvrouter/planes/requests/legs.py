@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.planes.requests.awake import AwakeClock
@@ -175,7 +175,7 @@ class Place:
             raise WorkerUnreachable(self._left)
         if leg.key in self._legs or leg.name in self._names:
             request_id, attempt, _ = leg.key
-            raise InvalidRequest(f"{request_id}#{attempt}: this leg is open already", param="request_id")
+            raise WorkerUnreachable(f"{request_id}#{attempt}: this leg runs here already")
         if len(self._legs) >= LEGS_MAX:
             raise WorkerFull(f"{self.address}: {LEGS_MAX} legs run")
         self._legs[leg.key] = self._names[leg.name] = leg

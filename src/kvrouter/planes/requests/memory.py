@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from weakref import WeakSet
 
-from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.planes.requests.followers import Followers
@@ -112,7 +112,7 @@ class MemoryRegistration:
         """Hand ``request`` to the worker. A leg that is open already is refused, not served twice."""
         key = (request.request_id, request.attempt, request.leg)
         if key in self._streams:
-            raise InvalidRequest(f"{request.engine_key}: this leg is open already", param="request_id")
+            raise WorkerUnreachable(f"{request.engine_key}: this leg runs here already")
         self._streams[key] = None
         self._idle.clear()
         try:

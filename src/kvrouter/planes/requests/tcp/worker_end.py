@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.core.requests import Leg as WhichLeg
-from kvrouter.planes.requests.port import EngineStream, RequestServer, WorkerFull
+from kvrouter.planes.requests.port import EngineStream, RequestServer, WorkerFull, WorkerUnreachable
 from kvrouter.planes.requests.tcp.connection import LEFT, Connection
 from kvrouter.planes.requests.tcp.frames import (
     CHUNKS_FLUSH_TOKENS,
@@ -172,7 +172,7 @@ class WorkerEnd(Connection):
             request = decode_request(memoryview(opened.request))
             leg = WorkerLeg(self, opened.stream_id, opened.credit_tokens, request)
             if not place.begin(leg.key):
-                raise InvalidRequest(f"{request.engine_key}: this leg is open already", param="request_id")
+                raise WorkerUnreachable(f"{request.engine_key}: this leg runs here already")
         except KvrouterError as error:
             self.send(Kind.REFUSED, encode_refused(opened.stream_id, error))
             return
