@@ -12,7 +12,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Rem
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.support.event_ends import ENDS, Ends
-from tests.support.event_waits import eventually
+from tests.support.waits import until
 
 RANK = WorkerRank(WorkerId(4), DpRank(1))
 OTHER = WorkerRank(WorkerId(5), DpRank(0))
@@ -60,7 +60,7 @@ async def test_every_subscriber_gets_every_batch_in_order(ends: Ends) -> None:
     first, second = Received(ends), Received(ends)
     for event_id in range(5):
         ends.publisher.publish(batch(event_id))
-    await eventually(lambda: len(first.batches) == len(second.batches) == 5)
+    await until(lambda: len(first.batches) == len(second.batches) == 5)
     assert first.batches == second.batches == [batch(event_id) for event_id in range(5)]
 
 
@@ -75,14 +75,14 @@ async def test_every_kind_of_event_arrives_as_it_was(ends: Ends) -> None:
         1.5,
     )
     ends.publisher.publish(sent)
-    await eventually(lambda: bool(received.batches))
+    await until(lambda: bool(received.batches))
     assert received.batches == [sent]
 
 
 async def test_a_batch_without_events_arrives_too(ends: Ends) -> None:
     received = Received(ends)
     ends.publisher.publish(batch(3, 0))
-    await eventually(lambda: bool(received.batches))
+    await until(lambda: bool(received.batches))
     assert received.batches == [batch(3, 0)]
 
 
@@ -91,7 +91,7 @@ async def test_a_batch_of_any_size_arrives_whole_or_in_parts(ends: Ends) -> None
     column = pack_hashes(range(5_000))
     large = KvBatch(RANK, EPOCH, EventId(7), (Stored(None, column, column),) * 60)
     ends.publisher.publish(large)
-    await eventually(lambda: sum(len(part.events) for part in received.batches) == 60)
+    await until(lambda: sum(len(part.events) for part in received.batches) == 60)
     next_id = 7
     for part in received.batches:
         assert (part.rank, part.epoch, part.first_event_id) == (RANK, EPOCH, next_id)
@@ -105,7 +105,7 @@ async def test_the_newest_load_of_each_rank_arrives(ends: Ends) -> None:
         for rank in (RANK, OTHER):
             ends.publisher.publish_load(LoadReport(rank, active_blocks, 100))
     newest = {RANK: 3, OTHER: 3}
-    await eventually(lambda: {load.rank: load.active_blocks for load in received.loads} == newest)
+    await until(lambda: {load.rank: load.active_blocks for load in received.loads} == newest)
 
 
 async def test_what_has_ended_gets_nothing_and_may_end_twice(ends: Ends) -> None:
@@ -113,7 +113,7 @@ async def test_what_has_ended_gets_nothing_and_may_end_twice(ends: Ends) -> None
     ended.end()
     ended.end()
     ends.publisher.publish(batch(0))
-    await eventually(lambda: bool(stays.batches))
+    await until(lambda: bool(stays.batches))
     assert (ended.batches, stays.batches) == ([], [batch(0)])
 
 
@@ -129,7 +129,7 @@ async def test_a_subscriber_may_end_another_while_a_batch_is_delivered(ends: End
     later.append(Received(ends))
     ends.publisher.publish(batch(0))
     ends.publisher.publish(batch(1))
-    await eventually(lambda: len(seen) == 2)
+    await until(lambda: len(seen) == 2)
     assert batch(1) not in later[0].batches
 
 

@@ -10,8 +10,8 @@ from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerUnreachable
 from kvrouter.worker.time_left import TimedStream
-from tests.support.mock_fleets import until
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.support.waits import until
 from tests.support.wires import WIRES, Wire
 
 

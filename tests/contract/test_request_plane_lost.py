@@ -1,7 +1,7 @@
 """What every request plane does when the network, a worker or a reader lets it down."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -15,6 +15,7 @@ from kvrouter.planes.requests.port import (
 )
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.support.waits import until
 from tests.support.wires import WIRES, WIRES_WITH_NETWORK, Wire
 
 
@@ -61,13 +62,6 @@ class Watch:
             while self.told != list(told):
                 self._news.clear()
                 await self._news.wait()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody announces."""
-    async with asyncio.timeout(IN_TIME_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def idle(place: Registration) -> bool:

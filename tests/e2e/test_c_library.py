@@ -30,7 +30,7 @@ from tests.support.c_engine import (
     config,
     open_with,
 )
-from tests.support.mock_fleets import until
+from tests.support.waits import until
 
 FLUSH_MS = 60_000
 """Only a test that fails waits as long as this."""

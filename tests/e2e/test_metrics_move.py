@@ -15,8 +15,9 @@ from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.telemetry import Telemetry
-from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs, until
+from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs
 from tests.support.served import MODEL, Served, served, user, words
+from tests.support.waits import until
 
 ASSERTED_HERE = {
     "kvrouter_requests_total",

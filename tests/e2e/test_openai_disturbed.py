@@ -8,8 +8,9 @@ import openai
 import pytest
 
 from kvrouter.config import FrontendSettings
-from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, pairs, until
+from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, pairs
 from tests.support.served import MODEL, Served, served, user, words
+from tests.support.waits import until
 
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 SLOW_TOKENS = 150_000

@@ -8,8 +8,9 @@ from openai import APIStatusError, BadRequestError, InternalServerError, NotFoun
 from pydantic import SecretStr
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
-from tests.support.mock_fleets import alike, pairs, until
+from tests.support.mock_fleets import alike, pairs
 from tests.support.served import MODEL, Served, served, user, words
+from tests.support.waits import until
 
 
 async def raised(here: Served, **fields: object) -> APIStatusError:

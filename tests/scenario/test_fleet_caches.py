@@ -22,8 +22,8 @@ from tests.support.mock_fleets import (
     once,
     pairs,
     prompt,
-    until,
 )
+from tests.support.waits import until
 
 SMALL = "{total_kv_blocks: 64, engine_hashing: opaque}"
 """Caches that overflow all the time."""

@@ -21,8 +21,8 @@ from tests.support.mock_fleets import (
     pairs,
     prompt,
     streaming,
-    until,
 )
+from tests.support.waits import until
 
 SLOW_LINK_S = 1_000.0
 """Simulated: no KV arrives while a test of a waiting decode leg runs."""

@@ -22,8 +22,8 @@ from tests.support.mock_fleets import (
     once,
     pairs,
     prompt,
-    until,
 )
+from tests.support.waits import until
 
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
 PREFILL_A, DECODE_A = WorkerId(1), (WorkerId(2), WorkerId(3))

@@ -10,8 +10,8 @@ from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role
 from tests.support.fleets import BLOCK_SIZE, Bench, card, generate_request, read_all
-from tests.support.mock_fleets import until
 from tests.support.planes import ScriptedPlane, ScriptedStream
+from tests.support.waits import until
 
 
 async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.planes.events.jetstream.words import LaneNames
-from tests.support.event_waits import eventually
 from tests.support.jetstream_fleet import Fleet, fleet_on
 from tests.support.nats_server import NatsServer
+from tests.support.waits import until
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ async def test_a_broker_that_is_killed_and_comes_back_forgets_nothing(
     worker.serve(3)
     own_nats.kill()
     worker.serve(3)
-    await eventually(lambda: not fleet.client.is_connected)
+    await until(lambda: not fleet.client.is_connected)
     worker.serve(3)
     own_nats.start()
     await fleet.published()
@@ -47,7 +47,7 @@ async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_fu
     worker.serve(5)
     await replica.until_right(worker)
     own_nats.kill()
-    await eventually(lambda: not fleet.client.is_connected)
+    await until(lambda: not fleet.client.is_connected)
     fleet.publisher("backend")._queue_batches_max = 10
     worker.serve(30)
     assert fleet.notes.dropped_batches > 0
@@ -111,7 +111,7 @@ async def test_a_broker_that_hangs_for_a_while_forgets_nothing(fleet: Fleet, own
     await replica.until_right(worker)
     own_nats.pause()
     worker.serve(5)
-    await eventually(lambda: bool(replica.notes.disturbances))
+    await until(lambda: bool(replica.notes.disturbances))
     own_nats.resume()
     worker.serve(5)
     await fleet.published()

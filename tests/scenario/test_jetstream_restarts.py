@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.event_waits import eventually
 from tests.support.jetstream_fleet import Fleet, blocks, fleet_on
 from tests.support.nats_server import NatsServer
+from tests.support.waits import until
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ async def test_a_rank_that_can_not_be_trusted_asks_its_worker(fleet: Fleet) -> N
     worker.heartbeat()
     await replica.until_right(worker)
     assert replica.asking.asked > asked
-    await eventually(lambda: fleet.publisher("backend").is_idle)
+    await until(lambda: fleet.publisher("backend").is_idle)
 
 
 class Deaf:

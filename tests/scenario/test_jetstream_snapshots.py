@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvrouter.planes.events.jetstream.lane import ComponentLane
-from tests.support.event_waits import eventually
 from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
 from tests.support.nats_server import NatsServer
+from tests.support.waits import until
 
 STEPS = ["claim", "tidy", "part", "list", "commit", "purge", "remove"]
 
@@ -186,7 +186,7 @@ async def test_a_purge_between_a_snapshot_and_its_replay_is_noticed(fleet: Fleet
     for _ in range(limit._value):
         await limit.acquire()
     starting.join(worker)
-    await eventually(lambda: len(lane_of(starting)._replays) == len(worker.card.ranks()))
+    await until(lambda: len(lane_of(starting)._replays) == len(worker.card.ranks()))
     await take(taker, worker)  # what the waiting replays want is gone now
     limit.release()
     await starting.until_right(worker)
@@ -220,7 +220,7 @@ async def test_a_rank_that_is_not_live_is_not_in_the_snapshot_and_asks_its_worke
     await fleet.published()
     await taker.until_right(known)
     last = (await lane_of(taker).stream.read()).last
-    await eventually(lambda: lane_of(taker).position == last)
+    await until(lambda: lane_of(taker).position == last)
     assert await taker.snapshots.check() == 1
     late = await fleet.replica("late")
     late.join(known, other)

@@ -15,7 +15,8 @@ from kvrouter.planes.sync.memory import MemorySyncPlane
 from kvrouter.planes.sync.nats import NatsSyncPlane
 from kvrouter.planes.sync.port import SyncPlane
 from tests.support.nats_server import NatsServer
-from tests.support.replicas import ReplicaRouter, eventually
+from tests.support.replicas import ReplicaRouter
+from tests.support.waits import until
 
 MakePlane = Callable[[], Awaitable[SyncPlane]]
 
@@ -44,17 +45,17 @@ async def test_what_one_books_the_others_count(make_plane: MakePlane) -> None:
     await b.sync.start()
     placed = [await a.place() for _ in range(4)]
     assert len(a.loads()) == 4  # one each
-    await eventually(lambda: b.loads() == a.loads())
+    await until(lambda: b.loads() == a.loads())
     own = await b.place()
-    await eventually(lambda: a.loads() == b.loads())
+    await until(lambda: a.loads() == b.loads())
     for placement in placed:
         a.model.first_token(placement)
         a.model.output_blocks(placement, 3)
-    await eventually(lambda: a.loads() == b.loads() and (0, 7) in b.loads().values())
+    await until(lambda: a.loads() == b.loads() and (0, 7) in b.loads().values())
     for placement in placed:
         a.model.release(placement)
     b.model.release(own)
-    await eventually(lambda: not a.loads() and not b.loads())
+    await until(lambda: not a.loads() and not b.loads())
     await a.sync.stop()
     await b.sync.stop()
 
@@ -65,14 +66,14 @@ async def test_a_router_that_starts_late_knows_at_once(make_plane: MakePlane) ->
     placed = [await a.place(n_blocks=n) for n in range(1, 600)]
     b = ReplicaRouter("b", await make_plane(), workers=())
     await b.sync.start()
-    await eventually(lambda: b.sync.counts().others.leases == 599)
+    await until(lambda: b.sync.counts().others.leases == 599)
     assert not b.loads()
     for worker in (2, 0, 3, 1):
         b.join(worker)
     assert b.loads() == a.loads()
     for placement in placed:
         a.model.release(placement)
-    await eventually(lambda: not b.loads())
+    await until(lambda: not b.loads())
     await a.sync.stop()
     await b.sync.stop()
 
@@ -82,9 +83,9 @@ async def test_a_router_that_ends_leaves_no_load(make_plane: MakePlane) -> None:
     await a.sync.start()
     await b.sync.start()
     await a.place()
-    await eventually(lambda: bool(b.loads()))
+    await until(lambda: bool(b.loads()))
     await a.sync.stop()
-    await eventually(lambda: not b.loads())
+    await until(lambda: not b.loads())
     assert b.sync.counts().others.lost == 0
     await a.sync.stop()
     await b.sync.stop()
@@ -97,11 +98,11 @@ async def test_a_router_that_dies_leaves_no_load_for_long() -> None:
     await a.sync.start()
     await b.sync.start()
     await a.place()
-    await eventually(lambda: bool(b.loads()))
+    await until(lambda: bool(b.loads()))
     plane._sinks.pop(a.sync._router_id)
     assert a.sync._beat is not None
     a.sync._beat.cancel()
-    await eventually(lambda: not b.loads())
+    await until(lambda: not b.loads())
     assert b.sync.counts().others.lost == 1
     await b.sync.stop()
 
@@ -114,9 +115,9 @@ async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done(
     await a.sync.start()
     await b.sync.start()
     placement = await a.place(n_blocks=20)
-    await eventually(lambda: bool(b.loads()))
+    await until(lambda: bool(b.loads()))
     waiting = asyncio.ensure_future(b.place())
-    await eventually(lambda: b.model.waiting == 1)
+    await until(lambda: b.model.waiting == 1)
     a.model.first_token(placement)
     async with asyncio.timeout(20):
         await waiting
@@ -124,7 +125,7 @@ async def test_whoever_waits_for_a_busy_fleet_hears_that_another_router_is_done(
         "c", plane, workers=(1,), config=KvRouterConfig(active_prefill_tokens_threshold=10)
     )
     await refusing.sync.start()
-    await eventually(lambda: bool(refusing.loads()))
+    await until(lambda: bool(refusing.loads()))
     with pytest.raises(AllWorkersBusy):
         await refusing.place()
     for router in (a, b, refusing):
@@ -143,15 +144,15 @@ async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServe
     await a.sync.start()
     await b.sync.start()
     gone = await a.place()
-    await eventually(lambda: a.loads() == b.loads())
+    await until(lambda: a.loads() == b.loads())
     own_nats.kill()
-    await eventually(lambda: not any(client.is_connected for client in clients))
+    await until(lambda: not any(client.is_connected for client in clients))
     a.model.release(gone)
     await a.place(n_blocks=7)
     await a.place(n_blocks=9)
-    await eventually(lambda: a.sync.counts().unsent > 0)
+    await until(lambda: a.sync.counts().unsent > 0)
     own_nats.start()
-    await eventually(lambda: a.loads() == b.loads())
+    await until(lambda: a.loads() == b.loads())
     assert b.sync.counts().others.gaps >= 1
     for router, client in zip((a, b), clients, strict=True):
         await router.sync.stop()
@@ -163,7 +164,7 @@ async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: Na
     a = ReplicaRouter("a", NatsSyncPlane(client, namespace="ns"))
     await a.sync.start()
     own_nats.kill()
-    await eventually(lambda: not client.is_connected)
+    await until(lambda: not client.is_connected)
     await a.place()
     async with asyncio.timeout(30):
         await a.sync.stop()

@@ -80,13 +80,6 @@ class Ear:
         assert self.heard == [*heard]
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Return once ``is_so``, for what nobody says."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not is_so():  # noqa: ASYNC110 - a file system has no event to wait for
-            await asyncio.sleep(0.01)
-
-
 async def listen(discovery: Discovery) -> Ear:
     ear = Ear()
     ear.end = await discovery.watch(ear.take, ear.gone, ear.store)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvrouter.assembly import MockFleet
 from kvrouter.config import FleetFile
 from kvrouter.library import Answers, Endpoint, Runtime
-from tests.support.mock_fleets import until
+from tests.support.waits import until
 
 
 @dataclass(frozen=True, slots=True)

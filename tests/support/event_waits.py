@@ -1,23 +1,12 @@
 """What the tests of event planes wait for, and the cards that their routers follow."""
 
 import asyncio
-from collections.abc import Callable
 
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, Role, WorkerCard
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber
-
-LIMIT_S = 60.0
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """Return once ``condition`` holds; delivery between processes takes its time."""
-    loop = asyncio.get_running_loop()
-    last_s = loop.time() + LIMIT_S
-    while not condition():
-        assert loop.time() < last_s, "what the test waits for does not come"
-        await asyncio.sleep(0.001)
+from tests.support.waits import LIMIT_S
 
 
 def card(worker_id: int, source: EventSource, *, incarnation: int = 1) -> WorkerCard:

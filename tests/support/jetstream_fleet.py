@@ -31,7 +31,7 @@ from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
 from tests.support.event_ends_jetstream import Notes
 from tests.support.event_ends_nats import connect
-from tests.support.event_waits import eventually
+from tests.support.waits import until
 
 BLOCK_SIZE = 4
 DP_SIZE = 2
@@ -210,7 +210,7 @@ class Replica:
         )
 
     async def until_right(self, *workers: Worker) -> None:
-        await eventually(lambda: self.is_right(*workers))
+        await until(lambda: self.is_right(*workers))
 
     async def stop(self) -> None:
         """End; what was learned is forgotten."""
@@ -254,7 +254,7 @@ class Fleet:
 
     async def published(self) -> None:
         """Wait until everything is in the stream."""
-        await eventually(lambda: all(publisher.is_idle for publisher in self._publishers.values()))
+        await until(lambda: all(publisher.is_idle for publisher in self._publishers.values()))
 
     async def close(self) -> None:
         for publisher in self._publishers.values():

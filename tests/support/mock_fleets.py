@@ -26,11 +26,10 @@ from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import Worker, new_incarnation
 from kvrouter.worker.mirror import RankMirror
+from tests.support.waits import until
 
 MOCK = ModelName("mock")
 BLOCK = 16
-LIMIT_S = 20.0
-"""Only a test that fails waits as long as this."""
 
 LONG_TOKENS = 1200
 """An answer that comes in several chunks on any machine: a stream holds 512 tokens at most."""
@@ -376,15 +375,6 @@ def _blocks(held: Sequence[Held]) -> Counter[tuple[int, int]]:
         for event in held
         for pair in zip(unpack_hashes(event.engine_hashes), unpack_hashes(event.sequence_hashes), strict=True)
     )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until ``condition`` holds."""
-    loop = asyncio.get_running_loop()
-    last_s = loop.time() + LIMIT_S
-    while not condition():
-        assert loop.time() < last_s, "what the test waits for does not come"
-        await asyncio.sleep(0)
 
 
 @asynccontextmanager

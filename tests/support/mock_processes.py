@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream, TransferSettings
 from kvrouter.mock import KvLoadFailurePolicy, Links, MockConfig, Peer
 from kvrouter.topology.links import Link
+from tests.support.waits import until
 
 IN_TIME_S = 20.0
 TOKEN = "sesame"
@@ -121,13 +122,6 @@ async def another_decode_process(pair: Pair) -> AsyncIterator[Pair]:
 async def start(handle: MockEngineHandle) -> None:
     """Start an engine to whose events nobody listens."""
     await handle.start(lambda _rank, _events: None, lambda _report: None)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait until ``holds`` does; fail when that takes far too long."""
-    async with asyncio.timeout(IN_TIME_S):
-        while not holds():  # noqa: ASYNC110 - engines have no event for most of what is waited for
-            await asyncio.sleep(0.001)
 
 
 async def read_all(stream: MockStream) -> tuple[tuple[int, ...], EngineChunk]:

@@ -1,8 +1,7 @@
 """Routers that share what they book, on one loop, each with its own view of one fleet."""
 
-import asyncio
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from zlib import crc32
 
 from kvrouter.assembly.router import routing_settings
@@ -20,8 +19,6 @@ from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
-
-WITHIN_S = 60.0
 
 HASTE = {"heartbeat_s": 0.02, "silent_after_s": 20.0, "ask_again_s": 0.05}
 """Clocks for tests: often, and a silence that no busy machine brings about."""
@@ -97,10 +94,3 @@ class ReplicaRouter:
             if load != (0, 0):
                 found[of.worker_id] = load
         return found
-
-
-async def eventually(is_so: Callable[[], bool]) -> None:
-    """Wait until it is so; fail after a long time."""
-    async with asyncio.timeout(WITHIN_S):
-        while not is_so():  # noqa: ASYNC110 - what is waited for tells nobody
-            await asyncio.sleep(0.002)

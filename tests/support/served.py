@@ -13,7 +13,7 @@ from kvrouter.assembly import Embedded, embedded
 from kvrouter.config import FleetFile, FrontendSettings, KvRouterConfig, Settings
 from kvrouter.core.ids import WorkerId
 from kvrouter.text.words import FIRST_WORD_ID, mock_words
-from tests.support.mock_fleets import until
+from tests.support.waits import until
 
 MODEL = "mock"
 TIMEOUT_S = 30.0

@@ -17,7 +17,8 @@ from kvrouter.planes.discovery.file.folder import Folder, Held
 from kvrouter.planes.discovery.file.scanner import Scanner
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
-from tests.support.discovery_stores import FileStore, card, file_store, listen, until
+from tests.support.discovery_stores import FileStore, card, file_store, listen
+from tests.support.waits import until
 
 LEASE_S = 10.0
 FOR_EVER_S = 1e9

@@ -12,17 +12,9 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import CardRecord, encode_record
-from tests.support.discovery_stores import (
-    LEASE_S,
-    Ear,
-    NatsStore,
-    card,
-    connected,
-    listen,
-    nats_store,
-    until,
-)
+from tests.support.discovery_stores import LEASE_S, Ear, NatsStore, card, connected, listen, nats_store
 from tests.support.nats_server import NatsServer
+from tests.support.waits import until
 
 
 @pytest.fixture

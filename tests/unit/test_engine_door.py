@@ -21,7 +21,7 @@ from kvrouter.worker.door_address import DoorAddress
 from kvrouter.worker.engine_door import CONNECTIONS_MAX, FRAME_BYTES_MAX, TOKEN_BYTES_MAX
 from kvrouter.worker.engine_frames import VERSION
 from tests.support.behind_door import BLOCK_SIZE, TOKEN, Behind, behind_door
-from tests.support.mock_fleets import LIMIT_S, until
+from tests.support.waits import LIMIT_S, until
 
 HELLO, REPLACE, STORED, REMOVED, LOAD, SYNC = range(6)
 WELCOME, REFUSED, SYNCED = range(3)

@@ -20,8 +20,9 @@ from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
 from tests.support.event_ends_nats import NatsEnds, connect
-from tests.support.event_waits import eventually, until_heard
+from tests.support.event_waits import until_heard
 from tests.support.nats_server import NatsServer
+from tests.support.waits import until
 
 RANK = WorkerRank(WorkerId(4), DpRank(0))
 EPOCH = Epoch(7)
@@ -61,17 +62,17 @@ async def test_while_the_server_is_away_events_are_counted_and_nobody_waits(own_
         ends.subscriber.subscribe(heard.append, lambda _report: None)
         ends.serve_recovery(RANK.worker_id, Answers())
         own_nats.kill()
-        await eventually(lambda: not ends.worker.is_connected)
+        await until(lambda: not ends.worker.is_connected)
         for number in range(10_000):
             ends.publisher.publish(batch(number))
-        await eventually(lambda: ends.n_dropped() == 10_000)
+        await until(lambda: ends.n_dropped() == 10_000)
         assert {why for _, why in ends.dropped} == {"not connected to NATS"}
         assert await ends.subscriber.recover_snapshot(RANK) is None
         own_nats.start()
-        await eventually(lambda: ends.worker.is_connected and ends.router.is_connected)
+        await until(lambda: ends.worker.is_connected and ends.router.is_connected)
         await until_heard(ends.publisher, ends.subscriber, RANK.worker_id)
         ends.publisher.publish(batch(10_000))
-        await eventually(lambda: batch(10_000) in heard)
+        await until(lambda: batch(10_000) in heard)
         assert await ends.subscriber.recover_range(RANK, EventId(3), EventId(3)) == batch(3)
 
 
@@ -111,19 +112,19 @@ async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsSe
         ends.serve_recovery(RANK.worker_id, worker)
         pump.joined(RANK, slot, EPOCH)
         worker.publish_stored([1, 2, 3], [11, 12, 13])
-        await eventually(lambda: index.held(slot) == 3)
+        await until(lambda: index.held(slot) == 3)
         own_nats.kill()
-        await eventually(lambda: not (ends.worker.is_connected or ends.router.is_connected))
+        await until(lambda: not (ends.worker.is_connected or ends.router.is_connected))
         worker.publish_removed([13])
         worker.publish_stored([4, 5, 6], [14, 15, 16], parent=EngineHash(12))
         worker.flush()
         assert ends.n_dropped() == 1
         assert index.held(slot) == 3
         own_nats.start()
-        await eventually(lambda: ends.worker.is_connected and ends.router.is_connected)
+        await until(lambda: ends.worker.is_connected and ends.router.is_connected)
         await until_heard(ends.publisher, ends.subscriber, WorkerId(99))
         worker.heartbeat([RANK.dp_rank])
-        await eventually(lambda: index.held(slot) == 5)
+        await until(lambda: index.held(slot) == 5)
         assert [feed.state for _, feed in pump.feeds()] == [FeedState.LIVE]
         pump.close()
 
@@ -143,9 +144,9 @@ async def test_what_cannot_be_read_is_counted_and_let_go(shared_nats: NatsServer
         ):
             for damaged in (b"", b"\xc1", b"\x80", b"x" * 100_000):
                 await ends.router.publish(subject, damaged, reply="nobody")
-        await eventually(lambda: len(ends.malformed) == 12)
+        await until(lambda: len(ends.malformed) == 12)
         ends.publisher.publish(batch(1))
-        await eventually(lambda: heard == [batch(1)])
+        await until(lambda: heard == [batch(1)])
         assert loads == []
         assert await ends.subscriber.recover_snapshot(RANK) is not None
 
@@ -176,7 +177,7 @@ async def test_an_event_that_the_server_does_not_take_is_counted(shared_nats: Na
         ends.publisher.publish(
             KvBatch(RANK, EPOCH, EventId(0), (STORED, Stored(None, column, column), STORED))
         )
-        await eventually(lambda: EventId(3) in [sent.next_event_id for sent in heard])
+        await until(lambda: EventId(3) in [sent.next_event_id for sent in heard])
         assert ends.n_dropped() == 1
         assert "too large" in ends.dropped[0][1]
         assert [sent.first_event_id for sent in heard] == [0, 2]
@@ -196,5 +197,5 @@ async def test_namespaces_do_not_hear_each_other(shared_nats: NatsServer) -> Non
         there.publisher.publish(batch(1))
         await until_heard(there.publisher, there.subscriber, RANK.worker_id)
         here.publisher.publish(batch(2))
-        await eventually(lambda: heard == [batch(2)])
+        await until(lambda: heard == [batch(2)])
         assert await here.subscriber.recover_snapshot(RANK) is None

@@ -20,7 +20,8 @@ from kvrouter.planes.events.wire import (
     encode_question,
 )
 from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
-from tests.support.event_waits import LIMIT_S, card, eventually, until_heard
+from tests.support.event_waits import card, until_heard
+from tests.support.waits import LIMIT_S, until
 
 RANK, OTHER = (WorkerRank(WorkerId(number), DpRank(0)) for number in (4, 5))
 EPOCH = Epoch(7)
@@ -97,7 +98,7 @@ async def test_who_has_another_token_hears_nothing_and_is_not_answered(
         assert await stranger.plane.recover_snapshot(RANK) is None
         assert await friend.plane.recover_snapshot(RANK) == SNAPSHOT
         worker.plane.publish(batch(5))
-        await eventually(lambda: batch(5) in friend.batches)
+        await until(lambda: batch(5) in friend.batches)
         assert stranger.batches == []
         assert worker.malformed == [], "refused before it was read"
 
@@ -138,7 +139,7 @@ async def test_a_question_that_cannot_be_read_harms_nobody_else() -> None:
             raw.send_multipart([b"one frame"])
             raw.send_multipart([b"a", b"b", b"c"])
             raw.send_multipart([b"12345678", encode_question(SnapshotQuestion(RANK)) * 1_000])
-            await eventually(lambda: len(worker.malformed) == 3)
+            await until(lambda: len(worker.malformed) == 3)
             router.plane.follow(card(4, worker.plane.source))
             assert await router.plane.recover_snapshot(RANK) == SNAPSHOT
             assert len(worker.malformed) == 3, "what is too large was not read at all"
@@ -155,7 +156,7 @@ async def test_an_event_that_no_router_would_read_is_dropped_and_counted() -> No
         column = pack_hashes(range(BATCH_MAX_BYTES // 16))
         small, large = Stored(None, b"", b""), Stored(None, column, column)
         worker.plane.publish(KvBatch(RANK, EPOCH, EventId(0), (small, large, small, small)))
-        await eventually(lambda: EventId(4) in [sent.next_event_id for sent in router.batches])
+        await until(lambda: EventId(4) in [sent.next_event_id for sent in router.batches])
         assert len(worker.dropped) == 1
         assert "too large" in worker.dropped[0]
         heard = [sent.first_event_id for sent in router.batches if sent.epoch == EPOCH]
@@ -180,7 +181,7 @@ async def test_a_router_that_does_not_read_holds_nobody_up() -> None:
                 if number % 100 == 0:
                     await asyncio.sleep(0)
             worker.plane.publish(batch(20_000))
-            await eventually(lambda: len(router.batches) > n_before)
+            await until(lambda: len(router.batches) > n_before)
     finally:
         idle.close()
         context.term()
@@ -213,7 +214,7 @@ async def test_following_ends_for_one_worker_and_goes_on_for_another_of_the_same
                 router.batches.clear()
                 worker.plane.publish(batch(7))
                 worker.plane.publish(batch(8, OTHER))
-                await eventually(lambda: batch(8, OTHER) in router.batches)
+                await until(lambda: batch(8, OTHER) in router.batches)
                 if batch(7) not in router.batches:
                     break
 
@@ -234,7 +235,7 @@ async def test_loads_are_heard() -> None:
         router.plane.follow(card(4, worker.plane.source))
         await until_heard(worker.plane, router.plane, RANK.worker_id)
         worker.plane.publish_load(LoadReport(RANK, 3, 10))
-        await eventually(lambda: router.loads == [LoadReport(RANK, 3, 10)])
+        await until(lambda: router.loads == [LoadReport(RANK, 3, 10)])
 
 
 async def test_questions_that_are_open_at_the_end_have_no_answer() -> None:

@@ -17,6 +17,7 @@ from kvrouter.planes.requests.port import AliveSink
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, mock_text, open_house, says, token_ids
 from tests.support.planes import ScriptedStream
+from tests.support.waits import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -357,12 +358,6 @@ async def test_a_stream_that_is_cut_by_a_drain_does_not_look_complete() -> None:
 
 
 # Clients that leave, and clients that read slowly
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event of its own
-            await asyncio.sleep(0)
 
 
 class Raw(NamedTuple):

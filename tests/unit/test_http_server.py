@@ -28,6 +28,7 @@ from kvrouter.frontend.http import (
     sse_event,
 )
 from kvrouter.telemetry.logs import JsonFormatter
+from tests.support.waits import until
 
 GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
 LAST_GET = b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -108,11 +109,6 @@ async def three_events(request: Request, responder: Responder) -> None:
         await asyncio.sleep(0)
     stream.write(SSE_DONE)
     stream.end()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  (the condition has no event of its own)
-        await asyncio.sleep(0.005)
 
 
 def test_keep_alive_mixes_answers_and_streams(run: Run) -> None:

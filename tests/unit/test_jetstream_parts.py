@@ -15,7 +15,7 @@ from kvrouter.planes.events.jetstream.publisher import merged
 from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
 from kvrouter.planes.events.jetstream.words import LaneNames
 from tests.support.event_ends_jetstream import Notes
-from tests.support.event_waits import eventually
+from tests.support.waits import until
 
 RANK = WorkerRank(WorkerId(7), DpRank(1))
 
@@ -127,7 +127,7 @@ class Bench:
         self.replay = Replay(RANK, Epoch(1), after=4, parts=parts)
 
     async def delivery(self) -> FakeDelivery:
-        await eventually(lambda: bool(FakeDelivery.made))
+        await until(lambda: bool(FakeDelivery.made))
         await FakeDelivery.made[-1].opened.wait()
         return FakeDelivery.made[-1]
 
@@ -178,7 +178,7 @@ async def test_a_replay_that_breaks_goes_on_where_it_was(monkeypatch: pytest.Mon
     delivery = await bench.delivery()
     delivery.on_message(b"5", 5, 1)
     delivery.stop("silent")
-    await eventually(lambda: len(FakeDelivery.made) > 1)
+    await until(lambda: len(FakeDelivery.made) > 1)
     again = FakeDelivery.made[-1]
     await again.opened.wait()
     again.on_message(b"6", 6, 0)
@@ -201,7 +201,7 @@ async def test_drops_are_told_at_once_and_then_together() -> None:
     drops.add(2, "full")
     drops.add(1, "too large")
     assert len(told) == 1
-    await eventually(lambda: len(told) == 2)
+    await until(lambda: len(told) == 2)
     assert told[1] == (3, "too large")
     drops.add(4, "the end")
     drops.close()

@@ -11,8 +11,9 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Shutting
 from kvrouter.core.workers import WorkerCard
 from kvrouter.library import Answers, Client, Endpoint, Runtime
 from tests.support.fleets import HandDiscovery, HandEvents, card
-from tests.support.mock_fleets import LONG_TOKENS, alike, until
+from tests.support.mock_fleets import LONG_TOKENS, alike
 from tests.support.planes import ScriptedPlane
+from tests.support.waits import until
 
 LONG: Mapping[str, object] = {
     "token_ids": list(range(256, 300)),

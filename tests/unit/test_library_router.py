@@ -18,8 +18,9 @@ from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library import KvIndexer, KvRouter, Runtime
 from tests.support.fleets import HandDiscovery, HandEvents, card
-from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike, until
+from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike
 from tests.support.planes import ScriptedPlane
+from tests.support.waits import until
 
 PROMPT = list(range(256, 256 + 100))
 LONG: Mapping[str, object] = {"max_tokens": LONG_TOKENS, "ignore_eos": True}

@@ -15,8 +15,8 @@ from tests.support.mock_processes import (
     processes,
     read_all,
     start,
-    until,
 )
+from tests.support.waits import until
 
 POLICIES = pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
 

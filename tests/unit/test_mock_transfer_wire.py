@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.engines.mock import TransferSettings
-from tests.support.mock_processes import IN_TIME_S, SETTINGS, SLOW_LINKS, Pair, processes, read_all, until
+from tests.support.mock_processes import IN_TIME_S, SETTINGS, SLOW_LINKS, Pair, processes, read_all
+from tests.support.waits import until
 
 ROOT = Path(__file__).parents[2]
 

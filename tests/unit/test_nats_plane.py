@@ -28,6 +28,7 @@ from kvrouter.planes.requests.nats.plane import WINDOW_TOKENS
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
+from tests.support.waits import until
 
 NAMESPACE = "fleet a"
 TOKEN = "t0p"
@@ -370,10 +371,3 @@ async def test_a_closed_connection_is_an_unreachable_worker(shared_nats: NatsSer
         await ends.worker_client.close()
         with pytest.raises(ConfigError):
             ends.acceptor.serve(ends.acceptor.address_of(WorkerId(8), Epoch(1)), ScriptedWorker())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody announces."""
-    async with asyncio.timeout(IN_TIME_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)

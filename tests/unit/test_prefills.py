@@ -22,8 +22,8 @@ from kvrouter.service.bookings import Bookings, RequestInUse
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.prefills import Prefilled, Prefills, PrefillsFull, UnknownPrefill
 from tests.support.fleets import Bench, card, generate_request
-from tests.support.mock_fleets import until
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+from tests.support.waits import until
 
 R1 = RequestId("r1")
 LAST = EngineChunk(token_ids=(7,), finish=FinishReason.LENGTH, cached_tokens=16, kv_transfer_params={"at": 5})

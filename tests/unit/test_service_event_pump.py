@@ -19,7 +19,7 @@ from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.event_pump import EventPump
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
-from tests.support.mock_fleets import until
+from tests.support.waits import until
 
 BLOCK = 4
 RANK = WorkerRank(WorkerId(1), DpRank(0))

@@ -18,7 +18,7 @@ from kvrouter.service.event_pump import EventPump
 from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
-from tests.support.event_waits import eventually
+from tests.support.waits import until
 
 RANKS = [WorkerRank(WorkerId(number), DpRank(0)) for number in range(3)]
 BLOCKS = pack_hashes([11, 12])
@@ -85,7 +85,7 @@ class Bench:
     async def live(self) -> "Bench":
         for slot, rank in enumerate(RANKS):
             self.pump.joined(rank, Slot(slot), Epoch(5))
-        await eventually(lambda: all(feed.state is FeedState.LIVE for _, feed in self.pump.feeds()))
+        await until(lambda: all(feed.state is FeedState.LIVE for _, feed in self.pump.feeds()))
         return self
 
     def batch(self, rank: WorkerRank, first: int) -> KvBatch:
@@ -175,7 +175,7 @@ async def test_it_looks_again_and_again_until_it_is_stopped() -> None:
     snapshots = IndexSnapshots(bench.store, lambda: [], messages_max=1, check_s=0.001)
     snapshots.start()
     snapshots.start()
-    await eventually(lambda: len(bench.store.asked) >= 3)
+    await until(lambda: len(bench.store.asked) >= 3)
     await snapshots.stop()
     await snapshots.stop()
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from kvrouter.service.waiting_room import TRIES_PER_TURN, Ticket, WaitingRoom
-from tests.support.mock_fleets import until
+from tests.support.waits import until
 
 
 def soon_s() -> float:

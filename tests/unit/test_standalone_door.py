@@ -20,9 +20,9 @@ from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.prefills import Prefills
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.front import mock_text, token_ids
-from tests.support.mock_fleets import until
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 from tests.support.processes import Metrics
+from tests.support.waits import until
 
 TOKENS: dict[str, object] = {"model": MODEL, "token_ids": list(range(100, 140))}
 PARAMS = {"at": 5}

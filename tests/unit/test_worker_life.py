@@ -15,7 +15,7 @@ from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.telemetry.logs import JsonFormatter
 from kvrouter.worker import KvPublisher
 from tests.support.lone_worker import COLUMN, EPOCH, RANK, STORED, House
-from tests.support.mock_fleets import until
+from tests.support.waits import until
 
 
 @pytest.fixture
