@@ -22,14 +22,14 @@ class SettingOption(click.Option):
     def write_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flag with its variable and default on one line, and what it means below."""
         record = self.get_help_record(ctx)
-        flag = record[0] if record else str(self.spec.flag)
-        unit = self.spec.unit
-        default = self.spec.default_text + (f" {unit}" if unit and self.spec.default is not None else "")
-        formatter.write(
-            f"{'':>{formatter.current_indent}}{flag}  [{self.spec.variable}; default: {default}]\n"
-        )
-        with formatter.indentation(), formatter.indentation():
-            formatter.write_text(self.spec.meaning.replace("``", ""))
+        _write_setting(self.spec, record[0] if record else str(self.spec.flag), formatter)
+
+
+def _write_setting(spec: SettingSpec, name: str, formatter: click.HelpFormatter) -> None:
+    default = spec.default_text + (f" {spec.unit}" if spec.unit and spec.default is not None else "")
+    formatter.write(f"{'':>{formatter.current_indent}}{name}  [{spec.variable}; default: {default}]\n")
+    with formatter.indentation(), formatter.indentation():
+        formatter.write_text(spec.meaning.replace("``", ""))
 
 
 def parameter_name(spec: SettingSpec) -> str:
@@ -44,7 +44,9 @@ def given_flags(parameters: dict[str, SettingValue | None]) -> dict[str, Setting
 
 
 class SettingsCommand(click.Command):
-    """A command that takes every setting as a flag and lists them by group in its help."""
+    """A command that takes settings as flags, and lists them by group in its help: also those that come from
+    the environment or a file alone.
+    """
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the command's own options, then the settings of each group."""
@@ -53,6 +55,7 @@ class SettingsCommand(click.Command):
         with formatter.section("Options"):
             formatter.write_dl([record for option in own if (record := option.get_help_record(ctx))])
         flags = [parameter for parameter in parameters if isinstance(parameter, SettingOption)]
+        sections = {flag.spec.section for flag in flags}
         for group in Group:
             of_group = [flag for flag in flags if flag.spec.group is group]
             if not of_group:
@@ -60,6 +63,9 @@ class SettingsCommand(click.Command):
             with formatter.section(group.value):
                 for flag in of_group:
                     flag.write_help(ctx, formatter)
+                for spec in SETTINGS:
+                    if spec.flag is None and spec.group is group and spec.section in sections:
+                        _write_setting(spec, "no flag", formatter)
 
 
 def setting_options(*sections: str) -> list[SettingOption]:
