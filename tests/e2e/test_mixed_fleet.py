@@ -1,0 +1,50 @@
+"""Workers of one fleet that publish on different lanes: a frontend hears each on its own."""
+
+from tests.support.nats_server import NatsServer
+from tests.support.processes import Frontend, eventually, fleet
+from tests.support.served import words
+
+LANES: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "jetstream": ((), {}),
+    "nats": (("--enable-local-indexer",), {}),
+    "zmq": ((), {"DYN_EVENT_PLANE": "zmq"}),
+}
+"""By what auto makes of a worker's flags, or its own setting, where cards are in NATS."""
+
+
+async def held_blocks(frontend: Frontend) -> dict[int, int]:
+    page = await frontend.fleet()
+    return {
+        worker["worker_id"]: sum(rank["index_blocks"] for rank in worker["ranks"])
+        for worker in page["workers"]
+    }
+
+
+async def test_each_worker_is_heard_on_the_lane_that_its_card_names(shared_nats: NatsServer) -> None:
+    settings = {"NATS_SERVER": shared_nats.url, "DYN_DISCOVERY_BACKEND": "nats"}
+    async with fleet(settings) as processes:
+        for flags, environ in LANES.values():
+            await processes.worker("--speedup", "20", *flags, environ=environ)
+        early = await processes.frontend()
+
+        async def knows_all() -> bool:
+            return len(await held_blocks(early)) == len(LANES)
+
+        await eventually(knows_all)
+        workers = list(await held_blocks(early))
+        for worker in workers:
+            body = {
+                "model": "mock",
+                "prompt": words(n=200),
+                "max_tokens": 1,
+                "nvext": {"worker_id": worker},
+            }
+            (await early.http.post("/v1/completions", json=body)).raise_for_status()
+        late = await processes.frontend()
+
+        for frontend in (early, late):
+
+            async def hears_all(here: Frontend = frontend) -> bool:
+                return list((await held_blocks(here)).values()) == [3] * len(LANES)
+
+            await eventually(hears_all)
