@@ -80,6 +80,13 @@ async def test_who_is_not_let_in_is_told_why(monkeypatch: pytest.MonkeyPatch) ->
             pass
 
 
+async def test_an_address_that_is_none_is_named() -> None:
+    settings = PlaneSettings(nats_server="127.0.0.1:99999")
+    with pytest.raises(NatsUnreachable, match=r"99999.*invalid"):
+        async with nats_connection(settings, name="test", tls=None):
+            pass
+
+
 @pytest.mark.parametrize(("text", "why"), [(None, "No such file"), (b"certificate", "no user JWT")])
 async def test_credentials_that_cannot_be_read_are_named(
     tmp_path: Path, text: bytes | None, why: str

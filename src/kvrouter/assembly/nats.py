@@ -114,7 +114,8 @@ async def nats_connection(
                 max_outstanding_pings=PINGS_UNANSWERED_MAX,
             )
     except (NatsError, OSError, TimeoutError) as error:
-        await client.close()
+        if isinstance(error, TimeoutError):  # else it never began
+            await client.close()
         why = "; ".join(reasons) or str(error) or type(error).__name__
         raise NatsUnreachable(
             f"no NATS server lets us in at {servers} ({why}): start one, set NATS_SERVER and NATS_AUTH_*, or "
