@@ -1,15 +1,7 @@
 """What the subjects of KV events, loads and questions are called on NATS."""
 
-import re
-
 from kvrouter.core.ids import WorkerId, WorkerRank
-
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
-
-
-def subject_name(name: str) -> str:
-    """Return ``name`` as one token of a subject; whatever has a meaning there becomes ``_``."""
-    return _NOT_IN_A_NAME.sub("_", name)
+from kvrouter.planes.names import subject_name
 
 
 def events_subject(namespace: str, component: str, rank: WorkerRank) -> str:

@@ -8,7 +8,6 @@ dropped unread.
 
 import asyncio
 import hmac
-import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -21,6 +20,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
 from kvrouter.planes.background import go_on
+from kvrouter.planes.names import subject_name
 from kvrouter.planes.sync.port import MessageSink
 from kvrouter.planes.sync.wire import MESSAGE_MAX_BYTES, VERSION, decode_message, encode_message
 
@@ -35,7 +35,6 @@ LAST_WORDS_S: Final = 1.0
 """How long the end waits for what is still to be sent."""
 
 PROOF_BYTES: Final = 32
-_NOT_IN_A_NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class NatsSyncPlane:
@@ -56,7 +55,7 @@ class NatsSyncPlane:
         inbox_max_bytes: int = INBOX_MAX_BYTES,
     ) -> None:
         self._client = client
-        self._subject = f"kvrouter.{_NOT_IN_A_NAME.sub('_', namespace)}.sync.v{VERSION}"
+        self._subject = f"kvrouter.{subject_name(namespace)}.sync.v{VERSION}"
         self._proof = hmac.digest(token.encode(), f"sync {VERSION} {namespace}".encode(), "sha256")
         self._on_refused = on_refused
         self._outbox_max_bytes = outbox_max_bytes

@@ -6,7 +6,7 @@ from typing import Protocol
 import nats.errors
 
 from kvrouter.core.ids import WorkerRank
-from kvrouter.planes.events.subjects import subject_name
+from kvrouter.planes.names import subject_name
 
 CLIENT_ERRORS = (nats.errors.Error, OSError)
 """What a call to NATS may end with: its own errors, and those of the socket; a timeout is among both."""

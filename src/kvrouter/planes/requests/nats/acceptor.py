@@ -13,6 +13,7 @@ from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, Pro
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.planes.background import go_on
+from kvrouter.planes.names import subject_name
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import LegName, Place
 from kvrouter.planes.requests.nats.frames import (
@@ -29,7 +30,6 @@ from kvrouter.planes.requests.nats.frames import (
     Tokens,
     answers_subject,
     from_router,
-    namespace_name,
     proof_of,
     requests_subject,
 )
@@ -239,7 +239,7 @@ class NatsRequestAcceptor:
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._client = client
-        self._namespace = namespace_name(namespace)
+        self._namespace = subject_name(namespace)
         self._proof = proof_of(token, self._namespace)
         self._dead_after_s = dead_after_s
         self._on_refused = on_refused

@@ -18,7 +18,6 @@ from kvrouter.planes.requests.wire import Refusal
 PROOF_BYTES = 32
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -156,11 +155,6 @@ def requests_subject(namespace: str, worker_id: WorkerId, incarnation: Epoch) ->
 def answers_subject(namespace: str, router: str, link: int | str) -> str:
     """Where a router listens."""
     return f"{_prefix(namespace)}.answers.{router}.{link}"
-
-
-def namespace_name(namespace: str) -> str:
-    """Return ``namespace`` as one word of a subject; whatever has a meaning there becomes ``_``."""
-    return _NOT_IN_A_NAME.sub("_", namespace)
 
 
 def _prefix(namespace: str) -> str:

@@ -16,6 +16,7 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.planes.background import go_on
+from kvrouter.planes.names import subject_name
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.followers import Followers
 from kvrouter.planes.requests.nats.frames import (
@@ -32,7 +33,6 @@ from kvrouter.planes.requests.nats.frames import (
     WorkerFrame,
     answers_subject,
     from_worker,
-    namespace_name,
     proof_of,
     requests_subject,
 )
@@ -246,7 +246,7 @@ class NatsRequestPlane:
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._client = client
-        self._namespace = namespace_name(namespace)
+        self._namespace = subject_name(namespace)
         self._proof = proof_of(token, self._namespace)
         self._open_timeout_s = open_timeout_s
         self._heartbeat_s = dead_after_s / 6 if heartbeat_s is None else heartbeat_s
