@@ -32,6 +32,7 @@ async def test_each_worker_is_heard_on_the_lane_that_its_card_names(shared_nats:
 
         await eventually(knows_all)
         workers = list(await held_blocks(early))
+        assert {worker["event_lane"] for worker in (await early.fleet())["workers"]} == set(LANES)
         for worker in workers:
             body = {
                 "model": "mock",
