@@ -146,6 +146,21 @@ async def test_a_port_that_another_incarnation_took_over_refuses() -> None:
             ends.acceptor.serve(ends.address, ScriptedWorker())
 
 
+async def test_a_plane_that_was_closed_follows_nobody_and_leaves_nothing_running() -> None:
+    async with both_ends() as ends:
+        before = asyncio.all_tasks()
+        stream = await ends.plane.open(ends.address, leg())
+        ends.plane.follow(ends.address, lambda _: None)
+        await ends.plane.close()
+        with pytest.raises(WorkerUnreachable, match="closed"):
+            ends.plane.follow(ends.address, lambda _: None)
+        named = {task.get_name() for task in asyncio.all_tasks() - before}
+        assert not {name for name in named if name.startswith("requests: read an answer")}
+        assert not {name for name in named if "health" in name}
+        with pytest.raises(StreamBroken):
+            await read_all(stream)
+
+
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1/1/1", "http://127.0.0.1:1", "nonsense"])
 async def test_an_address_of_another_plane_is_unreachable(address: str) -> None:
     async with both_ends() as ends:

@@ -234,6 +234,13 @@ def client_context(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
+async def test_a_port_that_somebody_has_is_a_mistake_in_the_settings(acceptor: TcpRequestAcceptor) -> None:
+    other = TcpRequestAcceptor("127.0.0.1", acceptor.port, token=TOKEN)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        await other.start()
+    await other.close()
+
+
 async def test_requests_go_over_tls(authority: trustme.CA) -> None:
     tokens = await round_trip(server=server_context(authority), client=client_context(authority))
     assert tokens == [4, 5]

@@ -53,7 +53,7 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
             known is not None and known.context_length_tokens == card.context_length
         ):
             return
-        if known is None and len(self._texts) >= TEXTS_MAX:
+        if known is None and len(self._texts.keys() | self._loading.keys()) >= TEXTS_MAX:
             self._refuse(card, f"{TEXTS_MAX} models are loaded already")
             return
         folder = self._folders.get(card.model)

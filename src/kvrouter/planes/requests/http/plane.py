@@ -68,12 +68,17 @@ class _HttpLeg:
         elif self.stream.unread_for_s > slow_stream_limit_s:
             self._give_up(ReaderTooSlow(f"the reader took nothing for {slow_stream_limit_s} s"))
 
-    def close(self) -> None:
-        """Close the connection, unless the answer was read to its end: then it can be used again."""
-        if self._pump is not None:
-            self._pump.cancel()
+    def close(self) -> list[asyncio.Task[None]]:
+        """Close the connection, unless the answer was read to its end: then it can be used again.
+
+        Return the task that ends with it, if there is one.
+        """
         if self._response is not None:
             self._response.close()
+        if self._pump is None:
+            return []
+        self._pump.cancel()
+        return [self._pump]
 
     async def _read(self, response: aiohttp.ClientResponse) -> None:
         frames = FrameReader()
@@ -213,9 +218,11 @@ class HttpRequestPlane:
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
         """Keep watch over the worker at ``address``; return the function that ends it, idempotent.
 
-        WorkerUnreachable for an address that is none here.
+        WorkerUnreachable for an address that is none here, and once the plane was closed.
         """
         self._url(address, "/health")
+        if self._closed:
+            raise WorkerUnreachable("the plane was closed")
         end_telling = self._hold(address).followers.add(on_alive)
         ended = False
 
@@ -231,10 +238,10 @@ class HttpRequestPlane:
     async def close(self) -> None:
         """Close every connection; open streams break."""
         self._closed = True
+        tasks = [watch.task for watch in self._watches.values()] + list(self._tells.values())
         for leg in tuple(self._legs.values()):
             leg.stream.break_off("the plane was closed")
-            leg.close()
-        tasks = [watch.task for watch in self._watches.values()] + list(self._tells.values())
+            tasks += leg.close()
         if self._checking is not None:
             tasks.append(self._checking)
         for task in tasks:

@@ -127,15 +127,18 @@ class TcpRequestAcceptor:
         self._registrations: dict[tuple[WorkerId, Epoch], TcpRegistration] = {}
 
     async def start(self) -> None:
-        """Listen. Raises OSError when the address cannot be had."""
-        self._listener = await asyncio.get_running_loop().create_server(
-            self._new_end,
-            self._host,
-            self._port,
-            ssl=self._ssl,
-            ssl_handshake_timeout=None if self._ssl is None else self._limits.hello_within_s,
-            backlog=BACKLOG,
-        )
+        """Listen. Raises ConfigError when the address cannot be had."""
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._new_end,
+                self._host,
+                self._port,
+                ssl=self._ssl,
+                ssl_handshake_timeout=None if self._ssl is None else self._limits.hello_within_s,
+                backlog=BACKLOG,
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
         self._port = int(self._listener.sockets[0].getsockname()[1])
 
     @property
