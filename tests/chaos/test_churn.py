@@ -73,6 +73,7 @@ async def test_every_request_is_answered_while_workers_come_and_go(
             await load.ask(n_requests // ROUNDS)
             deaths.cancel()
             await asyncio.wait([deaths])
+            assert deaths.cancelled(), deaths.exception()
             answers = load.answers
             assert (answers.whole, answers.total) == (n_requests // ROUNDS,) * 2, answers.errors
             for worker_id, running in here.workers.items():

@@ -1,7 +1,5 @@
 """Frontends that are killed in the middle of an answer: whoever asks the next one gets all of it."""
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.support.clients import Client
@@ -33,7 +31,6 @@ async def test_a_frontend_killed_at_any_moment_leaves_nothing_behind(
     flags: tuple[str, ...],
     handoff: str,
     shared_nats: NatsServer,
-    record_property: Callable[[str, object], None],
 ) -> None:
     settings = {"NATS_SERVER": shared_nats.url, "KVROUTER_LEASE_S": "3", **environ}
     async with fleet(settings) as processes:
