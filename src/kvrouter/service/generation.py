@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Self
 
 from kvrouter.core.errors import (
@@ -50,8 +51,9 @@ from kvrouter.journey.words import (
 from kvrouter.planes.requests.port import HandingStream, RequestPlane, StreamBroken, TokenSink, WorkerFull
 from kvrouter.routing.decision import Pick
 from kvrouter.service.attempt import Attempt, Times
-from kvrouter.service.legs import last_leg, prefill_leg
+from kvrouter.service.legs import last_leg, prefill_leg, read_prefill
 from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.output import Output
 from kvrouter.service.placement import Placement, Placer
 from kvrouter.service.silence import Patience, Phase, SilenceWatch, TooLong
 
@@ -100,12 +102,10 @@ class Generation:
         self._patience = patience
         self._observed = observed
         self._on_end = on_end
-        self._gaps_s: list[float] = []
-        self._token_s = 0.0
         self._attempt: Attempt | None = None
         self._last_placement: Placement | None = None
         self._watch = SilenceWatch(patience, self._too_long)
-        self._tail_tokens = 0
+        self._output = Output(self._journey, placer, self._watch)
         self._closed = False
         self._told = False
         self._silence: str | None = None
@@ -189,24 +189,11 @@ class Generation:
             or not isinstance(attempt.decode, HandingStream)
         ):
             return
-        watch, block_size = self._watch, attempt.placement.block_size
-        note_gap_s, note_tokens, clock_s = self._gaps_s.append, self._journey.tokens, time.monotonic
-
-        def take(token_ids: Sequence[int]) -> bool:
-            # As _take_tokens does: this is done for every token of every answer.
-            now_s = watch.heard_s = clock_s()
-            note_gap_s(now_s - self._token_s)
-            self._token_s = now_s
-            note_tokens(token_ids)
-            self._tail_tokens += len(token_ids)
-            if self._tail_tokens >= block_size:
-                self._count_blocks(attempt)
-            return sink(token_ids)
-
+        watch = self._watch
         watch.heard_s = time.monotonic()
         watch.is_reading = True
         try:
-            await attempt.decode.hand_over(take)
+            await attempt.decode.hand_over(self._output.noting(sink))
         finally:
             watch.is_reading = False
 
@@ -258,7 +245,7 @@ class Generation:
             error=self.error,
             finished=reason in {ANSWERED, FINISHED},
             times=self.times,
-            gaps_s=self._gaps_s,
+            gaps_s=self._output.gaps_s,
             prompt_tokens=len(self.request.token_ids),
             completion_tokens=len(self._journey.generated),
         )
@@ -271,7 +258,11 @@ class Generation:
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._note_cached(attempt, chunk.cached_tokens)
         if chunk.token_ids:
-            self._take_tokens(attempt, chunk.token_ids)
+            if self._journey.state is State.DECODING:
+                self._perform_now(self._journey.handle(FirstTokens()))
+                self._output.first(chunk.token_ids)
+            else:
+                self._output.more(chunk.token_ids)
         if chunk.finish is not None:
             attempt.decode = None
             self._perform_now(self._journey.handle(Finished(chunk.finish)))
@@ -289,16 +280,6 @@ class Generation:
                 return
             await asyncio.sleep(PREFILL_NEWS_LOOK_S)
 
-    def _take_tokens(self, attempt: Attempt, token_ids: Sequence[int]) -> None:
-        now_s = self._watch.heard_s = time.monotonic()
-        if self._journey.state is State.DECODING:
-            self._perform_now(self._journey.handle(FirstTokens()))
-        else:
-            self._gaps_s.append(now_s - self._token_s)
-        self._token_s = now_s
-        self._journey.tokens(token_ids)
-        self._count_output(attempt, len(token_ids))
-
     async def _lose(self, attempt: Attempt, why: str) -> None:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
         pick = attempt.placement.decision.decode
@@ -310,23 +291,16 @@ class Generation:
         if self.error is not None:  # we ended it ourselves: the deadline passed
             return self._journey.handle(ClientLeft(self.error.code))
         lost = attempt.lost[0] if attempt.lost else lost
+        lost = replace(lost, why=attempt.placement.without_addresses(lost.why))
         if self._silence is not None:
             lost, self._silence = replace(lost, why=self._silence), None
         self._lost_leg = lost
         return self._journey.handle(lost)
 
-    def _count_output(self, attempt: Attempt, tokens: int) -> None:
-        self._tail_tokens += tokens
-        if self._tail_tokens >= attempt.placement.block_size:
-            self._count_blocks(attempt)
-
-    def _count_blocks(self, attempt: Attempt) -> None:
-        """Tell the ledger of each block of output that became full."""
-        blocks, self._tail_tokens = divmod(self._tail_tokens, attempt.placement.block_size)
-        self._placer.output_blocks(attempt.placement, blocks)
-
     def _note_cached(self, attempt: Attempt, cached_tokens: int) -> None:
         """The engine's own count of what it had cached; the client's usage shows that of its first token."""
+        if self._attempt is not attempt:
+            return  # it was given up meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens = cached_tokens
         self._placer.note_cached_tokens(attempt.placement, cached_tokens)
@@ -380,7 +354,7 @@ class Generation:
             self._observed.sent_again(self.request, self._lost_leg, streaming=streaming)
         self._attempt = Attempt(placement)
         self._last_placement = placement
-        self._tail_tokens = placement.prompt.isl_tokens % placement.block_size
+        self._output.begin(placement)
         if self.times.placed_s is None:
             self.times.placed_s = time.monotonic()
         self._watch.enter(Phase.RESUMING if self._journey.generated else Phase.FIRST_TOKEN)
@@ -415,16 +389,7 @@ class Generation:
         attempt.prefill = stream
         if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
             stream.cancel(self.error.code)
-        params: KvTransferParams | None = None
-        async for chunk in stream:
-            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-                raise StreamBroken(chunk.error or "the engine cancelled the prefill")
-            if chunk.cached_tokens is not None and self._attempt is attempt:
-                self._note_cached(attempt, chunk.cached_tokens)
-            if chunk.kv_transfer_params is not None:
-                params = chunk.kv_transfer_params
-            if chunk.finish is not None:
-                break
+        params = await read_prefill(stream, partial(self._note_cached, attempt))
         self._placer.prefill_done(placement)
         return params
 

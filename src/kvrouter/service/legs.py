@@ -1,8 +1,18 @@
 """The legs of an attempt as engines receive them."""
 
+from collections.abc import Callable
+
 from msgspec.structs import replace
 
-from kvrouter.core.requests import EngineRequest, GenerateRequest, KvTransferParams, Leg, Sampling
+from kvrouter.core.requests import (
+    EngineRequest,
+    FinishReason,
+    GenerateRequest,
+    KvTransferParams,
+    Leg,
+    Sampling,
+)
+from kvrouter.planes.requests.port import EngineStream, StreamBroken
 from kvrouter.service.placement import Placement
 
 
@@ -20,6 +30,24 @@ def prefill_leg(
         kv_transfer_params=None,
         time_left_s=time_left_s,
     )
+
+
+async def read_prefill(stream: EngineStream, on_cached: Callable[[int], None]) -> KvTransferParams | None:
+    """Read a prefill leg to its end; return what it says about where its KV waits.
+
+    ``on_cached`` hears how many prompt tokens the engine had cached. Raises StreamBroken.
+    """
+    params: KvTransferParams | None = None
+    async for chunk in stream:
+        if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+            raise StreamBroken(chunk.error or "the engine cancelled the prefill")
+        if chunk.cached_tokens is not None:
+            on_cached(chunk.cached_tokens)
+        if chunk.kv_transfer_params is not None:
+            params = chunk.kv_transfer_params
+        if chunk.finish is not None:
+            return params
+    raise StreamBroken("the stream ended without a last chunk")
 
 
 def last_leg(

@@ -33,6 +33,13 @@ class Placement:
     decode_domains: Mapping[str, str] = field(default_factory=dict)
     prefill_domains: Mapping[str, str] = field(default_factory=dict)
 
+    def without_addresses(self, text: str) -> str:
+        """``text``, which a client may read, without the workers' addresses that may stand in it."""
+        for address in (self.decode_address, self.prefill_address):
+            if address:
+                text = text.removeprefix(f"{address}: ").replace(address, "the worker")
+        return text
+
     @property
     def prefill_pick(self) -> Pick:
         """The prefill worker: of a pair, or where prefill alone was decided."""

@@ -12,7 +12,7 @@ from kvrouter.core.errors import (
     ShuttingDown,
 )
 from kvrouter.core.ids import RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, FinishReason, GenerateRequest, KvTransferParams, Leg
+from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams, Leg
 from kvrouter.journey.journey import Journey
 from kvrouter.journey.words import (
     Abandon,
@@ -27,9 +27,9 @@ from kvrouter.journey.words import (
     SendPrefill,
     Shape,
 )
-from kvrouter.planes.requests.port import EngineStream, RequestPlane, StreamBroken, WorkerFull
+from kvrouter.planes.requests.port import EngineStream, RequestPlane, WorkerFull
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.legs import prefill_leg
+from kvrouter.service.legs import prefill_leg, read_prefill
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.placement import Placement
@@ -259,18 +259,12 @@ class _Run:
         placement = self._placed()
         if self.stream is None:
             raise RuntimeError("a leg that was not sent was read")
-        async for chunk in self.stream:
-            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-                raise StreamBroken(chunk.error or "the engine cancelled the prefill")
-            if chunk.cached_tokens is not None:
-                self._cached_tokens = chunk.cached_tokens
-                self._room.note_cached_tokens(placement, chunk.cached_tokens)
-            if chunk.kv_transfer_params is not None:
-                self._params = chunk.kv_transfer_params
-            if chunk.finish is not None:
-                self._room.release(placement)
-                return
-        raise StreamBroken("the stream ended without a last chunk")
+        self._params = await read_prefill(self.stream, self._note_cached)
+        self._room.release(placement)
+
+    def _note_cached(self, cached_tokens: int) -> None:
+        self._cached_tokens = cached_tokens
+        self._room.note_cached_tokens(self._placed(), cached_tokens)
 
     def abandon(self, reason: str) -> None:
         """Cancel the leg and give back what was booked; idempotent."""
