@@ -14,7 +14,7 @@ from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
 from kvrouter.planes.requests.port import EngineStream, Registration
 from kvrouter.worker import EngineDoor, KvPublisher, new_incarnation, register_llm
-from tests.support.mock_fleets import LIMIT_S
+from tests.support.waits import LIMIT_S
 
 BLOCK_SIZE = 16
 TOKEN = "a secret"
