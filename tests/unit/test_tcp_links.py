@@ -193,12 +193,12 @@ async def test_where_nobody_is_is_unreachable_and_not_alive() -> None:
 def test_an_address_that_nobody_can_connect_to_is_not_advertised() -> None:
     with pytest.raises(ConfigError, match="advertise"):
         TcpRequestAcceptor("0.0.0.0", token=TOKEN)
-    acceptor = TcpRequestAcceptor("0.0.0.0", 7001, token=TOKEN, advertise="node-7.example")
+    acceptor = TcpRequestAcceptor("0.0.0.0", 7001, token=TOKEN, advertise_host="node-7.example")
     assert acceptor.address_of(WorkerId(1), Epoch(2)) == "tcp://node-7.example:7001/1/2"
 
 
 async def round_trip(*, server: ssl.SSLContext | None, client: ssl.SSLContext | None) -> list[int]:
-    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=server, advertise="localhost")
+    acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN, ssl=server, advertise_host="localhost")
     await acceptor.start()
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     worker = ScriptedWorker()

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from kvrouter.config import PlaneSettings, Settings
 from kvrouter.core.errors import ConfigError
-
-EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
+from kvrouter.core.hosts import EVERY_INTERFACE
 
 
 class Tls(NamedTuple):

@@ -102,7 +102,7 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
             planes.listen_port,
             token=token,
             ssl=tls.server,
-            advertise=advertised(settings),
+            advertise_host=advertised(settings),
             heartbeat_s=planes.dead_after_s / 3,
             dead_after_s=planes.dead_after_s,
             on_refused=on_refused,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import bracketed
 
 _UNIX, _TCP = "unix:", "tcp://"
 _PORTS = 65536
@@ -37,8 +38,7 @@ class DoorAddress:
     def __str__(self) -> str:
         if self.path is not None:
             return f"{_UNIX}{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{_TCP}{host}:{self.port}"
+        return f"{_TCP}{bracketed(self.host)}:{self.port}"
 
     @property
     def is_private(self) -> bool:

@@ -18,6 +18,7 @@ from time import monotonic
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvEvent
+from kvrouter.core.hosts import told_host
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineRequest
 from kvrouter.engines.mock.connection import TransferCounts, TransferSettings
@@ -31,7 +32,6 @@ from kvrouter.planes.requests.port import WorkerFull, WorkerUnreachable
 
 TURN_MAX_S = 0.005
 MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK = 16
-EVERY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - nothing is bound to it here
 
 
 class MockEngineHandle:
@@ -145,9 +145,7 @@ class MockCluster:
             raise ConfigError("transfers: listening needs them", param="transfers")
         if self._fabric.address is not None or self._sinks:
             raise ConfigError("listen: once, and before an engine starts", param="host")
-        told = advertise_host or host
-        if told in EVERY_ADDRESS:
-            raise ConfigError(f"advertise_host: {told or 'no host'} is no address", param="advertise_host")
+        told = told_host(host, advertise_host)
         self._fabric.address = Peer(told, await self._transfers.listen(host, port))
         return self._fabric.address
 

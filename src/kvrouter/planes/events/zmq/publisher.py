@@ -7,6 +7,7 @@ import zmq
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch
+from kvrouter.core.hosts import bracketed, told_host
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.planes.events.drops import Drops
@@ -51,10 +52,7 @@ class ZmqEventPublisher:
         batch_max_bytes: int = BATCH_MAX_BYTES,
         loads_interval_s: float = LOADS_INTERVAL_S,
     ) -> None:
-        if advertise_host is None and host in ("0.0.0.0", "::", "*"):  # noqa: S104 - compared, not bound
-            raise ConfigError(
-                f"host: {host} is no address that routers can connect to; name one to advertise", param="host"
-            )
+        at = told_host(host, advertise_host)
         self._drops = Drops(on_dropped)
         self._on_malformed = on_malformed
         self._batch_max_bytes = batch_max_bytes - TOPIC_BYTES
@@ -65,7 +63,6 @@ class ZmqEventPublisher:
         self._answers = new_socket(self._context, zmq.ROUTER, message_max_bytes=QUESTION_MAX_BYTES)
         try:
             keys = None if token is None else TokenKeys(token)
-            at = advertise_host or host
             self._source = EventSource(
                 EventLane.ZMQ,
                 events=_listen(self._out, host, port, at, keys),
@@ -142,14 +139,10 @@ def _listen(
         keys.serve(socket)
     socket.ipv6 = ":" in host
     try:
-        socket.bind(f"tcp://{_bracketed(host)}:{port or '*'}")
+        socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
     except zmq.ZMQError as error:
         raise ConfigError(
             f"port: KV events cannot be published at {host}:{port}: {error}", param="port"
         ) from None
     bound = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
-    return f"tcp://{_bracketed(advertise_host)}:{bound.rpartition(':')[2]}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"tcp://{bracketed(advertise_host)}:{bound.rpartition(':')[2]}"

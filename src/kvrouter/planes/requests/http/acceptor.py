@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import ClientError, web
 
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.hosts import bracketed, told_host
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.planes.background import go_on
@@ -200,7 +201,7 @@ class HttpRequestAcceptor:
         self._port = port
         self._credentials = f"Bearer {token}".strip().encode()
         self._ssl = ssl
-        self._advertise_host = advertise_host or host
+        self._advertise_host = told_host(host, advertise_host)
         self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
         self._dead_after_s = dead_after_s
         self._request_timeout_s = request_timeout_s
@@ -249,8 +250,7 @@ class HttpRequestAcceptor:
     def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
         """Return what the card of a worker served here says. The listener must have started."""
         scheme = "http" if self._ssl is None else "https"
-        host = f"[{self._advertise_host}]" if ":" in self._advertise_host else self._advertise_host
-        return f"{scheme}://{host}:{self._port}/{worker_id}/{incarnation}"
+        return f"{scheme}://{bracketed(self._advertise_host)}:{self._port}/{worker_id}/{incarnation}"
 
     def serve(self, address: str, server: RequestServer) -> Place:
         """Make ``server`` reachable under an address that :meth:`address_of` gave, until it leaves."""

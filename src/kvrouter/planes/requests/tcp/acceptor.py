@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ssl import SSLContext
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import told_host
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.planes.requests.port import RequestServer
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
@@ -12,8 +13,6 @@ from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
 from kvrouter.planes.requests.tcp.hello import Secret
 from kvrouter.planes.requests.tcp.leg import LegKey
 from kvrouter.planes.requests.tcp.worker_end import WorkerEnd, WorkerLimits
-
-ANY_HOST = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  named here to be refused as an address
 
 BACKLOG = 1024
 
@@ -80,7 +79,7 @@ class TcpRegistration:
 class TcpRequestAcceptor:
     """Listens on ``host:port`` (0: any) for routers that know ``token``; ``ssl`` is a server's context.
 
-    ``advertise`` is the host that goes into addresses, where it is not ``host``. A router must say hello
+    ``advertise_host`` is the host that goes into addresses, where it is not ``host``. A router must say hello
     within ``hello_within_s``; it is lost when nothing was heard of it for ``dead_after_s``, and asked every
     ``heartbeat_s`` when nothing else is said. ``connections_max`` routers may be connected, each with
     ``streams_max`` legs and ``write_max_bytes`` that it has not read. ``on_refused`` is told, in words, of
@@ -94,7 +93,7 @@ class TcpRequestAcceptor:
         *,
         token: str | None,
         ssl: SSLContext | None = None,
-        advertise: str | None = None,
+        advertise_host: str | None = None,
         hello_within_s: float = 5.0,
         heartbeat_s: float = 2.0,
         dead_after_s: float = 6.0,
@@ -103,12 +102,7 @@ class TcpRequestAcceptor:
         write_max_bytes: int = 128 * 1024 * 1024,
         on_refused: Callable[[str], None] = _tell_nobody,
     ) -> None:
-        self._advertised = host if advertise is None else advertise
-        if self._advertised in ANY_HOST:
-            raise ConfigError(
-                f"advertise: {self._advertised!r} is no address that routers can connect to",
-                param="advertise",
-            )
+        self._advertised = told_host(host, advertise_host)
         self._host = host
         self._port = port
         self._secret = Secret(token)

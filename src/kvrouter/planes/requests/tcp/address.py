@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.hosts import bracketed
 from kvrouter.core.ids import Epoch, WorkerId
 
 _ID_LIMIT = 2**64
@@ -19,8 +20,7 @@ class TcpAddress:
     incarnation: Epoch
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}/{self.worker_id}/{self.incarnation}"
+        return f"tcp://{bracketed(self.host)}:{self.port}/{self.worker_id}/{self.incarnation}"
 
 
 def read_address(address: str) -> TcpAddress:

@@ -1,0 +1,24 @@
+"""Hosts, as addresses name them."""
+
+from kvrouter.core.errors import ConfigError
+
+EVERY_INTERFACE = frozenset({"", "0.0.0.0", "::", "*"})  # noqa: S104 - compared with, not bound to
+
+
+def told_host(host: str, advertise_host: str | None) -> str:
+    """Return the host that others connect to: ``advertise_host``, else the ``host`` that is listened on.
+
+    Raises ConfigError where that is every interface, which nobody can connect to.
+    """
+    told = host if advertise_host is None else advertise_host
+    if told in EVERY_INTERFACE:
+        raise ConfigError(
+            f"advertise_host: {told!r} is no address that others can connect to; name one",
+            param="advertise_host",
+        )
+    return told
+
+
+def bracketed(host: str) -> str:
+    """Return ``host`` as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
