@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from kvrouter.assembly.address import claimed, explained
 from kvrouter.assembly.lifetime import told_to_stop
 from kvrouter.assembly.nats import nameable
 from kvrouter.config import DiscoveryBackend, FleetFile, LogFormat, Settings
@@ -131,6 +132,7 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
     family = _Family(prefix_lines=settings.log.log_format is LogFormat.TEXT)
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(told_to_stop())
+        ports = await free_ports(settings.frontend.http_host, settings.frontend.http_port, replicas)
         changes: dict[str, object] = {"discovery": DiscoveryBackend.FILE}
         if with_nats:
             changes = {"discovery": DiscoveryBackend.NATS}
@@ -147,7 +149,6 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
                     f"worker {group}/{index}", _command("worker", "mock", "--fleet", str(file), "--group",
                     group, "--index", str(index)), environ,
                 )  # fmt: skip
-            ports = [settings.frontend.http_port + number for number in range(replicas)]
             for port in ports:
                 front = run.frontend.model_copy(update={"http_port": port})
                 of_front = environment_of(
@@ -167,6 +168,7 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
                     log_event(logger, Event.READY, host=settings.frontend.http_host, port=port)
             else:
                 ready.cancel()
+                await asyncio.gather(ready, return_exceptions=True)
             await told
             log_event(logger, Event.DRAIN)
         finally:
@@ -174,6 +176,26 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
             await family.stop("worker", STOP_LIMIT_S)
     log_event(logger, Event.STOP)
     return 0
+
+
+async def free_ports(host: str, first: int, n: int) -> list[int]:
+    """The ``n`` ports from ``first`` on, which the frontends are to have; looked at before anything starts.
+
+    Raises CannotListen for one that is taken, ConfigError where they cannot be told beforehand.
+    """
+    if not 0 < first <= 65535 - (n - 1):
+        raise ConfigError(
+            f"--http-port: {n} frontends as processes take the ports from it on: it must be in "
+            f"1..{65536 - n}, not {first}",
+            param="http_port",
+        )
+    ports = list(range(first, first + n))
+    for port in ports:
+        async with claimed(host, port) as sockets:
+            for sock in sockets:
+                with explained(host, port):
+                    sock.listen()
+    return ports
 
 
 def _command(*arguments: str) -> list[str]:
