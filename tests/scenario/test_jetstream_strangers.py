@@ -1,0 +1,89 @@
+"""The JetStream lane when somebody writes where only workers and routers should."""
+
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import DpRank, EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.planes.events.wire import encode_batch
+from tests.support.jetstream_fleet import Fleet, Worker, fleet_on
+from tests.support.nats_server import NatsServer
+from tests.support.waits import until
+
+GARBAGE = [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"rank": [1, 0]}), b"\xff" * 4096]
+
+
+@pytest.fixture
+async def fleet(shared_nats: NatsServer) -> AsyncIterator[Fleet]:
+    async with fleet_on(shared_nats.url) as opened:
+        yield opened
+
+
+def names_of(fleet: Fleet) -> LaneNames:
+    return LaneNames(fleet.namespace, "backend")
+
+
+async def write_garbage(fleet: Fleet, worker: Worker) -> None:
+    """Among a rank's own batches, and one that is of another rank than its subject says."""
+    rank = worker.card.ranks()[0]
+    elsewhere = WorkerRank(WorkerId(99), DpRank(0))
+    foreign = KvBatch(rank=elsewhere, epoch=worker.card.incarnation, first_event_id=EventId(0), events=())
+    for payload in (*GARBAGE, encode_batch(foreign)):
+        await fleet.client.jetstream().publish(names_of(fleet).events(rank), payload)
+
+
+async def test_what_is_no_batch_is_told_and_let_go_live_and_in_a_replay(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    live = await fleet.replica("live", refused=True)
+    live.join(worker)
+    worker.serve(3)
+    await live.until_right(worker)
+    await write_garbage(fleet, worker)
+    worker.serve(3)
+    await fleet.published()
+    await live.until_right(worker)
+    assert len(live.notes.refusals) >= len(GARBAGE)
+    late = await fleet.replica("late", refused=True)
+    late.join(worker)
+    await late.until_right(worker)
+    assert len(late.notes.refusals) >= len(GARBAGE)
+
+
+@pytest.mark.parametrize("body", [b"", b"no JSON", b"[]", b'{"snapshot": 5}'])
+async def test_a_key_that_is_none_costs_a_question_and_no_router(fleet: Fleet, body: bytes) -> None:
+    worker = fleet.worker(1)
+    first = await fleet.replica("first")
+    first.join(worker)
+    worker.serve(5)
+    await first.until_right(worker)
+    keys = await fleet.client.jetstream().key_value(names_of(fleet).bucket)
+    await keys.put("latest", body)
+    late = await fleet.replica("late")
+    late.join(worker)
+    worker.serve(3)
+    await first.until_right(worker)
+    await late.until_right(worker)
+
+
+async def test_an_object_that_was_overwritten_costs_a_question_and_no_router(fleet: Fleet) -> None:
+    worker = fleet.worker(1)
+    first = await fleet.replica("first")
+    first.join(worker)
+    worker.serve(10)
+    await first.until_right(worker)
+    await until(lambda: first.is_right(worker))
+    assert await first.snapshots.check() == 1
+    objects = await fleet.client.jetstream().object_store(names_of(fleet).bucket)
+    for each in await objects.list():
+        assert each.name is not None
+        if "part" in each.name:
+            await objects.put(each.name, b"\xc1" * 100)
+    late = await fleet.replica("late")
+    late.join(worker)
+    worker.serve(3)
+    await first.until_right(worker)
+    await late.until_right(worker)
+    assert late.asking.asked > 0
