@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
+from kvrouter.planes.requests.legs import PREFILLED_MAX
 from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerFull
 from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.planes.requests.tcp.frames import (
@@ -22,7 +23,6 @@ from kvrouter.planes.requests.tcp.frames import (
     items_decoder,
 )
 from kvrouter.planes.requests.tcp.stream import TcpStream
-from kvrouter.planes.requests.tcp.worker_end import ENDED_PREFILLS_MAX
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
 from tests.support.wires_tcp import TOKEN
@@ -262,7 +262,7 @@ async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Accepto
 async def test_ended_prefill_legs_are_kept_to_a_number(served: Acceptor) -> None:
     acceptor, worker, _ = served
     peer = await RawRouter.welcomed(acceptor.port)
-    for stream_id in range(ENDED_PREFILLS_MAX + 1):
+    for stream_id in range(PREFILLED_MAX + 1):
         peer.send_frame(Kind.OPEN, encode_open(stream_id, 9, leg(str(stream_id), which=Leg.PREFILL)))
         await peer.next(Kind.ACCEPTED)
         worker.streams[stream_id].chunks.put_nowait(EngineChunk((1,), finish=FinishReason.LENGTH))

@@ -18,6 +18,7 @@ from kvrouter.planes.requests.port import (
 )
 
 LegKey = tuple[RequestId, int, Leg]
+"""What must not be served twice at the same time."""
 
 LEGS_MAX = 16_384
 """How many legs one worker runs at once; one more is refused as WorkerFull."""
@@ -26,6 +27,11 @@ PREFILLED_MAX = 1024
 """How many prefill legs that have ended can still be cancelled; the engine's own clock frees older ones."""
 
 CONNECTION_CLOSED = "the router closed its connection"
+
+
+def key_of(request: EngineRequest) -> LegKey:
+    """Return the key of a request's leg."""
+    return (request.request_id, request.attempt, request.leg)
 
 
 class LegName(NamedTuple):
@@ -116,7 +122,7 @@ class Place:
 
     async def run(self, name: LegName, request: EngineRequest, answer: Answer) -> None:
         """Serve one leg to its end, in the calling task. CancelledError when the leg was cancelled."""
-        leg = _ServedLeg(name, (request.request_id, request.attempt, request.leg))
+        leg = _ServedLeg(name, key_of(request))
         try:
             self._admit(leg)
             leg.inner = await self._server.submit(request)

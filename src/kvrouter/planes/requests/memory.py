@@ -5,9 +5,10 @@ from collections.abc import Callable
 from weakref import WeakSet
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, RequestId, WorkerId
-from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.planes.requests.followers import Followers
+from kvrouter.planes.requests.legs import LegKey, key_of
 from kvrouter.planes.requests.port import (
     AliveSink,
     EngineStream,
@@ -15,8 +16,6 @@ from kvrouter.planes.requests.port import (
     StreamBroken,
     WorkerUnreachable,
 )
-
-LegKey = tuple[RequestId, int, Leg]
 
 
 def memory_address(worker_id: WorkerId, incarnation: Epoch) -> str:
@@ -110,7 +109,7 @@ class MemoryRegistration:
 
     async def open(self, request: EngineRequest, open_timeout_s: float) -> MemoryStream:
         """Hand ``request`` to the worker. A leg that is open already is refused, not served twice."""
-        key = (request.request_id, request.attempt, request.leg)
+        key = key_of(request)
         if key in self._streams:
             raise WorkerUnreachable(f"{request.engine_key}: this leg runs here already")
         self._streams[key] = None

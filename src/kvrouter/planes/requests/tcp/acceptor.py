@@ -7,18 +7,14 @@ from ssl import SSLContext
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import told_host
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.planes.requests.legs import LegKey
 from kvrouter.planes.requests.port import RequestServer
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
 from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
 from kvrouter.planes.requests.tcp.hello import Secret
-from kvrouter.planes.requests.tcp.leg import LegKey
 from kvrouter.planes.requests.tcp.worker_end import WorkerEnd, WorkerLimits
 
 BACKLOG = 1024
-
-
-def _tell_nobody(_: str) -> None:
-    pass
 
 
 class TcpRegistration:
@@ -100,7 +96,7 @@ class TcpRequestAcceptor:
         connections_max: int = 1024,
         streams_max: int = 8192,
         write_max_bytes: int = 128 * 1024 * 1024,
-        on_refused: Callable[[str], None] = _tell_nobody,
+        on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._advertised = told_host(host, advertise_host)
         self._host = host

@@ -5,17 +5,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest
-from kvrouter.core.requests import Leg as WhichLeg
+from kvrouter.planes.requests.legs import key_of
 from kvrouter.planes.requests.port import EngineStream, RequestServer, StreamBroken
-
-LegKey = tuple[RequestId, int, WhichLeg]
-
-
-def key_of(request: EngineRequest) -> LegKey:
-    """Return what must not be served twice at the same time."""
-    return (request.request_id, request.attempt, request.leg)
 
 
 def cancel_soon(inner: EngineStream, reason: str) -> None:

@@ -17,10 +17,6 @@ from kvrouter.planes.requests.tcp.stream import TcpStream
 HUNG_UP = "the router closed its connection"
 
 
-def _tell_nobody(_: str) -> None:
-    pass
-
-
 class TcpRequestPlane:
     """Reaches workers over tcp: one connection each, however many streams.
 
@@ -50,7 +46,7 @@ class TcpRequestPlane:
         stream_credit_tokens: int = 1024,
         streams_max: int = 8192,
         write_max_bytes: int = 128 * 1024 * 1024,
-        on_refused: Callable[[str], None] = _tell_nobody,
+        on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         if stream_credit_tokens < 1:
             raise ConfigError("stream_credit_tokens: must be at least 1", param="stream_credit_tokens")

@@ -11,6 +11,7 @@ from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.core.requests import Leg as WhichLeg
+from kvrouter.planes.requests.legs import PREFILLED_MAX, LegKey
 from kvrouter.planes.requests.port import EngineStream, RequestServer, WorkerFull, WorkerUnreachable
 from kvrouter.planes.requests.tcp.connection import LEFT, Connection
 from kvrouter.planes.requests.tcp.frames import (
@@ -28,13 +29,8 @@ from kvrouter.planes.requests.tcp.frames import (
     open_decoder,
 )
 from kvrouter.planes.requests.tcp.hello import HELLO_BYTES, Hello, Secret, greeting, new_nonce, read_hello
-from kvrouter.planes.requests.tcp.leg import LegKey, WorkerLeg, cancel_soon
+from kvrouter.planes.requests.tcp.leg import WorkerLeg, cancel_soon
 from kvrouter.planes.requests.wire import decode_request
-
-ENDED_PREFILLS_MAX = 1024
-"""Prefill legs that have ended and can still be cancelled, so that KV nobody will fetch is freed; the oldest
-are forgotten first.
-"""
 
 ITEM_TOKENS = 64
 """What an item counts beside its tokens towards a full frame."""
@@ -238,7 +234,7 @@ class WorkerEnd(Connection):
 
     def _keep_prefill(self, stream_id: int, inner: EngineStream) -> None:
         self._ended_prefills[stream_id] = inner
-        if len(self._ended_prefills) > ENDED_PREFILLS_MAX:
+        if len(self._ended_prefills) > PREFILLED_MAX:
             self._ended_prefills.popitem(last=False)
 
     def gather(self) -> None:
