@@ -8,6 +8,8 @@ from kvrouter.config import PlaneSettings, Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import EVERY_INTERFACE
 
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
 
 class Tls(NamedTuple):
     """The contexts of a process: to take connections, and to make them; None without certificates."""
@@ -55,3 +57,20 @@ def advertised(settings: Settings) -> str:
     if planes.advertise_host is not None:
         return planes.advertise_host
     return socket.getfqdn() if planes.listen_host in EVERY_INTERFACE else planes.listen_host
+
+
+def doubts(settings: Settings) -> list[str]:
+    """What is legal about a worker's addresses, and hardly what was meant: to be told at its start."""
+    planes = settings.planes
+    found = []
+    if planes.listen_host not in LOOPBACK and planes.plane_token is None and planes.tls_cert is None:
+        found.append(
+            f"listen_host: {planes.listen_host or 'every interface'} is open to whoever reaches it: set "
+            "KVROUTER_PLANE_TOKEN"
+        )
+    if planes.listen_host in EVERY_INTERFACE and advertised(settings) in LOOPBACK:
+        found.append(
+            f"advertise_host: routers are told to come to {advertised(settings)}, this host's own name for "
+            "itself: other hosts need --advertise-host"
+        )
+    return found

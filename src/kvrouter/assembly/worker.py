@@ -24,7 +24,7 @@ from kvrouter.assembly.described import (
 from kvrouter.assembly.lifetime import settle_memory, told_to_stop
 from kvrouter.assembly.nats import revealed
 from kvrouter.assembly.texts import MOCK_TOKENIZER
-from kvrouter.assembly.tls import advertised, tls_of
+from kvrouter.assembly.tls import advertised, doubts, tls_of
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import FleetFile, Settings, WorkerGroup
 from kvrouter.config.static_endpoint import STATIC_INCARNATION, static_text
@@ -231,6 +231,8 @@ async def _serve(
         worker=str(spec.worker_id),
         role=spec.group.role.value,
     )
+    for doubt in doubts(settings):
+        log_event(logger, Event.CONFIG_WARNING, worker=str(spec.worker_id), detail=doubt)
     with told_to_stop() as stopping:
         async with mock_worker(settings, spec, environ) as running:
             worker = running.worker
