@@ -10,12 +10,10 @@ BODY = {"model": "mock", "prompt": words(n=200), "max_tokens": 4}
 
 
 @pytest.mark.parametrize("event_plane", ["auto", "jetstream"])
-async def test_without_kv_events_no_frontend_looks_for_nats(event_plane: str) -> None:
-    async with fleet({"NATS_SERVER": NOBODY}) as processes:
+async def test_without_kv_events_nobody_looks_for_nats(event_plane: str) -> None:
+    async with fleet({"NATS_SERVER": NOBODY, "DYN_EVENT_PLANE": event_plane}) as processes:
         await processes.worker("--no-kv-events", "--speedup", "20")
-        frontend = await processes.frontend(
-            "--no-kv-events", environ={"DYN_EVENT_PLANE": event_plane, "DYN_ROUTER_TTL": "600"}
-        )
+        frontend = await processes.frontend("--no-kv-events", environ={"DYN_ROUTER_TTL": "600"})
 
         async def overlap_blocks() -> int:
             reply = await frontend.http.post("/v1/completions", json=BODY)
@@ -32,3 +30,9 @@ async def test_without_kv_events_no_frontend_looks_for_nats(event_plane: str) ->
 
         await eventually(is_predicted)
         assert not (await frontend.metrics()).total("kv_events_missing")
+
+        async def load_is_heard() -> bool:
+            (worker,) = (await frontend.fleet())["workers"]
+            return worker["ranks"][0]["report"] is not None
+
+        await eventually(load_is_heard)

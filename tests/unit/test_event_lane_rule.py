@@ -24,3 +24,9 @@ def test_the_lane_of_a_worker(
 ) -> None:
     settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": event_plane})
     assert lane_of(settings, has_local_indexer=has_local_indexer) is lane
+
+
+@pytest.mark.parametrize(("discovery", "lane"), [("file", EventLane.ZMQ), ("nats", EventLane.JETSTREAM)])
+def test_without_kv_events_no_lane_is_a_reason_for_nats(discovery: str, lane: EventLane) -> None:
+    settings = PlaneSettings.model_validate({"discovery": discovery, "event_plane": "jetstream"})
+    assert lane_of(settings, has_local_indexer=False, publishes_kv_events=False) is lane

@@ -152,6 +152,7 @@ async def mock_worker(
             settings,
             component=component,
             has_local_indexer=spec.enable_local_indexer,
+            publishes_kv_events=group.engine.kv_events,
             is_static=spec.is_static,
         ) as wires:
             incarnation = STATIC_INCARNATION if spec.is_static else new_incarnation()

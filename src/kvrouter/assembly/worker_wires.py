@@ -53,7 +53,12 @@ class WorkerWires:
 
 @asynccontextmanager
 async def worker_wires(
-    settings: Settings, *, component: str, has_local_indexer: bool, is_static: bool = False
+    settings: Settings,
+    *,
+    component: str,
+    has_local_indexer: bool,
+    publishes_kv_events: bool,
+    is_static: bool = False,
 ) -> AsyncIterator[WorkerWires]:
     """Connect everything that the settings ask for; it is closed at the end.
 
@@ -62,7 +67,7 @@ async def worker_wires(
     """
     planes = settings.planes
     tls = tls_of(planes)
-    lane = lane_of(planes, has_local_indexer=has_local_indexer)
+    lane = lane_of(planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
         tells_by_nats = planes.discovery is DiscoveryBackend.NATS or lane is not EventLane.ZMQ
@@ -83,8 +88,13 @@ async def worker_wires(
         yield WorkerWires(discovery, listener, events, recovery)
 
 
-def lane_of(planes: PlaneSettings, *, has_local_indexer: bool) -> EventLane:
-    """The lane on which a worker publishes. What ``auto`` means is the specification's rule."""
+def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_events: bool = True) -> EventLane:
+    """The lane on which a worker publishes. What ``auto`` means is the specification's rule.
+
+    A worker without KV events publishes its loads alone, and needs no NATS for them where it needs none else.
+    """
+    if not publishes_kv_events and planes.discovery is DiscoveryBackend.FILE:
+        return EventLane.ZMQ
     if planes.event_plane is EventPlaneKind.AUTO:
         if planes.discovery is DiscoveryBackend.FILE:
             return EventLane.ZMQ
