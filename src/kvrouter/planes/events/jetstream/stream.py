@@ -18,18 +18,13 @@ class StreamReading:
     """Where a stream stands: the sequences it holds, and how many messages.
 
     ``made`` tells one stream of a name from the next: sequences begin anew with it. An empty stream has
-    ``first`` = ``last`` + 1. ``is_whole``: nothing was ever lost from it.
+    ``first`` = ``last`` + 1.
     """
 
     first: int
     last: int
     messages: int
     made: str
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it holds every message since it was made."""
-        return self.first <= 1
 
 
 class FirstMessage(NamedTuple):
