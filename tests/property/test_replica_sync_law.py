@@ -185,6 +185,7 @@ class Routers(RuleBasedStateMachine):
             router.ledger.output_block(opened.lease, 1 + tokens)
             opened.output_blocks += (1 + tokens) * opened.track_blocks
         elif what == 2 and slot is not None:
+            router.ledger.ensure_slots(router.fleet.n_slots)  # as every reading before a decision does
             router.ledger.move(opened.lease, slot, tokens)
             opened.rank, opened.prefill_tokens = rank, tokens
         elif what >= 3:
