@@ -274,7 +274,9 @@ class TellingSync(ReplicaSync):
     """What there is to tell is what the test says."""
 
     told = SyncCounts(
-        Counts(replicas=2, behind=0, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=5),
+        Counts(
+            replicas=2, behind=0, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=5, unusable=6
+        ),
         untold=0,
         dropped=0,
         unsent=0,
@@ -294,3 +296,4 @@ def test_other_replicas_are_on_the_page() -> None:
     assert telemetry.replica_leases.value() == 7
     assert telemetry.replica_sync.value("gap") == 3
     assert telemetry.replica_sync.value("unheard") == 5
+    assert telemetry.replica_sync.value("unusable") == 6

@@ -244,6 +244,9 @@ def test_a_prompt_that_cannot_be_is_kept_and_not_booked() -> None:
     assert here.load() == (0, 0)
     here.hear(2, Free(lease().name))
     assert here.replicas.counts().leases == 0
+    assert here.replicas.counts().unusable == 1
+    here.replicas.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1), lambda: None)
+    assert here.replicas.counts().unusable == 1, "a model's new ledger forgets nothing"
 
 
 def test_a_model_that_gets_a_new_ledger_takes_the_leases_along() -> None:

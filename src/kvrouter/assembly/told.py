@@ -96,6 +96,7 @@ class SyncGauges:
             ("replica_lost", others.lost),
             ("over_limit", others.over_limit),
             ("unheard", others.unheard),
+            ("unusable", others.unusable),
             ("untold", counts.untold),
             ("dropped", counts.dropped),
             ("unsent", counts.unsent),

@@ -61,6 +61,9 @@ class Counts(NamedTuple):
     unheard: int
     """Messages of routers beyond those that are listened to."""
 
+    unusable: int
+    """Leases that cannot be load here: their block size, or their prompt, is another."""
+
 
 class Replicas:
     """Takes in what other routers tell; knows no wire and no clock.
@@ -87,7 +90,7 @@ class Replicas:
         self._leases: dict[RouterId, _Leases] = {}
         self._models: dict[ModelName, RemoteLeases] = {}
         self._fleets: dict[ModelName, Fleet] = {}
-        self._gone = Counts(0, 0, 0, 0, 0, 0, 0, 0)
+        self._gone = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         self._ticked_s = 0.0
 
     # Models
@@ -96,6 +99,7 @@ class Replicas:
         """Book from now on in this ledger what others run of the fleet's model. An earlier one is let be."""
         if fleet.model not in self._models and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
+        self._count_last(fleet.model)
         model = self._models[fleet.model] = RemoteLeases(fleet, ledger, on_less)
         self._fleets[fleet.model] = fleet
         for leases in self._leases.values():
@@ -117,8 +121,15 @@ class Replicas:
             if not len(fleet):
                 for leases in self._leases.values():
                     leases.rebook(name, None)
+                self._count_last(name)
                 del self._fleets[name], self._models[name]
                 return
+
+    def _count_last(self, name: ModelName) -> None:
+        """Keep what a model's leases counted, before others take their place."""
+        model = self._models.get(name)
+        if model is not None:
+            self._gone = self._gone._replace(unusable=self._gone.unusable + model.unusable)
 
     # Routers
 
@@ -192,6 +203,7 @@ class Replicas:
             lost=self._gone.lost,
             over_limit=self._gone.over_limit + sum(leases.over_limit for leases in self._leases.values()),
             unheard=self._gone.unheard,
+            unusable=self._gone.unusable + sum(model.unusable for model in self._models.values()),
         )
 
     def _meet(self, router_id: RouterId, now_s: float) -> Replica | None:

@@ -282,7 +282,7 @@ class Telemetry:
     replica_sync = _counter(
         "kvrouter_replica_sync_events",
         "What went wrong between replicas and was mended: gap, duplicate, replica_lost, over_limit, "
-        "unheard, untold, dropped or unsent.",
+        "unheard, unusable, untold, dropped or unsent.",
         "outcome",
     )
 
