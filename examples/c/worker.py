@@ -50,9 +50,8 @@ async def main(address: str) -> None:
         incarnation=incarnation,
     )
 
-    door = EngineDoor(
-        publisher, address=address, block_size=BLOCK_SIZE, token=os.environ.get("KVR_TOKEN", "")
-    )
+    token = os.environ.get("KVR_TOKEN", "")
+    door = EngineDoor(publisher, address=address, block_size=BLOCK_SIZE, token=token)
     await door.start()
     print(f"the door is open at {door.address}", flush=True)
 
