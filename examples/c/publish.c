@@ -10,8 +10,9 @@
 #include <kvrouter.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
-enum { TOKENS_MAX = 8192, WAIT_MS = 30000 };
+enum { TOKENS_MAX = 8192, WAIT_MS = 500, WAITS_MAX = 60 };
 
 static uint32_t token_ids[TOKENS_MAX];
 static uint64_t engine_hashes[TOKENS_MAX];
@@ -37,10 +38,27 @@ static void wait_for_a_line(void)
     } while (c != '\n' && c != EOF);
 }
 
+/* Wait, only so that what is printed is true: an engine need not. Why there is no connection is told once. */
+static int wait_until_taken(kvr_publisher *publisher)
+{
+    char told[sizeof(((kvr_state *)NULL)->error)] = "";
+    int code = KVR_TIMEOUT;
+    for (int i = 0; i < WAITS_MAX && code == KVR_TIMEOUT; i++) {
+        code = kvr_flush(publisher, WAIT_MS);
+        kvr_state state = KVR_STATE_INIT;
+        kvr_status(publisher, &state);
+        if (code == KVR_TIMEOUT && state.error[0] != '\0' && strcmp(state.error, told) != 0) {
+            strcpy(told, state.error);
+            fprintf(stderr, "waiting: %s\n", told);
+        }
+    }
+    return code;
+}
+
 static int tell(kvr_publisher *publisher, const char *what, size_t n_blocks, int code)
 {
     if (code == KVR_OK) {
-        code = kvr_flush(publisher, WAIT_MS); /* only so that the line below is true: an engine need not wait */
+        code = wait_until_taken(publisher);
     }
     if (code != KVR_OK) {
         kvr_state state = KVR_STATE_INIT;

@@ -53,6 +53,10 @@ class Publish:
         assert self.process.stdout is not None
         return (await asyncio.wait_for(self.process.stdout.readline(), LIMIT_S)).decode().strip()
 
+    async def warns(self) -> str:
+        assert self.process.stderr is not None
+        return (await asyncio.wait_for(self.process.stderr.readline(), LIMIT_S)).decode().strip()
+
 
 @asynccontextmanager
 async def publish(program: Path, address: str, token: str = TOKEN) -> AsyncIterator[Publish]:
@@ -62,6 +66,7 @@ async def publish(program: Path, address: str, token: str = TOKEN) -> AsyncItera
         str(BLOCK_SIZE),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "KVR_TOKEN": token},
     )
     try:
@@ -110,6 +115,13 @@ async def test_what_an_engine_in_c_stores_and_removes_moves_the_decision(
         await workers.until_best(*BEFORE)
         await engine.say("")
         assert await asyncio.wait_for(engine.process.wait(), LIMIT_S) == 0
+
+
+async def test_an_engine_with_a_wrong_token_says_why_it_waits(program: Path, workers: OwnWorkers) -> None:
+    async with publish(program, workers.door.address, token="a guess") as engine:
+        await engine.say(" ".join(map(str, PROMPT)))
+        assert "its token is not the worker's" in await engine.warns()
+        assert engine.process.returncode is None
 
 
 async def test_an_engine_that_is_killed_holds_nothing(program: Path, workers: OwnWorkers) -> None:

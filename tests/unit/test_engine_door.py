@@ -232,6 +232,19 @@ async def test_every_ending_is_logged_without_what_was_said(
     ]
 
 
+async def test_who_knocks_again_and_again_with_a_wrong_token_is_logged_once(
+    behind: Behind, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrouter")
+    for _ in range(3):
+        async with caller(behind) as stranger:
+            stranger.send(b"a guess")
+            assert await stranger.is_refused("its token is not the worker's")
+    async with friend(behind, 0):
+        await until(lambda: "engine_joined" in caplog.messages)
+    assert caplog.messages.count("engine_refused") == 1
+
+
 async def test_stopping_tells_the_engines_and_clears_their_ranks(behind: Behind) -> None:
     async with friend(behind, 0) as who:
         await behind.door.stop()

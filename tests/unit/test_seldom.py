@@ -1,6 +1,6 @@
 """What is tried again and again is told seldom."""
 
-from kvrouter.assembly.seldom import LINES_MAX, Seldom
+from kvrouter.telemetry.seldom import LINES_MAX, Seldom
 
 
 def test_the_same_line_is_told_once_in_a_while() -> None:

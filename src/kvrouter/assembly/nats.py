@@ -12,10 +12,10 @@ from nats.errors import Error as NatsError
 from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
 from pydantic import SecretStr
 
-from kvrouter.assembly.seldom import Seldom
 from kvrouter.config import PlaneSettings
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.telemetry import Event, log_event
+from kvrouter.telemetry.seldom import Seldom
 
 CONNECT_LIMIT_S = 10.0
 RECONNECT_WAIT_S = 1

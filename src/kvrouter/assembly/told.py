@@ -4,9 +4,9 @@ import logging
 import re
 from collections.abc import Callable
 
-from kvrouter.assembly.seldom import Seldom
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.telemetry.seldom import Seldom
 
 _PORT = re.compile(r":\d+(?=: )")
 

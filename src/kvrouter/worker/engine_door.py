@@ -7,11 +7,13 @@ The engine's end is ``native/c`` (``kvrouter.h``). Whatever comes through the do
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Sequence
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank
 from kvrouter.telemetry import Event, log_event
+from kvrouter.telemetry.seldom import Seldom
 from kvrouter.worker.door_address import DoorAddress
 from kvrouter.worker.engine_frames import (
     LENGTH_BYTES,
@@ -40,6 +42,8 @@ GREETING_S = 5.0
 
 SILENCE_S = 10.0
 """An engine speaks every second; one that says nothing for this long is gone."""
+
+_NUMBER = re.compile(r"\d+")
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +143,7 @@ class EngineDoor:
         self._server: asyncio.Server | None = None
         self._engines: dict[_Engine, asyncio.Task[None]] = {}
         self._owners: dict[DpRank, _Engine] = {}
+        self._seldom = Seldom()
 
     @property
     def address(self) -> str:
@@ -269,9 +274,12 @@ class EngineDoor:
         engine.ranks.clear()
 
     def _log_end(self, engine: _Engine) -> None:
+        """Who is refused knocks again for ever: that is told once in a while, whatever numbers it names."""
+        reason = "" if engine.ended is None else engine.ended.reason
+        if not engine.is_greeted and not self._seldom.allows(_NUMBER.sub("", reason)):
+            return
         event = Event.ENGINE_LEFT if engine.is_greeted else Event.ENGINE_REFUSED
-        reason = None if engine.ended is None else engine.ended.reason
-        log_event(_log, event, worker=str(self._publisher.worker_id), reason=reason or "")
+        log_event(_log, event, worker=str(self._publisher.worker_id), reason=reason)
 
     def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
