@@ -1,20 +1,17 @@
-"""The request plane over NATS beyond the contract: what is lost on the way, outages, strangers and limits."""
+"""The request plane over NATS beyond the contract: what is lost on the way, strangers and limits."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import msgspec
 import nats
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nats.aio.client import Client
 
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.planes.requests.nats import NatsRequestAcceptor, NatsRequestPlane
 from kvrouter.planes.requests.nats.frames import (
     Chunk,
     FromWorker,
@@ -24,105 +21,12 @@ from kvrouter.planes.requests.nats.frames import (
     from_worker,
     proof_of,
 )
-from kvrouter.planes.requests.nats.plane import WINDOW_TOKENS
+from kvrouter.planes.requests.nats.link import WINDOW_TOKENS
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from tests.support.nats_ends import NAMESPACE, TOKEN, Loses, both_ends
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.waits import until
-
-NAMESPACE = "fleet a"
-TOKEN = "t0p"
-PATIENCE_S = 30.0
-"""What an end is given that must not be the one to end the test."""
-
-Loses = Callable[[bytes], bool]
-
-
-class LossyClient(Client):
-    """A client whose messages a test loses on their way out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loses: Loses = lambda _message: False
-        self.n_lost = 0
-        self.subject = ""
-
-    async def publish(
-        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
-    ) -> None:
-        self.subject = subject
-        if self.loses(payload):
-            self.n_lost += 1
-        else:
-            await super().publish(subject, payload, reply, headers)
-
-
-async def lossy_client(server: NatsServer) -> LossyClient:
-    async def ignore(_error: Exception) -> None:
-        """A test that stops the server knows that it is stopped."""
-
-    client = LossyClient()
-    await client.connect(
-        server.url,
-        error_cb=ignore,
-        max_reconnect_attempts=-1,
-        reconnect_time_wait=0.05,  # type: ignore[arg-type]  # it sleeps for it
-    )
-    return client
-
-
-class Ends:
-    """A worker and a plane, each with a connection of its own."""
-
-    def __init__(
-        self,
-        plane: NatsRequestPlane,
-        acceptor: NatsRequestAcceptor,
-        clients: tuple[LossyClient, LossyClient],
-        refused: list[str],
-    ) -> None:
-        self.plane = plane
-        self.acceptor = acceptor
-        self.router_client, self.worker_client = clients
-        self.refused = refused
-        self.worker = ScriptedWorker()
-        self.address = acceptor.address_of(WorkerId(7), Epoch(1))
-        self.place = acceptor.serve(self.address, self.worker)
-
-
-@asynccontextmanager
-async def both_ends(
-    server: NatsServer,
-    *,
-    router_token: str = TOKEN,
-    open_timeout_s: float = IN_TIME_S,
-    dead_after_s: float = PATIENCE_S,
-) -> AsyncIterator[Ends]:
-    clients = (await lossy_client(server), await lossy_client(server))
-    refused: list[str] = []
-    plane = NatsRequestPlane(
-        clients[0],
-        namespace=NAMESPACE,
-        token=router_token,
-        open_timeout_s=open_timeout_s,
-        heartbeat_s=0.05,
-        dead_after_s=dead_after_s,
-        slow_stream_limit_s=PATIENCE_S,
-    )
-    acceptor = NatsRequestAcceptor(
-        clients[1], namespace=NAMESPACE, token=TOKEN, dead_after_s=dead_after_s, on_refused=refused.append
-    )
-    await acceptor.start()
-    ends = Ends(plane, acceptor, clients, refused)
-    await acceptor.wait_served(ends.address)
-    try:
-        yield ends
-    finally:
-        await plane.close()
-        await acceptor.close()
-        for client in clients:
-            with suppress(OSError):  # the client's own, when its server is down
-                await client.close()
 
 
 def answers_with(*kinds: type[Tokens | Chunk | Lost]) -> Loses:
@@ -324,40 +228,6 @@ async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:
         await ends.worker_client.publish(ends.worker_client.subject, proof + msgspec.msgpack.encode(other))
         await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
-
-
-async def test_a_stream_outlives_an_outage_in_which_nothing_was_lost(own_nats: NatsServer) -> None:
-    async with both_ends(own_nats) as ends:
-        told: list[bool] = []
-        ends.plane.follow(ends.address, told.append)
-        stream = await ends.plane.open(ends.address, leg())
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(1,)))
-        assert (await stream.__anext__()).token_ids == (1,)
-        own_nats.kill()
-        await until(lambda: not (ends.router_client.is_connected or ends.worker_client.is_connected))
-        own_nats.start()
-        await until(lambda: ends.router_client.is_connected and ends.worker_client.is_connected)
-        await ends.router_client.flush()  # it is connected a moment before it listens again
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(2,), finish=FinishReason.STOP))
-        assert (await read_all(stream))[0] == [2]
-        await ends.plane.open(ends.address, leg("after"))
-
-
-async def test_an_outage_that_lasts_breaks_streams_and_says_nothing_of_the_worker(
-    own_nats: NatsServer,
-) -> None:
-    async with both_ends(own_nats, dead_after_s=0.5, open_timeout_s=0.5) as ends:
-        told: list[bool] = []
-        ends.plane.follow(ends.address, told.append)
-        stream = await ends.plane.open(ends.address, leg())
-        own_nats.kill()
-        with pytest.raises(StreamBroken, match="not heard"):
-            await read_all(stream)
-        assert await ends.place.wait_idle(IN_TIME_S)
-        async with asyncio.timeout(IN_TIME_S):
-            with pytest.raises(WorkerUnreachable):
-                await ends.plane.open(ends.address, leg("y"))
-        assert told == []
 
 
 async def test_a_closed_connection_is_an_unreachable_worker(shared_nats: NatsServer) -> None:

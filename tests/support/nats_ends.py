@@ -1,0 +1,105 @@
+"""Both ends of the request plane over NATS, whose messages a test may lose."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from nats.aio.client import Client
+
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.planes.requests.nats import NatsRequestAcceptor, NatsRequestPlane
+from tests.support.nats_server import NatsServer
+from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker
+
+NAMESPACE = "fleet a"
+TOKEN = "t0p"
+PATIENCE_S = 30.0
+"""What an end is given that must not be the one to end the test."""
+
+Loses = Callable[[bytes], bool]
+
+
+class LossyClient(Client):
+    """A client whose messages a test loses on their way out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loses: Loses = lambda _message: False
+        self.n_lost = 0
+        self.subject = ""
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
+        self.subject = subject
+        if self.loses(payload):
+            self.n_lost += 1
+        else:
+            await super().publish(subject, payload, reply, headers)
+
+
+async def lossy_client(server: NatsServer) -> LossyClient:
+    async def ignore(_error: Exception) -> None:
+        """A test that stops the server knows that it is stopped."""
+
+    client = LossyClient()
+    await client.connect(
+        server.url,
+        error_cb=ignore,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.05,  # type: ignore[arg-type]  # it sleeps for it
+    )
+    return client
+
+
+class Ends:
+    """A worker and a plane, each with a connection of its own."""
+
+    def __init__(
+        self,
+        plane: NatsRequestPlane,
+        acceptor: NatsRequestAcceptor,
+        clients: tuple[LossyClient, LossyClient],
+        refused: list[str],
+    ) -> None:
+        self.plane = plane
+        self.acceptor = acceptor
+        self.router_client, self.worker_client = clients
+        self.refused = refused
+        self.worker = ScriptedWorker()
+        self.address = acceptor.address_of(WorkerId(7), Epoch(1))
+        self.place = acceptor.serve(self.address, self.worker)
+
+
+@asynccontextmanager
+async def both_ends(
+    server: NatsServer,
+    *,
+    router_token: str = TOKEN,
+    open_timeout_s: float = IN_TIME_S,
+    dead_after_s: float = PATIENCE_S,
+) -> AsyncIterator[Ends]:
+    clients = (await lossy_client(server), await lossy_client(server))
+    refused: list[str] = []
+    plane = NatsRequestPlane(
+        clients[0],
+        namespace=NAMESPACE,
+        token=router_token,
+        open_timeout_s=open_timeout_s,
+        heartbeat_s=0.05,
+        dead_after_s=dead_after_s,
+        slow_stream_limit_s=PATIENCE_S,
+    )
+    acceptor = NatsRequestAcceptor(
+        clients[1], namespace=NAMESPACE, token=TOKEN, dead_after_s=dead_after_s, on_refused=refused.append
+    )
+    await acceptor.start()
+    ends = Ends(plane, acceptor, clients, refused)
+    await acceptor.wait_served(ends.address)
+    try:
+        yield ends
+    finally:
+        await plane.close()
+        await acceptor.close()
+        for client in clients:
+            with suppress(OSError):  # the client's own, when its server is down
+                await client.close()
