@@ -13,7 +13,7 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.planes.discovery.file import FileDiscovery
-from kvrouter.planes.discovery.file.folder import Folder, Held
+from kvrouter.planes.discovery.file.folder import MARKER, Folder, Held
 from kvrouter.planes.discovery.file.scanner import Scanner
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
@@ -62,12 +62,13 @@ async def test_everything_is_for_this_user_alone(store: FileStore) -> None:
         path.name: stat.S_IMODE(path.stat().st_mode)
         for path in (store.directory, *store.directory.rglob("*"))
     }
-    assert modes == {"cards": 0o700, "space": 0o700, "worker-1.json": 0o600}
+    assert modes == {"cards": 0o700, MARKER: 0o600, "space": 0o700, "worker-1.json": 0o600}
 
 
 @pytest.mark.parametrize("which", [".", "space"])
 async def test_a_directory_where_everybody_may_write_is_refused(store: FileStore, which: str) -> None:
     (store.directory / "space").mkdir(parents=True)
+    (store.directory / MARKER).touch()
     (store.directory / which).chmod(0o777)
     for act in (store.end().publish(card()), listen(store.end())):
         with pytest.raises(ConfigError, match="everybody may write"):
@@ -97,6 +98,35 @@ async def test_a_directory_that_cannot_be_made_is_a_mistake_of_the_settings(stor
     for act in (store.end().publish(card()), listen(store.end())):
         with pytest.raises(ConfigError, match="cards"):
             await act
+
+
+@pytest.mark.parametrize("name", ["passwd", "space/", "default/grub"])
+async def test_a_directory_of_something_else_is_refused_and_let_alone(store: FileStore, name: str) -> None:
+    there = store.directory / name
+    there.parent.mkdir(parents=True, exist_ok=True)
+    there.mkdir() if name.endswith("/") else there.write_text("not ours")
+    before = sorted(store.directory.rglob("*"))
+    for act in (store.end().publish(card()), listen(store.end())):
+        with pytest.raises(ConfigError, match="is not empty, and no directory of worker cards"):
+            await act
+    assert sorted(store.directory.rglob("*")) == before
+
+
+async def test_a_directory_that_is_empty_or_lost_its_marker_is_taken(store: FileStore) -> None:
+    store.directory.mkdir(mode=0o700)
+    await store.end().publish(card())
+    (store.directory / MARKER).unlink()
+    ear = await listen(store.end())
+    await ear.until_heard(card())
+    assert (store.directory / MARKER).exists()
+
+
+async def test_only_the_last_folder_of_the_path_is_made(tmp_path: Path) -> None:
+    async with file_store(tmp_path / "mistyped") as store:
+        for act in (store.end().publish(card()), listen(store.end())):
+            with pytest.raises(ConfigError, match=r"mistyped/cards: No such file or directory"):
+                await act
+    assert not (tmp_path / "mistyped").exists()
 
 
 @pytest.mark.parametrize("namespace", ["", "..", "a/b", "a.b", "a b", "x" * 65])

@@ -69,7 +69,8 @@ class PlaneSettings(Section):
         str | None,
         Setting(flag="--discovery-dir", variable="KVROUTER_DISCOVERY_DIR", group=Group.PLANES),
     ] = None
-    """The directory of ``--discovery file``. Unset: one of this user's, in the folder for temporary files."""
+    """The directory of ``--discovery file``: one that is not there yet, is empty, or has been used for this.
+    Unset: one of this user's, in the folder for temporary files."""
 
     lease_s: Annotated[
         Annotated[Positive, Interval(ge=0.5, le=3600)],

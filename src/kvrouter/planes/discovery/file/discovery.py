@@ -41,7 +41,7 @@ class FileDiscovery:
     and of cards that cannot be renewed.
 
     Raises ConfigError: at once for arguments out of range, from ``publish`` and ``watch`` for a directory
-    that cannot be made, is another user's, or may be written by everybody.
+    that cannot be made, is another user's, may be written by everybody, or holds something else.
     """
 
     def __init__(

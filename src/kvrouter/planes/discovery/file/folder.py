@@ -24,6 +24,10 @@ _RENEWED_BY_NS = 1_000_000
 """The least step of a modification time: what a coarse file system still tells apart."""
 
 
+MARKER = ".kvrouter"
+"""The file by which a directory is known as one of worker cards."""
+
+
 class Stamp(NamedTuple):
     """What tells one state of a file from the next."""
 
@@ -52,24 +56,41 @@ class Folder:
         self.path = directory / namespace
 
     def open(self) -> None:
-        """Make the folder, for this user alone, where it is missing; raise ConfigError if it is not ours."""
-        for path in (self._directory, self.path):
-            try:
-                path.mkdir(mode=0o700, parents=path is self._directory, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"{path}: {error.strerror}", param="directory") from error
-        self.check()
+        """Make the folder, for this user alone, where it is missing, but not what its directory lies in.
+
+        Raises ConfigError if it is not ours.
+        """
+        path = self._directory
+        try:
+            path.mkdir(mode=0o700, exist_ok=True)
+            _check(path)
+            self._mark()
+            path = self.path
+            path.mkdir(mode=0o700, exist_ok=True)
+            _check(path)
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}", param="directory") from error
 
     def check(self) -> None:
         """Raise ConfigError if others may write here, OSError if nobody can look."""
-        for path in (self._directory, self.path):
-            found = path.stat()
-            if not stat.S_ISDIR(found.st_mode):
-                raise ConfigError(f"{path}: is no directory", param="directory")
-            if found.st_uid != os.geteuid():
-                raise ConfigError(f"{path}: belongs to user {found.st_uid}", param="directory")
-            if found.st_mode & stat.S_IWOTH:
-                raise ConfigError(f"{path}: everybody may write there (chmod o-w it)", param="directory")
+        _check(self._directory)
+        _check(self.path)
+
+    def _mark(self) -> None:
+        """Mark the directory as ours; raise ConfigError if it is something else's.
+
+        The marker is the first thing there, so whoever sees anything else sees it too. It may be cleared away
+        one day, as old files are; then the cards tell.
+        """
+        is_empty = not any(self._directory.iterdir())
+        marker = self._directory / MARKER
+        if marker.exists():
+            return
+        if not is_empty and not any(self.path.glob("worker-*.json")):
+            raise ConfigError(
+                f"{self._directory}: is not empty, and no directory of worker cards", param="directory"
+            )
+        marker.touch(mode=0o600)
 
     def put(self, card: WorkerCard, lease_s: float, held: Held | None = None) -> Held | None:
         """Write the card, of which ``held`` is the last state; None if a newer incarnation has its place."""
@@ -122,6 +143,16 @@ class Folder:
             half.unlink(missing_ok=True)
             raise
         return Held(record, stamp)
+
+
+def _check(path: Path) -> None:
+    found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{path}: is no directory", param="directory")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(f"{path}: belongs to user {found.st_uid}", param="directory")
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{path}: everybody may write there (chmod o-w it)", param="directory")
 
 
 def card_name(worker_id: WorkerId) -> str:
