@@ -38,7 +38,10 @@ class TlsFiles:
 
 
 class NatsServer:
-    """One nats-server with JetStream. It keeps its port and its store from one start to the next."""
+    """One nats-server, with JetStream unless a test wants none.
+
+    It keeps its port and its store from one start to the next.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class NatsServer:
         token: str | None = None,
         tls: TlsFiles | None = None,
         max_payload_bytes: int | None = None,
+        has_jetstream: bool = True,
     ) -> None:
         self.folder = folder
         self.name = f"test-{random.getrandbits(64):016x}"
@@ -54,6 +58,7 @@ class NatsServer:
         self._token = token
         self._tls = tls
         self._max_payload_bytes = max_payload_bytes
+        self._has_jetstream = has_jetstream
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -115,7 +120,7 @@ class NatsServer:
         config.write_text("\n".join(self._config(port)) + "\n")
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [nats_server_path(), "-js", "-c", config], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [nats_server_path(), "-c", config], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
         deadline = time.monotonic() + READY_WITHIN_S
         while not self._answers(port):
@@ -128,7 +133,8 @@ class NatsServer:
 
     def _config(self, port: int) -> Iterator[str]:
         yield f'host: "127.0.0.1"\nport: {port}\nserver_name: "{self.name}"'
-        yield f'jetstream {{ store_dir: "{self.folder / "store"}" }}'
+        if self._has_jetstream:
+            yield f'jetstream {{ store_dir: "{self.folder / "store"}" }}'
         if self._token is not None:
             yield f'authorization {{ token: "{self._token}" }}'
         if self._max_payload_bytes is not None:
@@ -158,11 +164,17 @@ class NatsServer:
 
 @contextmanager
 def running_nats(
-    *, token: str | None = None, tls: TlsFiles | None = None, max_payload_bytes: int | None = None
+    *,
+    token: str | None = None,
+    tls: TlsFiles | None = None,
+    max_payload_bytes: int | None = None,
+    has_jetstream: bool = True,
 ) -> Iterator[NatsServer]:
     """A server that runs now; at the end it is killed and its store removed."""
     folder = Path(tempfile.mkdtemp(prefix="kvrouter-nats-"))
-    server = NatsServer(folder, token=token, tls=tls, max_payload_bytes=max_payload_bytes)
+    server = NatsServer(
+        folder, token=token, tls=tls, max_payload_bytes=max_payload_bytes, has_jetstream=has_jetstream
+    )
     try:
         server.start()
         yield server

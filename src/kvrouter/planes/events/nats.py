@@ -19,6 +19,7 @@ from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
 from kvrouter.planes.events.port import BatchSink, DropSink, LoadSink, MalformedSink, RecoveryClient
 from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, loads_subject
 from kvrouter.planes.events.wire import decode_batch, decode_load, encode_load, encode_parts
+from kvrouter.planes.nats_reasons import reason
 
 QUEUE_MAX_BYTES = 16 * 1024 * 1024
 """How much of what was published may wait to be sent."""
@@ -106,7 +107,7 @@ class NatsEventPublisher:
                 try:
                     await self._client.publish(subject, frame)
                 except (NatsError, OSError) as error:
-                    self._let_go(str(error) or type(error).__name__, is_batch=is_batch)
+                    self._let_go(reason(error), is_batch=is_batch)
                 self._queued_bytes -= len(frame)
             self._more.clear()
 

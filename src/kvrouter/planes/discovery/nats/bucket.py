@@ -39,11 +39,6 @@ _EXISTS = 10058
 """The server's code for a stream of that name which is configured differently."""
 
 
-def why(error: Exception) -> str:
-    """Return what went wrong in words; some of the client's errors have none."""
-    return str(error) or type(error).__name__
-
-
 class OtherWrote(KvrouterError):
     """The key is not as it was thought to be: somebody else wrote it."""
 

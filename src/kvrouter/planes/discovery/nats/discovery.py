@@ -12,7 +12,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE, Delivery, TroubleSink, claim, still_claims
-from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket, OtherWrote, why
+from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket, OtherWrote
 from kvrouter.planes.discovery.nats.watch import BucketWatch
 from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.planes.discovery.wire import (
@@ -23,6 +23,7 @@ from kvrouter.planes.discovery.wire import (
     decode_record,
     encode_record,
 )
+from kvrouter.planes.nats_reasons import reason
 
 LEASE_S = 10.0
 TICKS_PER_LEASE = 20
@@ -117,7 +118,7 @@ class NatsDiscovery:
         try:
             await self._mark_withdrawn(worker_id, incarnation)
         except (*STORE_ERRORS, OtherWrote, ProtocolError) as error:
-            self._on_trouble(f"worker {worker_id}", f"not withdrawn: {why(error)}")
+            self._on_trouble(f"worker {worker_id}", f"not withdrawn: {reason(error)}")
 
     async def watch(
         self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
@@ -250,7 +251,7 @@ class NatsDiscovery:
         """Tell once that cards cannot be written, until they all can."""
         failures = [failure for failure in outcomes if failure is not None]
         if failures and not self._is_failing:
-            self._on_trouble(f"cards of {len(failures)} workers", f"not written: {why(failures[0])}")
+            self._on_trouble(f"cards of {len(failures)} workers", f"not written: {reason(failures[0])}")
         self._is_failing = bool(failures)
 
 

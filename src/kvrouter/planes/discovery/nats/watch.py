@@ -10,8 +10,9 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import WorkerId
 from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.leases import CardLeases, Delivery, TroubleSink
-from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket, why
+from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket
 from kvrouter.planes.discovery.wire import decode_record
+from kvrouter.planes.nats_reasons import reason
 
 READS_AT_ONCE = 128
 """How many keys are asked for at a time."""
@@ -104,7 +105,7 @@ class BucketWatch:
         except (*STORE_ERRORS, ProtocolError) as error:
             if not self._leases.is_lost:
                 self._leases.lose()
-                self._delivery.store(False, why(error))
+                self._delivery.store(False, reason(error))
         self._leases.forget_before(now - REMEMBERED_LEASES * self._lease_s)
         if len(self._revisions) > 2 * len(self._leases) + 64:
             self._revisions = {each: at for each, at in self._revisions.items() if each in self._leases}

@@ -33,11 +33,11 @@ from kvrouter.planes.events.jetstream.words import (
     LaneNames,
     LaneObserver,
     StreamLimits,
-    reason,
 )
 from kvrouter.planes.events.port import BatchSink, LoadSink, RecoveryClient
 from kvrouter.planes.events.wire import decode_batch, decode_load
 from kvrouter.planes.names import subject_name
+from kvrouter.planes.nats_reasons import reason
 
 STORED_ANSWER_MAX_S = 3.0
 """A snapshot that takes longer to read is no answer: the worker is asked."""

@@ -22,11 +22,11 @@ from kvrouter.planes.events.jetstream.words import (
     LaneObserver,
     StreamLimits,
     Unobserved,
-    reason,
 )
 from kvrouter.planes.events.loads import LatestLoads
 from kvrouter.planes.events.subjects import loads_subject
 from kvrouter.planes.events.wire import encode_load, encode_parts
+from kvrouter.planes.nats_reasons import reason
 
 QUEUE_BATCHES_MAX = 8192
 """Batches that wait to be sent, over all ranks of the process."""

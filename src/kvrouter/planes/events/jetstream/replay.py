@@ -10,7 +10,8 @@ from nats.js import JetStreamContext
 from kvrouter.core.ids import Epoch, WorkerRank
 from kvrouter.planes.background import go_on
 from kvrouter.planes.events.jetstream.delivery import Delivery
-from kvrouter.planes.events.jetstream.words import CLIENT_ERRORS, LaneNames, LaneObserver, reason
+from kvrouter.planes.events.jetstream.words import CLIENT_ERRORS, LaneNames, LaneObserver
+from kvrouter.planes.nats_reasons import reason
 
 RETRY_S = 0.5
 

@@ -16,7 +16,6 @@ from kvrouter.planes.events.jetstream.words import (
     LaneObserver,
     StreamLimits,
     Unobserved,
-    reason,
 )
 from kvrouter.planes.events.port import (
     BatchSink,
@@ -25,6 +24,7 @@ from kvrouter.planes.events.port import (
     SnapshotFailed,
     SnapshotTaking,
 )
+from kvrouter.planes.nats_reasons import reason
 
 COMPONENTS_MAX = 64
 """How many components' streams one router hears."""

@@ -30,9 +30,10 @@ from kvrouter.planes.events.jetstream.shelf import (
     part_name,
     ranks_name,
 )
-from kvrouter.planes.events.jetstream.words import CLIENT_ERRORS, reason
+from kvrouter.planes.events.jetstream.words import CLIENT_ERRORS
 from kvrouter.planes.events.port import SnapshotFailed
 from kvrouter.planes.events.wire import encode_snapshot
+from kvrouter.planes.nats_reasons import reason
 
 LEASE_S = 30.0
 """A claim that its holder did not renew for so long may be taken over."""

@@ -94,8 +94,3 @@ class Unobserved:
 
     def was_reset(self, component: str) -> None:
         """Nobody reads."""
-
-
-def reason(error: BaseException) -> str:
-    """What ``error`` says, in a line; some errors of the client say nothing."""
-    return str(error) or type(error).__name__

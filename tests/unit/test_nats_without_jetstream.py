@@ -1,0 +1,60 @@
+"""A NATS server whose JetStream is off: what needs it says so, and how to switch it on."""
+
+from collections.abc import Iterator
+
+import nats
+import pytest
+
+from kvrouter.core.events import Cleared, KvBatch
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.planes.discovery.nats import NatsDiscovery
+from kvrouter.planes.events.jetstream import JetStreamPublisher
+from kvrouter.planes.nats_reasons import NO_JETSTREAM, reason
+from tests.support.discovery_stores import LEASE_S, card
+from tests.support.event_ends_jetstream import Notes
+from tests.support.nats_server import NatsServer, running_nats
+from tests.support.waits import until
+
+
+@pytest.fixture(scope="module")
+def plain_nats() -> Iterator[NatsServer]:
+    with running_nats(has_jetstream=False) as server:
+        yield server
+
+
+async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> None:
+    client = await nats.connect(plain_nats.url)
+    troubles: list[tuple[str, str]] = []
+    stores: list[tuple[bool, str]] = []
+    end = NatsDiscovery(
+        client,
+        namespace="space",
+        on_trouble=lambda what, why: troubles.append((what, why)),
+        lease_s=LEASE_S,
+    )
+    try:
+        await end.watch(lambda _card: None, lambda *_: None, lambda *told: stores.append(told))
+        await end.publish(card())
+    finally:
+        await end.close()
+        await client.close()
+    assert stores == [(False, NO_JETSTREAM)]
+    assert [why for _, why in troubles] == [f"not written: {NO_JETSTREAM}"]
+
+
+async def test_the_lane_says_how_to_switch_it_on(plain_nats: NatsServer) -> None:
+    client = await nats.connect(plain_nats.url)
+    notes = Notes()
+    lane = JetStreamPublisher(client, namespace="space", component="backend", observer=notes)
+    try:
+        lane.publish(KvBatch(WorkerRank(WorkerId(1), DpRank(0)), Epoch(1), EventId(0), (Cleared(),)))
+        await until(lambda: bool(notes.disturbances))
+    finally:
+        await lane.close()
+        await client.close()
+    assert notes.disturbances[0] == f"backend: publishing: {NO_JETSTREAM}"
+
+
+def test_an_error_without_words_is_told_by_its_name() -> None:
+    assert reason(TimeoutError()) == "TimeoutError"
+    assert reason(ValueError("too long")) == "too long"
