@@ -61,7 +61,7 @@ class World:
             return
         current = self.store.get(worker)
         record = still_claims(mine, None if current is None else current[0])
-        if record is None:
+        if isinstance(record, Gone):
             del self.mine[worker, incarnation]
         else:
             self.mine[worker, incarnation] = record

@@ -45,7 +45,7 @@ def put(folder: Folder, worker_id: int, incarnation: int = 9) -> Held:
 
 def renewed(folder: Folder, held: Held) -> Held:
     kept = folder.renew(held)
-    assert kept is not None
+    assert isinstance(kept, Held)
     return kept
 
 
@@ -271,7 +271,7 @@ def test_of_two_that_started_at_once_exactly_one_keeps_the_file(folder: Folder) 
     (folder.path / "worker-1.json").unlink()
     second = put(folder, 1, 2)
     kept = renewed(folder, first)
-    assert folder.renew(second) is None
+    assert folder.renew(second) is Gone.REPLACED
     renewed(folder, kept)
 
 
@@ -281,7 +281,7 @@ async def test_a_worker_that_lost_its_place_says_so_once(store: FileStore) -> No
     await store.end().publish(card(1, 2))
     ear = await listen(store.end())
     await until(lambda: bool(store.troubles))
-    assert store.troubles == [("worker 1", "replaced, or withdrawn by somebody else")]
+    assert store.troubles == [("worker 1", "replaced by a newer start of the same id")]
     await old.close()
     assert ear.heard == [card(1, 2)]
 

@@ -151,9 +151,10 @@ def test_of_two_that_started_at_once_exactly_one_keeps_the_place() -> None:
     first, second = record(1), record(2)
     taken = still_claims(first, second)
     assert taken == record(1, replaced=(2,))
-    assert still_claims(second, taken) is None
+    assert isinstance(taken, CardRecord)
+    assert still_claims(second, taken) is Gone.REPLACED
 
 
 def test_a_worker_that_was_withdrawn_by_somebody_else_claims_nothing() -> None:
-    assert still_claims(record(), record(withdrawn=True)) is None
+    assert still_claims(record(), record(withdrawn=True)) is Gone.WITHDRAWN
     assert still_claims(record(), None) == record()

@@ -15,7 +15,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import EventLane, WorkerCard
 from kvrouter.planes.discovery.file import FileDiscovery
 from kvrouter.planes.discovery.nats import NatsDiscovery
-from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.discovery.port import Discovery, GoneSink
 from kvrouter.planes.discovery.static import StaticDiscovery
 from kvrouter.planes.events.jetstream import JetStreamSubscriber
 from kvrouter.planes.events.nats import NatsEventSubscriber
@@ -96,16 +96,28 @@ def needs_nats(settings: Settings, *, discovers: bool = True) -> bool:
 
 
 def make_discovery(
-    planes: PlaneSettings, nats: Client | None, telemetry: Telemetry | None = None
+    planes: PlaneSettings,
+    nats: Client | None,
+    telemetry: Telemetry | None = None,
+    *,
+    on_lost: GoneSink | None = None,
 ) -> Discovery:
-    """Discovery as the settings choose it."""
+    """Discovery as the settings choose it; ``on_lost`` hears of own cards that lost their place."""
     on_trouble = troubles_on("discovery", telemetry)
     if planes.discovery is DiscoveryBackend.FILE:
         return FileDiscovery(
-            planes.discovery_path, namespace=planes.namespace, lease_s=planes.lease_s, on_trouble=on_trouble
+            planes.discovery_path,
+            namespace=planes.namespace,
+            lease_s=planes.lease_s,
+            on_lost=on_lost,
+            on_trouble=on_trouble,
         )
     return NatsDiscovery(
-        wanted(nats), namespace=planes.namespace, lease_s=planes.lease_s, on_trouble=on_trouble
+        wanted(nats),
+        namespace=planes.namespace,
+        lease_s=planes.lease_s,
+        on_lost=on_lost,
+        on_trouble=on_trouble,
     )
 
 

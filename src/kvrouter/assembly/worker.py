@@ -30,8 +30,10 @@ from kvrouter.config import FleetFile, Settings, WorkerGroup
 from kvrouter.config.static_endpoint import STATIC_INCARNATION, static_text
 from kvrouter.config.version import installed_version
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import ModelName, WorkerId
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.engines.mock import MockCluster, TransferSettings
+from kvrouter.planes.discovery.leases import lost_why
+from kvrouter.planes.discovery.port import Gone, GoneSink
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.encode_pool import EncodePool
 from kvrouter.worker import EngineDoor, Worker, new_incarnation
@@ -125,9 +127,13 @@ class RunningWorker:
 
 @asynccontextmanager
 async def mock_worker(
-    settings: Settings, spec: MockWorkerSpec, environ: Mapping[str, str]
+    settings: Settings,
+    spec: MockWorkerSpec,
+    environ: Mapping[str, str],
+    *,
+    on_lost: GoneSink | None = None,
 ) -> AsyncIterator[RunningWorker]:
-    """Run the worker on this event loop: inside, it serves.
+    """Run the worker on this event loop: inside, it serves; ``on_lost`` hears when another has its place.
 
     Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
@@ -154,6 +160,7 @@ async def mock_worker(
             has_local_indexer=spec.enable_local_indexer,
             publishes_kv_events=group.engine.kv_events,
             is_static=spec.is_static,
+            on_lost=on_lost,
         ) as wires:
             incarnation = STATIC_INCARNATION if spec.is_static else new_incarnation()
             card = worker_card(
@@ -218,7 +225,10 @@ async def _engine_door(settings: Settings, spec: MockWorkerSpec, worker: Worker)
 def serve_mock_worker(
     settings: Settings, spec: MockWorkerSpec, environ: Mapping[str, str], *, drain_limit_s: float
 ) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    """Serve until SIGTERM or SIGINT, or until another has the worker's place; then drain.
+
+    Returns the exit code, 1 when another has the place.
+    """
     return uvloop.run(_serve(settings, spec, environ, drain_limit_s=drain_limit_s))
 
 
@@ -234,8 +244,18 @@ async def _serve(
     )
     for doubt in doubts(settings):
         log_event(logger, Event.CONFIG_WARNING, worker=str(spec.worker_id), detail=doubt)
+    code = 0
     with told_to_stop() as stopping:
-        async with mock_worker(settings, spec, environ) as running:
+
+        def on_lost(worker_id: WorkerId, _: Epoch, lost: Gone) -> None:
+            nonlocal code
+            code = 1
+            log_event(
+                logger, Event.WORKER_REPLACED, worker=str(worker_id), reason=f"{lost_why(lost)}: ending"
+            )
+            stopping.set()
+
+        async with mock_worker(settings, spec, environ, on_lost=on_lost) as running:
             worker = running.worker
             settle_memory()
             address = static_text(worker.card) if spec.is_static else worker.card.address
@@ -244,7 +264,7 @@ async def _serve(
             log_event(logger, Event.DRAIN, worker=str(spec.worker_id), running_requests=worker.running_legs)
             await running.drain(drain_limit_s)
             log_event(logger, Event.STOP, worker=str(spec.worker_id))
-    return 0
+    return code
 
 
 def _topology(group: WorkerGroup, environ: Mapping[str, str]) -> TopologyEnv | None:

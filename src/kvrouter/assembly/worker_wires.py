@@ -14,7 +14,7 @@ from kvrouter.assembly.told import StreamTold, drops_on, refusals_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
-from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.discovery.port import Discovery, GoneSink
 from kvrouter.planes.discovery.static import StaticDiscovery
 from kvrouter.planes.events.jetstream import JetStreamPublisher
 from kvrouter.planes.events.memory import MemoryEventPlane
@@ -59,9 +59,11 @@ async def worker_wires(
     has_local_indexer: bool,
     publishes_kv_events: bool,
     is_static: bool = False,
+    on_lost: GoneSink | None = None,
 ) -> AsyncIterator[WorkerWires]:
     """Connect everything that the settings ask for; it is closed at the end.
 
+    ``on_lost`` hears when the worker's card lost its place to a newer start of the same id.
     A worker that ``is_static`` takes requests, and tells nobody of itself or of its cache.
     Raises NatsUnreachable, or ConfigError that names the setting.
     """
@@ -75,7 +77,7 @@ async def worker_wires(
             nats = await stack.enter_async_context(
                 nats_connection(planes, name=f"kvrouter-worker-{component}", tls=tls.client)
             )
-        discovery = StaticDiscovery() if is_static else make_discovery(planes, nats)
+        discovery = StaticDiscovery() if is_static else make_discovery(planes, nats, on_lost=on_lost)
         stack.push_async_callback(discovery.close)
         listener = _listener(settings, nats, tls)
         await listener.start()

@@ -33,6 +33,7 @@ class Event(StrEnum):
     WORKER_SILENT = "worker_silent"
     WORKER_ANSWERS = "worker_answers"
     WORKER_LAPSED = "worker_lapsed"
+    WORKER_REPLACED = "worker_replaced"
     DISCOVERY_LOST = "discovery_lost"
     DISCOVERY_BACK = "discovery_back"
     PLANE_LOST = "plane_lost"
@@ -161,6 +162,9 @@ EVENTS: dict[Event, EventSpec] = {
     Event.WORKER_ANSWERS: EventSpec(logging.INFO, "A worker answers on the request plane again."),
     Event.WORKER_LAPSED: EventSpec(
         logging.WARNING, "A worker's lease at discovery ran out; it is kept for as long as it answers."
+    ),
+    Event.WORKER_REPLACED: EventSpec(
+        logging.ERROR, "This worker's place is another's now: it lets what runs here finish, and ends."
     ),
     Event.DISCOVERY_LOST: EventSpec(
         logging.ERROR, "Discovery cannot be reached: the fleet stays as it was, and nobody new is seen."

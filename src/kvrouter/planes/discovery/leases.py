@@ -22,7 +22,11 @@ RENEWALS_PER_LEASE = 3
 """Two renewals may be lost, or late, before a lease runs out."""
 
 TroubleSink = Callable[[str, str], None]
-"""(what, why): something that a person should look at; told once, not at every look."""
+"""(what, why): something that a person should look at; told once, not at every look.
+
+A store has two of them: ``on_refused`` hears what is there and is no card, ``on_trouble`` what this process
+could not do itself.
+"""
 
 
 def claim(
@@ -44,14 +48,21 @@ def claim(
     return CardRecord(card, lease_s, tuple(others[:REPLACED_MAX]))
 
 
-def still_claims(mine: CardRecord, current: CardRecord | None) -> CardRecord | None:
-    """Return the record by which a worker that renews holds its place; None if it has lost it.
+def still_claims(mine: CardRecord, current: CardRecord | None) -> CardRecord | Gone:
+    """Return the record by which a worker that renews holds its place, or how it lost that.
 
     It is lost to a newer incarnation, and by a withdrawal, whoever made it.
     """
     if current is not None and current.withdrawn and current.card.incarnation == mine.card.incarnation:
-        return None
-    return claim(mine.card, mine.lease_s, current, mine)
+        return Gone.WITHDRAWN
+    return claim(mine.card, mine.lease_s, current, mine) or Gone.REPLACED
+
+
+def lost_why(lost: Gone) -> str:
+    """How a worker lost its place, in words."""
+    return (
+        "withdrawn by somebody else" if lost is Gone.WITHDRAWN else "replaced by a newer start of the same id"
+    )
 
 
 @dataclass(frozen=True, slots=True)

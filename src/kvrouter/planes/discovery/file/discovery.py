@@ -13,8 +13,8 @@ from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.file.folder import UNWRITTEN, Folder, Held
 from kvrouter.planes.discovery.file.scanner import Scanner
 from kvrouter.planes.discovery.file.watch import FolderWatch
-from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE, Delivery, TroubleSink
-from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
+from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE, Delivery, TroubleSink, lost_why
+from kvrouter.planes.discovery.port import CardSink, Gone, GoneSink, StoreSink
 from kvrouter.planes.discovery.wire import CardRecord, checked_lease, checked_namespace
 
 LEASE_S = 10.0
@@ -39,6 +39,8 @@ class FileDiscovery:
     within ``lease_s`` + ``poll_s``, by the watchers' own clocks. ``lease_s`` is what this end's cards ask
     for; a watcher honours what each card asks for. ``on_trouble`` hears of files that do not belong there
     and of cards that cannot be renewed.
+    ``on_lost`` hears of a card published here that lost its place for ever: to a newer incarnation, or
+    because somebody else withdrew it.
 
     Raises ConfigError: at once for arguments out of range, from ``publish`` and ``watch`` for a directory
     that cannot be made, is another user's, may be written by everybody, or holds something else.
@@ -50,6 +52,7 @@ class FileDiscovery:
         *,
         namespace: str,
         on_trouble: TroubleSink,
+        on_lost: GoneSink | None = None,
         lease_s: float = LEASE_S,
         poll_s: float | None = None,
         remove_after_s: float | None = None,
@@ -68,6 +71,7 @@ class FileDiscovery:
         self._remove_after_s = remove_after_s
         self._answer_s = max(lease_s / 2, ANSWER_LEAST_S)
         self._on_trouble = on_trouble
+        self._on_lost = on_lost
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="discovery")
         self._writing = asyncio.Lock()
         self._held: dict[WorkerId, Held] = {}
@@ -150,7 +154,7 @@ class FileDiscovery:
                 except TimeoutError as error:
                     outcomes = [(held, error) for held in all_held]
                 for held, outcome in outcomes:
-                    self._note(held.record.card.worker_id, outcome)
+                    self._note(held.record.card, outcome)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         """Run what blocks; raise TimeoutError, which is an OSError, when it does not come back."""
@@ -162,9 +166,9 @@ class FileDiscovery:
             raise TimeoutError(f"the directory did not answer within {self._answer_s:g} s")
         return waiting.result()
 
-    def _renew_all(self, all_held: tuple[Held, ...]) -> list[tuple[Held, Held | Exception | None]]:
+    def _renew_all(self, all_held: tuple[Held, ...]) -> list[tuple[Held, Held | Gone | Exception]]:
         """Renew each card, whatever becomes of the others. Blocks."""
-        outcomes: list[tuple[Held, Held | Exception | None]] = []
+        outcomes: list[tuple[Held, Held | Gone | Exception]] = []
         for held in all_held:
             try:
                 outcomes.append((held, self._folder.renew(held)))
@@ -172,14 +176,17 @@ class FileDiscovery:
                 outcomes.append((held, error))
         return outcomes
 
-    def _note(self, worker_id: WorkerId, outcome: Held | Exception | None) -> None:
+    def _note(self, card: WorkerCard, outcome: Held | Gone | Exception) -> None:
+        worker_id = card.worker_id
         if isinstance(outcome, Exception):
             self._tell_failing(worker_id, str(outcome))
             return
         self._failing.discard(worker_id)
-        if outcome is None:
+        if isinstance(outcome, Gone):
             self._held.pop(worker_id, None)
-            self._on_trouble(f"worker {worker_id}", "replaced, or withdrawn by somebody else")
+            self._on_trouble(f"worker {worker_id}", lost_why(outcome))
+            if self._on_lost is not None:
+                self._on_lost(worker_id, card.incarnation, outcome)
         else:
             self._held[worker_id] = outcome
 

@@ -16,6 +16,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.leases import claim, still_claims
+from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, decode_record, encode_record
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -105,8 +106,8 @@ class Folder:
         if current is not None and current.card.incarnation == incarnation and not current.withdrawn:
             self._write(CardRecord(current.card, current.lease_s, current.replaced, withdrawn=True))
 
-    def renew(self, held: Held) -> Held | None:
-        """Renew the lease; a file that is gone is written again. None if the card has lost its place."""
+    def renew(self, held: Held) -> Held | Gone:
+        """Renew the lease; a file that is gone is written again. Or return how the card lost its place."""
         try:
             file = os.open(self.path / card_name(held.record.card.worker_id), _READ)
         except FileNotFoundError:
@@ -120,7 +121,7 @@ class Folder:
         finally:
             os.close(file)
         record = still_claims(held.record, self._current(held.record.card.worker_id))
-        return None if record is None else self._write(record)
+        return record if isinstance(record, Gone) else self._write(record)
 
     def _current(self, worker_id: WorkerId) -> CardRecord | None:
         """What is there now. A file of that name that is no record is as good as none: the name is ours."""

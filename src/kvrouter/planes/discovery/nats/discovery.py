@@ -11,10 +11,17 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.background import go_on
-from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE, Delivery, TroubleSink, claim, still_claims
+from kvrouter.planes.discovery.leases import (
+    RENEWALS_PER_LEASE,
+    Delivery,
+    TroubleSink,
+    claim,
+    lost_why,
+    still_claims,
+)
 from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket, OtherWrote
 from kvrouter.planes.discovery.nats.watch import BucketWatch
-from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
+from kvrouter.planes.discovery.port import CardSink, Gone, GoneSink, StoreSink
 from kvrouter.planes.discovery.wire import (
     RECORD_MAX_BYTES,
     CardRecord,
@@ -47,6 +54,8 @@ class _Held:
 
     record: CardRecord
     revision: int
+    was_written: bool = False
+    """So was the card that this one updates."""
     is_written: bool = False
     is_over: bool = False
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -60,6 +69,8 @@ class NatsDiscovery:
     honours what each card asks for. ``replicas`` is how many servers keep the bucket. While NATS is away,
     ``publish`` and ``watch`` return, and everything is made good when it is back. ``on_trouble`` hears of
     keys that hold no card and of cards that cannot be written.
+    ``on_lost`` hears of a card published here that lost its place for ever: to a newer incarnation, or
+    because somebody else withdrew it.
 
     Raises ConfigError for arguments out of range. The connection stays its maker's, who closes it.
     """
@@ -70,6 +81,7 @@ class NatsDiscovery:
         *,
         namespace: str,
         on_trouble: TroubleSink,
+        on_lost: GoneSink | None = None,
         lease_s: float = LEASE_S,
         replicas: int = 1,
     ) -> None:
@@ -86,6 +98,7 @@ class NatsDiscovery:
             answer_s=max(lease_s / 2, ANSWER_LEAST_S),
         )
         self._on_trouble = on_trouble
+        self._on_lost = on_lost
         self._held: dict[WorkerId, _Held] = {}
         self._is_failing = False
         self._watches: set[BucketWatch] = set()
@@ -103,6 +116,8 @@ class NatsDiscovery:
             return
         held = _checked(_Held(record, 0 if known is None else known.revision))
         if known is not None:
+            is_update = known.record.card.incarnation == card.incarnation
+            held.was_written = is_update and (known.is_written or known.was_written)
             known.is_over = True
         self._held[card.worker_id] = held
         if self._renewing is None:
@@ -191,21 +206,23 @@ class NatsDiscovery:
             try:
                 if not self._client.is_connected:
                     raise ConnectionError("not connected to NATS")
-                has_place = await self._write_over(held)
+                lost = await self._write_over(held)
             except (*STORE_ERRORS, OtherWrote, ProtocolError) as error:
                 return error
         worker_id = held.record.card.worker_id
-        if not has_place and self._held.get(worker_id) is held:
+        if lost is not None and self._held.get(worker_id) is held:
             del self._held[worker_id]
-            if held.is_written:
-                self._on_trouble(f"worker {worker_id}", "replaced, or withdrawn by somebody else")
+            if held.is_written or held.was_written:
+                self._on_trouble(f"worker {worker_id}", lost_why(lost))
+                if self._on_lost is not None:
+                    self._on_lost(worker_id, held.record.card.incarnation, lost)
         return None
 
-    async def _write_over(self, held: _Held) -> bool:
-        """Write over what is there; return whether the card has its place."""
+    async def _write_over(self, held: _Held) -> Gone | None:
+        """Write over what is there; return how the card lost its place, None if it has it."""
         for _ in range(WRITE_TRIES):
             if held.is_over:
-                return True
+                return None
             try:
                 held.revision = await self._bucket.write(held.record, held.revision)
             except OtherWrote:
@@ -214,14 +231,14 @@ class NatsDiscovery:
                 record = (
                     still_claims(mine, current)
                     if held.is_written
-                    else claim(mine.card, mine.lease_s, current, mine)
+                    else claim(mine.card, mine.lease_s, current, mine) or Gone.REPLACED
                 )
-                if record is None:
-                    return False
+                if isinstance(record, Gone):
+                    return record
                 held.record = record
             else:
                 held.is_written = True
-                return True
+                return None
         raise OtherWrote(f"somebody else writes the card of worker {held.record.card.worker_id} all the time")
 
     async def _mark_withdrawn(self, worker_id: WorkerId, incarnation: Epoch) -> None:
