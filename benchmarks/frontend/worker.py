@@ -41,7 +41,11 @@ class HoldsNothing:
 async def main(tick_s: float, first: int, folder: Path, n_workers: int = 1, dp_size: int = 1) -> None:
     """Serve until standard input ends."""
     discovery = FileDiscovery(
-        folder, namespace=NAMESPACE, on_trouble=lambda what, why: fail(f"{what}: {why}"), lease_s=LEASE_S
+        folder,
+        namespace=NAMESPACE,
+        on_trouble=lambda what, why: fail(f"{what}: {why}"),
+        on_refused=lambda what, why: fail(f"{what}: {why}"),
+        lease_s=LEASE_S,
     )
     async with AsyncExitStack() as stack:
         for worker in range(first, first + n_workers):

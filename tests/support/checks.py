@@ -82,9 +82,11 @@ async def caches_of(fleet: Fleet) -> AsyncIterator[Caches]:
     if client is not None:
         recovery = NatsRecovery(client, namespace=fleet.namespace, on_malformed=_never)
     if client is not None and fleet.environ["DYN_DISCOVERY_BACKEND"] == "nats":
-        discovery = NatsDiscovery(client, namespace=fleet.namespace, on_trouble=_never)
+        discovery = NatsDiscovery(client, namespace=fleet.namespace, on_trouble=_never, on_refused=_never)
     else:
-        discovery = FileDiscovery(fleet.folder / "discovery", namespace=fleet.namespace, on_trouble=_never)
+        discovery = FileDiscovery(
+            fleet.folder / "discovery", namespace=fleet.namespace, on_trouble=_never, on_refused=_never
+        )
     caches = Caches(discovery, zmq, recovery)
     try:
         await caches.start()

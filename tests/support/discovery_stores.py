@@ -112,6 +112,10 @@ class MemoryStore:
         raise NotImplementedError
 
 
+def nobody(*_told: str) -> None:
+    """Nobody is told."""
+
+
 class FileStore:
     """A directory; while it is lost, a file stands in its place."""
 
@@ -120,12 +124,14 @@ class FileStore:
         self._aside = folder / "aside"
         self.ends: list[FileDiscovery] = []
         self.troubles: list[tuple[str, str]] = []
+        self.refusals: list[tuple[str, str]] = []
 
     def end(self) -> FileDiscovery:
         made = FileDiscovery(
             self.directory,
             namespace="space",
             on_trouble=lambda *trouble: self.troubles.append(trouble),
+            on_refused=lambda *refusal: self.refusals.append(refusal),
             lease_s=LEASE_S,
             poll_s=POLL_S,
         )
@@ -152,6 +158,7 @@ class NatsStore:
         self.namespace = f"test-{secrets.token_hex(8)}"
         self.ends: list[NatsDiscovery] = []
         self.troubles: list[tuple[str, str]] = []
+        self.refusals: list[tuple[str, str]] = []
         self._clients = cycle(clients)
 
     @property
@@ -167,6 +174,7 @@ class NatsStore:
             self.client(),
             namespace=self.namespace,
             on_trouble=lambda *trouble: self.troubles.append(trouble),
+            on_refused=lambda *refusal: self.refusals.append(refusal),
             lease_s=LEASE_S,
         )
         self.ends.append(made)

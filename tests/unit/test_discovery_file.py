@@ -17,7 +17,7 @@ from kvrouter.planes.discovery.file.folder import MARKER, Folder, Held
 from kvrouter.planes.discovery.file.scanner import Scanner
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
-from tests.support.discovery_stores import FileStore, card, file_store, listen
+from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 from tests.support.waits import until
 
 LEASE_S = 10.0
@@ -132,7 +132,7 @@ async def test_only_the_last_folder_of_the_path_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("namespace", ["", "..", "a/b", "a.b", "a b", "x" * 65])
 def test_a_namespace_is_no_path(tmp_path: Path, namespace: str) -> None:
     with pytest.raises(ConfigError, match="namespace"):
-        FileDiscovery(tmp_path, namespace=namespace, on_trouble=lambda *_: None)
+        FileDiscovery(tmp_path, namespace=namespace, on_trouble=nobody, on_refused=nobody)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_namespace_is_no_path(tmp_path: Path, namespace: str) -> None:
 )
 def test_times_out_of_range_are_refused(tmp_path: Path, param: str, changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as refused:
-        FileDiscovery(tmp_path, namespace="space", on_trouble=lambda *_: None, **changes)
+        FileDiscovery(tmp_path, namespace="space", on_trouble=nobody, on_refused=nobody, **changes)
     assert refused.value.param == param
 
 
@@ -221,7 +221,19 @@ async def test_a_worker_takes_its_name_back_from_a_file_that_is_no_card(store: F
     ear = await listen(store.end())
     await store.end().publish(card())
     await ear.until_heard(card())
-    assert store.troubles == [(str(store.directory / "space" / "worker-1.json"), store.troubles[0][1])]
+    assert [what for what, _ in store.refusals] == [str(store.directory / "space" / "worker-1.json")]
+
+
+async def test_two_watches_of_a_process_tell_once(store: FileStore) -> None:
+    end = store.end()
+    ears = [await listen(end), await listen(end)]
+    (store.directory / "space" / "notes.txt").write_text("hello")
+    (store.directory / "space" / "worker-7.json").write_text("{")
+    await store.end().publish(card())
+    for ear in ears:
+        await ear.until_heard(card())
+    assert sorted(Path(what).name for what, _ in store.refusals) == ["notes.txt", "worker-7.json"]
+    assert store.troubles == []
 
 
 # What it removes
@@ -341,11 +353,16 @@ WORKER = """
 import asyncio, sys
 from pathlib import Path
 from kvrouter.planes.discovery.file import FileDiscovery
-from tests.support.discovery_stores import LEASE_S, card
+from tests.support.discovery_stores import LEASE_S, card, nobody
 
 async def live():
     end = FileDiscovery(
-        Path(sys.argv[1]), namespace="space", on_trouble=lambda *_: None, lease_s=LEASE_S, poll_s=0.02
+        Path(sys.argv[1]),
+        namespace="space",
+        on_trouble=nobody,
+        on_refused=nobody,
+        lease_s=LEASE_S,
+        poll_s=0.02,
     )
     await end.publish(card())
     await asyncio.Event().wait()

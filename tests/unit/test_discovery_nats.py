@@ -12,7 +12,16 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import CardRecord, encode_record
-from tests.support.discovery_stores import LEASE_S, Ear, NatsStore, card, connected, listen, nats_store
+from tests.support.discovery_stores import (
+    LEASE_S,
+    Ear,
+    NatsStore,
+    card,
+    connected,
+    listen,
+    nats_store,
+    nobody,
+)
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
 
@@ -44,7 +53,7 @@ async def mortal(own_nats: NatsServer) -> AsyncIterator[NatsStore]:
 async def test_arguments_out_of_range_are_refused(
     store: NatsStore, param: str, changes: dict[str, object]
 ) -> None:
-    arguments = {"namespace": "space", "on_trouble": lambda *_: None, **changes}
+    arguments = {"namespace": "space", "on_trouble": nobody, "on_refused": nobody, **changes}
     with pytest.raises(ConfigError) as refused:
         NatsDiscovery(store.client(), **arguments)  # type: ignore[arg-type]
     assert refused.value.param == param
@@ -59,7 +68,7 @@ async def test_who_starts_while_nats_is_away_is_there_when_it_is_back(mortal: Na
     ear = await listen(mortal.end())
     await mortal.end().publish(card())
     assert ear.heard == [False]
-    assert [why for _, why in mortal.troubles] == ["not written: not connected to NATS"]
+    assert [why for _, why in mortal.troubles] == ["not announced yet: not connected to NATS"]
     await mortal.bring_back(is_empty=True)
     await ear.until_heard(False, True, card())
 
@@ -144,9 +153,23 @@ async def test_what_is_no_card_is_told_once_and_ignored(store: NatsStore) -> Non
     await store.client().flush()
     await worker.publish(card(4))
     await ear.until_heard(card(), card(4))
-    assert len(store.troubles) == 3
+    assert len(store.refusals) == 3
     late = await listen(store.end())
     assert late.heard == [card(), card(4)]
+    assert store.troubles == []
+
+
+async def test_two_watches_of_a_process_tell_once(store: NatsStore) -> None:
+    end = store.end()
+    ears = [await listen(end), await listen(end)]
+    bucket = await store.client().jetstream().key_value(store.bucket)
+    for number in (2, 3):
+        await bucket.put("notes", b"hello")
+        await bucket.put("1", b"{")
+        await bucket.put("1", encode_record(CardRecord(card(1, number), LEASE_S)))
+        for ear in ears:
+            await ear.until(lambda ear=ear, number=number: card(1, number) in ear.heard)  # type: ignore[misc]
+    assert [what.split()[1] for what, _ in store.refusals] == ["notes", "1", "1"]
 
 
 async def test_a_worker_takes_its_key_back_from_what_is_no_card(store: NatsStore) -> None:
@@ -176,7 +199,7 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
 async def test_a_connection_that_was_lost_between_two_looks_is_read_anew(store: NatsStore) -> None:
     async with connected(store.server) as client:
         watcher = NatsDiscovery(
-            client, namespace=store.namespace, on_trouble=lambda *_: None, lease_s=LEASE_S
+            client, namespace=store.namespace, on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S
         )
         ear = await listen(watcher)
         for watch in watcher._watches:
@@ -248,11 +271,11 @@ WORKER = """
 import asyncio, sys
 import nats
 from kvrouter.planes.discovery.nats import NatsDiscovery
-from tests.support.discovery_stores import LEASE_S, card
+from tests.support.discovery_stores import LEASE_S, card, nobody
 
 async def live():
     client = await nats.connect(sys.argv[1])
-    end = NatsDiscovery(client, namespace=sys.argv[2], on_trouble=lambda *_: None, lease_s=LEASE_S)
+    end = NatsDiscovery(client, namespace=sys.argv[2], on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S)
     await end.publish(card())
     await asyncio.Event().wait()
 
@@ -277,7 +300,9 @@ async def test_a_worker_that_is_killed_expires(store: NatsStore) -> None:
 
 async def test_a_connection_that_is_closed_is_a_lost_store(store: NatsStore) -> None:
     async with connected(store.server) as client:
-        end = NatsDiscovery(client, namespace=store.namespace, on_trouble=lambda *_: None, lease_s=LEASE_S)
+        end = NatsDiscovery(
+            client, namespace=store.namespace, on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S
+        )
         ear = await listen(end)
         await client.close()
         await ear.until_heard(False)

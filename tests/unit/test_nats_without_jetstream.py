@@ -10,7 +10,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.events.jetstream import JetStreamPublisher
 from kvrouter.planes.nats_reasons import NO_JETSTREAM, reason
-from tests.support.discovery_stores import LEASE_S, card
+from tests.support.discovery_stores import LEASE_S, card, nobody
 from tests.support.event_ends_jetstream import Notes
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.waits import until
@@ -30,6 +30,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
         client,
         namespace="space",
         on_trouble=lambda what, why: troubles.append((what, why)),
+        on_refused=nobody,
         lease_s=LEASE_S,
     )
     try:
@@ -39,7 +40,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
         await end.close()
         await client.close()
     assert stores == [(False, NO_JETSTREAM)]
-    assert [why for _, why in troubles] == [f"not written: {NO_JETSTREAM}"]
+    assert [why for _, why in troubles] == [f"not announced yet: {NO_JETSTREAM}"]
 
 
 async def test_the_lane_says_how_to_switch_it_on(plain_nats: NatsServer) -> None:

@@ -103,7 +103,11 @@ def make_discovery(
     on_lost: GoneSink | None = None,
 ) -> Discovery:
     """Discovery as the settings choose it; ``on_lost`` hears of own cards that lost their place."""
-    on_trouble = troubles_on("discovery", telemetry)
+    on_trouble, refuse = troubles_on("discovery"), refusals_on("discovery", telemetry)
+
+    def on_refused(what: str, why: str) -> None:
+        refuse(f"{what}: {why}")
+
     if planes.discovery is DiscoveryBackend.FILE:
         return FileDiscovery(
             planes.discovery_path,
@@ -111,6 +115,7 @@ def make_discovery(
             lease_s=planes.lease_s,
             on_lost=on_lost,
             on_trouble=on_trouble,
+            on_refused=on_refused,
         )
     return NatsDiscovery(
         wanted(nats),
@@ -118,6 +123,7 @@ def make_discovery(
         lease_s=planes.lease_s,
         on_lost=on_lost,
         on_trouble=on_trouble,
+        on_refused=on_refused,
     )
 
 

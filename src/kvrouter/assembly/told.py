@@ -30,12 +30,16 @@ def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str
     return on_refused
 
 
-def troubles_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str, str], None]:
-    """Return the sink for what a person should look at: what it is, and why."""
-    on_refused = refusals_on(plane, telemetry)
+def troubles_on(plane: str) -> Callable[[str, str], None]:
+    """Return the sink for what this process could not do: what it is, and why. It tries again for ever: the
+    same thing is told once in a while.
+    """
+    seldom = Seldom()
 
     def on_trouble(what: str, why: str) -> None:
-        on_refused(f"{what}: {why}")
+        reason = f"{what}: {why}"
+        if seldom.allows(reason):
+            log_event(_log, Event.PLANE_DISTURBED, plane=plane, reason=reason)
 
     return on_trouble
 

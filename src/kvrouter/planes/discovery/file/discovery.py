@@ -37,8 +37,8 @@ class FileDiscovery:
 
     A worker that starts or withdraws is heard within ``poll_s`` and the time of one look, one that dies
     within ``lease_s`` + ``poll_s``, by the watchers' own clocks. ``lease_s`` is what this end's cards ask
-    for; a watcher honours what each card asks for. ``on_trouble`` hears of files that do not belong there
-    and of cards that cannot be renewed.
+    for; a watcher honours what each card asks for. ``on_refused`` hears of files that do not belong
+    there, once however many watch; ``on_trouble`` of cards that cannot be renewed.
     ``on_lost`` hears of a card published here that lost its place for ever: to a newer incarnation, or
     because somebody else withdrew it.
 
@@ -52,6 +52,7 @@ class FileDiscovery:
         *,
         namespace: str,
         on_trouble: TroubleSink,
+        on_refused: TroubleSink,
         on_lost: GoneSink | None = None,
         lease_s: float = LEASE_S,
         poll_s: float | None = None,
@@ -68,10 +69,11 @@ class FileDiscovery:
             raise ConfigError("remove_after_s: at least two leases", param="remove_after_s")
         self._folder = Folder(directory, checked_namespace(namespace))
         self._poll_s = poll_s
-        self._remove_after_s = remove_after_s
+        self._scanner = Scanner(self._folder, remove_after_s=remove_after_s)
         self._answer_s = max(lease_s / 2, ANSWER_LEAST_S)
         self._on_trouble = on_trouble
         self._on_lost = on_lost
+        self._on_refused = on_refused
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="discovery")
         self._writing = asyncio.Lock()
         self._held: dict[WorkerId, Held] = {}
@@ -117,12 +119,12 @@ class FileDiscovery:
         """Deliver every present card, then every change, in order; return the function that ends it."""
         await self._in_thread(self._folder.open)
         watch = FolderWatch(
-            Scanner(self._folder, remove_after_s=self._remove_after_s),
+            self._scanner,
             Delivery(on_card, on_gone, on_store),
             threads=self._threads,
             poll_s=self._poll_s,
             answer_s=self._answer_s,
-            on_trouble=self._on_trouble,
+            on_refused=self._on_refused,
         )
         self._watches.add(watch)
         await watch.start()

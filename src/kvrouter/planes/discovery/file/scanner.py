@@ -1,7 +1,8 @@
-"""Looks at a folder of cards again and again. Blocks: runs in threads, one at a time."""
+"""Looks at a folder of cards again and again. Blocks: runs in threads."""
 
 import os
 import re
+import threading
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -20,7 +21,7 @@ _HALF_NAME = re.compile(r"\.worker-[0-9]{1,19}\.[0-9a-f]{16}\.half")
 
 
 class Scan(NamedTuple):
-    """One look: the records in the order of their worker ids, and what else is there, told once."""
+    """One look: the records in the order of their worker ids, and what else is there, told in one look."""
 
     looked_at_s: float
     records: list[tuple[CardRecord, Stamp]]
@@ -42,19 +43,27 @@ class _Seen:
 
 
 class Scanner:
-    """Reads only the files that changed; removes those of ours that nobody renewed for very long."""
+    """Reads only the files that changed; removes those of ours that nobody renewed for very long.
+
+    One looks at a time; all watchers of a process share it, so that one of them is told what is no card.
+    """
 
     def __init__(self, folder: Folder, *, remove_after_s: float) -> None:
         self._folder = folder
         self._remove_after_s = remove_after_s
         self._seen: dict[str, _Seen] = {}
         self._told: set[str] = set()
+        self._looking = threading.Lock()
 
     def look(self) -> Scan:
         """Return what is there now.
 
         Raises OSError when the folder cannot be read, ConfigError when it is not this user's alone.
         """
+        with self._looking:
+            return self._look()
+
+    def _look(self) -> Scan:
         now = time.monotonic()
         self._folder.check()
         with os.scandir(self._folder.path) as entries:

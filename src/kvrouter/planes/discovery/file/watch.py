@@ -27,14 +27,14 @@ class FolderWatch:
         threads: Executor,
         poll_s: float,
         answer_s: float,
-        on_trouble: TroubleSink,
+        on_refused: TroubleSink,
     ) -> None:
         self._scanner = scanner
         self._delivery = delivery
         self._threads = threads
         self._poll_s = poll_s
         self._answer_s = answer_s
-        self._on_trouble = on_trouble
+        self._on_refused = on_refused
         self._leases = CardLeases()
         self._look: asyncio.Future[Scan] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -94,4 +94,4 @@ class FolderWatch:
         self._delivery.changes(leases.expire(now))
         leases.forget({record.card.worker_id for record, _ in scan.records})
         for what, why in scan.troubles:
-            self._on_trouble(what, why)
+            self._on_refused(what, why)

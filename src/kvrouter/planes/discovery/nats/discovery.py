@@ -20,7 +20,7 @@ from kvrouter.planes.discovery.leases import (
     still_claims,
 )
 from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket, OtherWrote
-from kvrouter.planes.discovery.nats.watch import BucketWatch
+from kvrouter.planes.discovery.nats.watch import BucketWatch, Refusals
 from kvrouter.planes.discovery.port import CardSink, Gone, GoneSink, StoreSink
 from kvrouter.planes.discovery.wire import (
     RECORD_MAX_BYTES,
@@ -67,8 +67,8 @@ class NatsDiscovery:
     A worker that starts or withdraws is heard at once, one that dies within ``lease_s`` and what it takes to
     ask the store, by the watchers' own clocks. ``lease_s`` is what this end's cards ask for; a watcher
     honours what each card asks for. ``replicas`` is how many servers keep the bucket. While NATS is away,
-    ``publish`` and ``watch`` return, and everything is made good when it is back. ``on_trouble`` hears of
-    keys that hold no card and of cards that cannot be written.
+    ``publish`` and ``watch`` return, and everything is made good when it is back. ``on_refused`` hears of
+    keys that hold no card, once however many watch; ``on_trouble`` of cards that cannot be written.
     ``on_lost`` hears of a card published here that lost its place for ever: to a newer incarnation, or
     because somebody else withdrew it.
 
@@ -81,6 +81,7 @@ class NatsDiscovery:
         *,
         namespace: str,
         on_trouble: TroubleSink,
+        on_refused: TroubleSink,
         on_lost: GoneSink | None = None,
         lease_s: float = LEASE_S,
         replicas: int = 1,
@@ -99,6 +100,7 @@ class NatsDiscovery:
         )
         self._on_trouble = on_trouble
         self._on_lost = on_lost
+        self._refusals = Refusals(on_refused)
         self._held: dict[WorkerId, _Held] = {}
         self._is_failing = False
         self._watches: set[BucketWatch] = set()
@@ -122,7 +124,12 @@ class NatsDiscovery:
         self._held[card.worker_id] = held
         if self._renewing is None:
             self._renewing = go_on(self._renew_for_ever(), name="discovery: renew leases")
-        self._note([await self._write(held)])
+        failure = await self._write(held)
+        if failure is not None and known is None:
+            self._is_failing = True
+            self._on_trouble(f"worker {card.worker_id}", f"not announced yet: {reason(failure)}")
+        else:
+            self._note([failure])
 
     async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
         """Mark the card as withdrawn; where NATS does not answer, its lease runs out."""
@@ -148,7 +155,7 @@ class NatsDiscovery:
             lease_s=self._lease_s,
             tick_s=self._tick_s,
             quiet_s=self._lease_s * QUIET_LEASES,
-            on_trouble=self._on_trouble,
+            refusals=self._refusals,
         )
         self._watches.add(watch)
         await watch.start()

@@ -20,11 +20,32 @@ READS_AT_ONCE = 128
 WORKERS_MAX = 16_384
 """How many workers one watcher follows; those beyond are told, and let go."""
 
-TROUBLES_MAX = 1024
+REFUSALS_MAX = 1024
 """How many keys that hold no card are told."""
 
 REMEMBERED_LEASES = 10
 """For how many leases a worker that is over is remembered. Its key is gone after one."""
+
+
+class Refusals:
+    """Tells of keys that hold no card, each once until it holds one, however many watches see it."""
+
+    def __init__(self, on_refused: TroubleSink) -> None:
+        self._on_refused = on_refused
+        self._told: dict[str, int] = {}
+
+    def tell(self, key: str, revision: int, what: str, why: str) -> None:
+        """``key`` holds no card."""
+        if key in self._told:
+            self._told[key] = max(revision, self._told[key])
+        elif len(self._told) < REFUSALS_MAX:
+            self._told[key] = revision
+            self._on_refused(what, why)
+
+    def forget(self, key: str, revision: int) -> None:
+        """``key`` holds a card; a watch that is behind says nothing about what was told since."""
+        if revision > self._told.get(key, revision):
+            del self._told[key]
 
 
 class BucketWatch:
@@ -42,18 +63,17 @@ class BucketWatch:
         lease_s: float,
         tick_s: float,
         quiet_s: float,
-        on_trouble: TroubleSink,
+        refusals: Refusals,
     ) -> None:
         self._bucket = bucket
         self._delivery = delivery
         self._lease_s = lease_s
         self._tick_s = tick_s
         self._quiet_s = quiet_s
-        self._on_trouble = on_trouble
+        self._refusals = refusals
         self._leases = CardLeases()
         self._made_at: datetime.datetime | None = None
         self._revisions: dict[WorkerId, int] = {}
-        self._told: set[str] = set()
         self._reconnects: int | None = None
         self._heard_at = 0.0
         self._has_ended = False
@@ -162,9 +182,7 @@ class BucketWatch:
         try:
             self._take_checked(key, value, revision)
         except ProtocolError as error:
-            if key not in self._told and len(self._told) < TROUBLES_MAX:
-                self._told.add(key)
-                self._on_trouble(f"key {key[:80]} of bucket {self._bucket.name}", error.message)
+            self._refusals.tell(key, revision, f"key {key[:80]} of bucket {self._bucket.name}", error.message)
 
     def _take_checked(self, key: str, value: bytes | None, revision: int) -> None:
         if not (key.isascii() and key.isdecimal()):
@@ -188,5 +206,5 @@ class BucketWatch:
                 raise ProtocolError(f"holds the card of worker {record.card.worker_id}", param="worker_id")
             changes = self._leases.hear(record, revision, time.monotonic())
         self._revisions[worker_id] = revision
-        self._told.discard(key)
+        self._refusals.forget(key, revision)
         self._delivery.changes(changes)
