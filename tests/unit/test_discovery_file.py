@@ -147,7 +147,13 @@ def test_a_namespace_is_no_path(tmp_path: Path, namespace: str) -> None:
 )
 def test_times_out_of_range_are_refused(tmp_path: Path, param: str, changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError) as refused:
-        FileDiscovery(tmp_path, namespace="space", on_trouble=nobody, on_refused=nobody, **changes)
+        FileDiscovery(
+            tmp_path,
+            namespace="space",
+            on_trouble=nobody,
+            on_refused=nobody,
+            **changes,  # type: ignore[arg-type]
+        )
     assert refused.value.param == param
 
 

@@ -271,7 +271,7 @@ async def test_places_that_cannot_be_listened_at_are_refused() -> None:
     worker = Worker()
     async with closing(worker):
         taken = int(worker.plane.source.events.rpartition(":")[2])
-        with pytest.raises(ConfigError, match="port"):
+        with pytest.raises(ConfigError, match="cannot listen on"):
             Worker(port=taken)
         with pytest.raises(ConfigError, match="advertise"):
             ZmqEventPublisher("0.0.0.0", on_malformed=worker.malformed.append)

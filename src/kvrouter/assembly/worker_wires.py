@@ -1,7 +1,8 @@
 """A worker's ends of the planes, as the settings choose them."""
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import errno
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from kvrouter.assembly.router_wires import make_discovery, wanted
 from kvrouter.assembly.tls import Tls, advertised, tls_of
 from kvrouter.assembly.told import StreamTold, drops_on, refusals_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
 from kvrouter.planes.discovery.port import Discovery, GoneSink
@@ -26,6 +28,13 @@ from kvrouter.planes.requests.http import HttpRequestAcceptor
 from kvrouter.planes.requests.nats import NatsRequestAcceptor
 from kvrouter.planes.requests.port import RequestAcceptor
 from kvrouter.planes.requests.tcp import TcpRequestAcceptor
+
+PORT_MAX = 65_535
+
+ZMQ_PORTS = 2
+"""How many ports above ``--listen-port`` KV events over ZeroMQ take."""
+
+_HAS_NO_PORT = {errno.EADDRINUSE: "is taken", errno.EACCES: "is not for this user"}
 
 
 class Listener(RequestAcceptor, Protocol):
@@ -70,6 +79,8 @@ async def worker_wires(
     planes = settings.planes
     tls = tls_of(planes)
     lane = lane_of(planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events)
+    if not is_static:
+        _check_room(planes, lane)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
         tells_by_nats = planes.discovery is DiscoveryBackend.NATS or lane is not EventLane.ZMQ
@@ -80,7 +91,8 @@ async def worker_wires(
         discovery = StaticDiscovery() if is_static else make_discovery(planes, nats, on_lost=on_lost)
         stack.push_async_callback(discovery.close)
         listener = _listener(settings, nats, tls)
-        await listener.start()
+        with _explained(planes, f"port {planes.listen_port}"):
+            await listener.start()
         stack.push_async_callback(listener.close)
         if is_static:
             nobody = MemoryEventPlane()
@@ -102,6 +114,36 @@ def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_even
             return EventLane.ZMQ
         return EventLane.NATS if has_local_indexer else EventLane.JETSTREAM
     return EventLane(planes.event_plane.value)
+
+
+def _check_room(planes: PlaneSettings, lane: EventLane) -> None:
+    """See that the ports above the one of the settings are ports. Raises ConfigError."""
+    highest = PORT_MAX - ZMQ_PORTS
+    if lane is EventLane.ZMQ and planes.listen_port > highest:
+        raise ConfigError(
+            f"--listen-port: at most {highest}, not {planes.listen_port}: "
+            f"KV events over ZeroMQ take the {ZMQ_PORTS} ports above it",
+            param="listen_port",
+        )
+
+
+@contextmanager
+def _explained(planes: PlaneSettings, ports: str) -> Iterator[None]:
+    """Say of an address that cannot be had which flag chooses another."""
+    try:
+        yield
+    except ConfigError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        why = _HAS_NO_PORT.get(cause.errno or 0)
+        if why is None:
+            raise ConfigError(
+                f"{error.message}: choose another address with --listen-host", param="listen_host"
+            ) from error
+        raise ConfigError(
+            f"{ports} on {planes.listen_host} {why}: choose another with --listen-port", param="listen_port"
+        ) from error
 
 
 def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
@@ -144,15 +186,17 @@ async def _events(
     planes = settings.planes
     on_malformed = refusals_on(lane.value)
     if lane is EventLane.ZMQ:
-        zmq = ZmqEventPublisher(
-            planes.listen_host,
-            planes.listen_port and planes.listen_port + 1,
-            recovery_port=planes.listen_port and planes.listen_port + 2,
-            advertise_host=advertised(settings),
-            token=revealed(planes.plane_token),
-            on_malformed=on_malformed,
-            on_dropped=drops_on(lane.value),
-        )
+        port = planes.listen_port
+        with _explained(planes, f"port {port + 1} or {port + 2}, for KV events over ZeroMQ,"):
+            zmq = ZmqEventPublisher(
+                planes.listen_host,
+                port and port + 1,
+                recovery_port=port and port + 2,
+                advertise_host=advertised(settings),
+                token=revealed(planes.plane_token),
+                on_malformed=on_malformed,
+                on_dropped=drops_on(lane.value),
+            )
         stack.push_async_callback(zmq.close)
         return zmq, zmq
     recovery = NatsRecovery(wanted(nats), namespace=planes.namespace, on_malformed=on_malformed)

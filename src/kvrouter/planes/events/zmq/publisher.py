@@ -141,8 +141,7 @@ def _listen(
     try:
         socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
     except zmq.ZMQError as error:
-        raise ConfigError(
-            f"port: KV events cannot be published at {host}:{port}: {error}", param="port"
-        ) from None
+        why = OSError(error.errno, error.strerror)
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}", param="port") from why
     bound = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
     return f"tcp://{bracketed(advertise_host)}:{bound.rpartition(':')[2]}"
