@@ -8,7 +8,12 @@ from tests.support.nats_server import NatsServer
 from tests.support.processes import ENDS_WITHIN_S, eventually, fleet
 from tests.support.served import words
 
-ANSWER_TOKENS = 400
+SHORT = {"model": "mock", "prompt": words(n=20), "max_tokens": 4}
+LONG = {**SHORT, "max_tokens": 8000, "ignore_eos": True, "stream": True}
+"""It lasts until its client leaves."""
+
+AFTER_LINES = 1000
+"""More than was on its way."""
 
 
 @pytest.mark.parametrize("store", ["file", "nats"])
@@ -23,23 +28,25 @@ async def test_the_replaced_worker_finishes_what_runs_and_ends(store: str, share
         frontend = await processes.frontend()
         old = await processes.worker("--worker-id", "7", "--speedup", "1")
 
-        async def is_there() -> bool:
-            return len((await frontend.fleet())["workers"]) == 1
+        async def is_served() -> bool:
+            return (await frontend.http.post("/v1/completions", json=SHORT)).status_code == 200
 
-        await eventually(is_there)
-        body = {"model": "mock", "prompt": words(n=20), "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
-        running = asyncio.create_task(frontend.http.post("/v1/completions", json=body))
+        await eventually(is_served)
+        async with frontend.http.stream("POST", "/v1/completions", json=LONG) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            new = await processes.worker("--worker-id", "7", "--speedup", "20")
 
-        async def is_running() -> bool:
-            return (await frontend.metrics()).total("worker_running_requests") > 0 or running.done()
+            async def is_replaced() -> bool:
+                return "running_requests=1" in old.lines()
 
-        await eventually(is_running)
-        new = await processes.worker("--worker-id", "7", "--speedup", "20")
+            await eventually(is_replaced)
+            for _ in range(AFTER_LINES):
+                await anext(lines)
+            assert old.is_running
         async with asyncio.timeout(ENDS_WITHIN_S):
             assert await old.process.wait() == 1
         assert "replaced by a newer start of the same id: ending" in old.lines()
-        assert (await running).status_code == 200
         assert new.is_running
         assert "worker_replaced" not in new.lines()
-        after = await frontend.http.post("/v1/completions", json={**body, "max_tokens": 4})
-        assert after.status_code == 200
+        await eventually(is_served)
