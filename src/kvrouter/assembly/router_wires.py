@@ -1,5 +1,6 @@
 """A router's ends of the planes, as the settings choose them."""
 
+import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,6 +31,9 @@ from kvrouter.planes.sync.nats import NatsSyncPlane
 from kvrouter.planes.sync.port import SyncPlane
 from kvrouter.service.lanes import LaneSubscriber
 from kvrouter.telemetry import Telemetry
+
+START_BYTES = 4
+"""What tells one start of a router from every other in the names of its consumers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +211,10 @@ def _stream(
 
 
 def replica_name(settings: Settings, *, http_port: int) -> str:
-    """What this router is called among its replicas, the same after a restart."""
+    """What this start of the router is called among its replicas: no two routers take each other's consumers,
+    whatever their settings call them."""
     named = settings.router.replica_name
-    if named is not None:
-        return named
-    host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
-    return f"{host}-{http_port}"
+    if named is None:
+        host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
+        named = f"{host}-{http_port}"
+    return f"{named}-{secrets.token_hex(START_BYTES)}"

@@ -254,8 +254,8 @@ class KvRouterConfig(Section):
         PlainName | None,
         Setting(flag="--router-replica-name", variable="KVROUTER_REPLICA_NAME", group=Group.REPLICAS),
     ] = None
-    """What this router is called among its replicas: its consumers at NATS carry the name, and no two routers
-    may have the same. Unset: the host's name and the HTTP port."""
+    """What this router is called at NATS, for whoever looks there: its consumers begin with the name, and end
+    with letters that each start draws. Unset: the host's name and the HTTP port."""
 
     snapshot_threshold: Annotated[
         PositiveCount,
