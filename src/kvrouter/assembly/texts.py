@@ -36,6 +36,7 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         self._pool = pool
         self._texts: dict[ModelName, TextModel] = {}
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
+        self._model_of: dict[WorkerId, tuple[Epoch, ModelName]] = {}
 
     def __getitem__(self, model: ModelName) -> TextModel:
         return self._texts[model]
@@ -48,12 +49,13 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
 
     def on_card(self, card: WorkerCard) -> None:
         """A worker was announced."""
+        self._model_of[card.worker_id] = (card.incarnation, card.model)
         known = self._texts.get(card.model)
         if card.model in self._loading or (
             known is not None and known.context_length_tokens == card.context_length
         ):
             return
-        if known is None and len(self._texts.keys() | self._loading.keys()) >= TEXTS_MAX:
+        if known is None and not self._has_room():
             self._refuse(card, f"{TEXTS_MAX} models are loaded already")
             return
         folder = self._folders.get(card.model)
@@ -65,8 +67,22 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         task = asyncio.get_running_loop().create_task(self._load(card, folder))
         self._loading[card.model] = task
 
-    def on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
-        """A worker left; its model's tokenizer stays for the next one."""
+    def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
+        """A worker left; its model's tokenizer stays for the next one, until the room is needed."""
+        known = self._model_of.get(worker_id)
+        if known is not None and known[0] == incarnation:
+            del self._model_of[worker_id]
+
+    def _has_room(self) -> bool:
+        """Whether one more model may be loaded; the oldest that has no workers any more makes room for it."""
+        if len(self._texts.keys() | self._loading.keys()) < TEXTS_MAX:
+            return True
+        served = {model for _, model in self._model_of.values()}
+        unused = next((model for model in self._texts if model not in served), None)
+        if unused is None:
+            return False
+        del self._texts[unused]
+        return True
 
     async def _load(self, card: WorkerCard, folder: Path) -> None:
         try:

@@ -1,0 +1,66 @@
+"""A frontend loads the tokenizers of the models that workers announce, and forgets those it needs no more."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.assembly.texts import MOCK_TOKENIZER, AnnouncedTexts
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.discovery.port import Gone
+from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.words import MOCK_FOLDER
+from tests.support.fleets import card
+
+
+def serving(model: str, worker_id: int, *, tokenizer: str | None = MOCK_TOKENIZER) -> WorkerCard:
+    return replace(card(worker_id), model=ModelName(model), tokenizer=tokenizer)
+
+
+async def announce(texts: AnnouncedTexts, *cards: WorkerCard) -> None:
+    for each in cards:
+        texts.on_card(each)
+    await texts.close()
+
+
+async def test_a_model_is_loaded_when_its_first_worker_is_announced() -> None:
+    texts = AnnouncedTexts({}, EncodePool())
+    await announce(texts, serving("m", 1))
+    loaded = texts[ModelName("m")]
+    assert loaded.context_length_tokens == card(1).context_length
+    await announce(texts, serving("m", 2))
+    assert texts[ModelName("m")] is loaded
+
+
+async def test_this_hosts_own_folder_wins_over_the_workers() -> None:
+    texts = AnnouncedTexts({ModelName("m"): MOCK_FOLDER}, EncodePool())
+    await announce(texts, serving("m", 1, tokenizer="/of/another/host"))
+    assert list(texts) == ["m"]
+
+
+async def test_a_tokenizer_that_cannot_be_loaded_is_told_and_tried_again(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    texts = AnnouncedTexts({}, EncodePool())
+    await announce(texts, serving("m", 1, tokenizer=str(tmp_path)), serving("n", 2, tokenizer=None))
+    assert (list(texts), caplog.text.count("tokenizer_failed")) == ([], 2)
+    await announce(texts, serving("m", 3))
+    assert list(texts) == ["m"]
+
+
+async def test_a_model_without_workers_makes_room_and_one_with_workers_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvrouter.assembly.texts.TEXTS_MAX", 2)
+    texts = AnnouncedTexts({}, EncodePool())
+    await announce(texts, serving("a", 1))
+    await announce(texts, serving("b", 2))
+    await announce(texts, serving("c", 3))
+    assert (list(texts), "tokenizer_failed" in caplog.text) == (["a", "b"], True)
+    texts.on_gone(WorkerId(1), Epoch(99), Gone.REPLACED)
+    await announce(texts, serving("c", 3))
+    assert list(texts) == ["a", "b"]
+    texts.on_gone(WorkerId(1), card(1).incarnation, Gone.WITHDRAWN)
+    await announce(texts, serving("c", 3))
+    assert list(texts) == ["b", "c"]
