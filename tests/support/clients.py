@@ -84,8 +84,15 @@ class Client:
         return {leg: attempt[leg]["worker_id"] for leg in ("prefill", "decode") if attempt.get(leg)}
 
     def sent_again_after_s(self, since_unix_s: float) -> float:
-        """How long after this moment the frontend first sent the request elsewhere, by its log."""
-        said = rf"(?m)^(\S+)Z \S+ +(?:retry|resume) request_id={self.request_id} "
+        """How long after this moment the frontend first sent the request elsewhere, by its log.
+
+        It may also have picked another decode worker before it sent anything to the first.
+        """
+        elsewhere = (
+            rf"(?:retry|resume) request_id={self.request_id} ",
+            rf"decision request_id={self.request_id} .*again=true",
+        )
+        said = rf"(?m)^(\S+)Z \S+ +(?:{'|'.join(elsewhere)})"
         found = re.search(said, self._frontend.lines())
         assert found is not None, "it was not sent elsewhere"
         return datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp() - since_unix_s
