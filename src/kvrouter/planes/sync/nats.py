@@ -100,7 +100,8 @@ class NatsSyncPlane:
             )
             for whom in ("all", f"to.{router_id}")
         ]
-        await self._client.flush()
+        for _ in range(2):  # the client's first ping may overtake the subscriptions; the second cannot
+            await self._client.flush()
 
         async def end() -> None:
             try:

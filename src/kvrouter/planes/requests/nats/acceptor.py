@@ -296,7 +296,8 @@ class NatsRequestAcceptor:
     async def wait_served(self, address: str) -> None:
         """Return once NATS knows that the worker listens. Raises what NATS raises."""
         await self._subscribing[address]
-        await self._client.flush()
+        for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
+            await self._client.flush()
 
     def _leave(self, address: str) -> None:
         del self._desks[address]
