@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, KvLoss, Leg, Sampling
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.planes.requests.wire import (
     decode_chunk,
@@ -54,6 +54,7 @@ chunks = st.builds(
     cached_tokens=st.none() | st.integers(0, 10**6),
     kv_transfer_params=opaque,
     error=st.none() | st.text(max_size=9),
+    kv_lost=st.none() | st.sampled_from(KvLoss),
 )
 
 

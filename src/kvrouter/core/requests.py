@@ -1,8 +1,9 @@
 """A request as it travels from the hall to an engine, and what comes back."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,6 +36,19 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
+
+
+class KvLoss(StrEnum):
+    """Why the KV that a decode leg came for could not be fetched. The engine that says so did its part."""
+
+    UNREACHABLE = "unreachable"
+    """Nobody answers where the KV should wait."""
+    BROKEN = "broken"
+    """The way to it, or the engine that held it, was lost while it waited or travelled."""
+    TIMEOUT = "timeout"
+    """It did not come in time."""
+    UNKNOWN = "unknown"
+    """The engine there has no such KV for this leg: never, no longer, or for another."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -116,7 +130,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """What an engine sends back: any number of tokens, and on the last chunk why it ended.
 
     ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
-    ``kv_transfer_params`` ends a synchronous prefill leg.
+    ``kv_transfer_params`` ends a synchronous prefill leg. ``kv_lost`` comes with the finish ``ERROR`` of a
+    decode leg that failed for want of its prefill worker's KV, and for nothing else.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -124,6 +139,22 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int | None = None
     kv_transfer_params: KvTransferParams | None = None
     error: str | None = None
+    kv_lost: KvLoss | None = None
+
+
+def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
+    """Return consecutive chunks of one leg, at least one, as one: cached tokens are told by whichever tells
+    them first, an end and what belongs to it by the last.
+    """
+    last = chunks[-1]
+    return EngineChunk(
+        token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
+        finish=last.finish,
+        cached_tokens=next((c.cached_tokens for c in chunks if c.cached_tokens is not None), None),
+        kv_transfer_params=last.kv_transfer_params,
+        error=last.error,
+        kv_lost=last.kv_lost,
+    )
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):

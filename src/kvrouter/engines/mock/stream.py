@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from kvrouter.core.requests import EngineChunk
+from kvrouter.core.requests import EngineChunk, merge_chunks
 from kvrouter.planes.requests.port import StreamBroken
 
 
@@ -39,7 +39,8 @@ class MockStream:
                 await self._reader
             finally:
                 self._reader = None
-        chunk = self._chunks.popleft() if len(self._chunks) == 1 else self._merge()
+        chunk = self._chunks[0] if len(self._chunks) == 1 else merge_chunks(self._chunks)
+        self._chunks.clear()
         self._read_tokens += len(chunk.token_ids)
         if self._read_tokens >= self._refill_tokens and not self._ended:
             self._on_credit(self._read_tokens)
@@ -66,16 +67,3 @@ class MockStream:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-    def _merge(self) -> EngineChunk:
-        """Return all chunks that wait as one: only the first tells cached tokens, only the last an end."""
-        last = self._chunks[-1]
-        merged = EngineChunk(
-            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
-            finish=last.finish,
-            cached_tokens=self._chunks[0].cached_tokens,
-            kv_transfer_params=last.kv_transfer_params,
-            error=last.error,
-        )
-        self._chunks.clear()
-        return merged

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.requests import EngineChunk, FinishReason, merge_chunks
 from kvrouter.planes.requests.port import StreamBroken
 
 
@@ -69,7 +69,8 @@ class LegStream:
             if self.is_over:
                 raise StopAsyncIteration
             await self._wait()
-        chunk = self._chunks.popleft() if len(self._chunks) == 1 else self._merge()
+        chunk = self._chunks[0] if len(self._chunks) == 1 else merge_chunks(self._chunks)
+        self._chunks.clear()
         read_tokens, self.waiting_tokens = self.waiting_tokens, 0
         self._on_read(read_tokens)
         return chunk
@@ -97,16 +98,3 @@ class LegStream:
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
-
-    def _merge(self) -> EngineChunk:
-        """Return all chunks that wait as one: only the first tells cached tokens, only the last an end."""
-        last = self._chunks[-1]
-        merged = EngineChunk(
-            token_ids=tuple(token for chunk in self._chunks for token in chunk.token_ids),
-            finish=last.finish,
-            cached_tokens=self._chunks[0].cached_tokens,
-            kv_transfer_params=last.kv_transfer_params,
-            error=last.error,
-        )
-        self._chunks.clear()
-        return merged

@@ -4,7 +4,7 @@ import asyncio
 from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
-from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.requests import EngineChunk, FinishReason, merge_chunks
 from kvrouter.planes.requests.port import ReaderTooSlow, StreamBroken, TokenSink
 
 
@@ -132,7 +132,7 @@ class TcpStream:
         """The worker sent more; raise ProtocolError when it sent more than it had credit for."""
         self._spend(len(chunk.token_ids))
         self._sink = None
-        self._waiting = chunk if self._waiting is None else _merged(self._waiting, chunk)
+        self._waiting = chunk if self._waiting is None else merge_chunks((self._waiting, chunk))
         if chunk.finish is not None:
             self._is_over = True
         self._wake()
@@ -201,14 +201,3 @@ class TcpStream:
 
 def _overdrawn() -> ProtocolError:
     return ProtocolError("the worker sent more tokens than it had credit for", param="token_ids")
-
-
-def _merged(first: EngineChunk, last: EngineChunk) -> EngineChunk:
-    """Return both as one: the first tells cached tokens, the last an end."""
-    return EngineChunk(
-        token_ids=first.token_ids + last.token_ids,
-        finish=last.finish,
-        cached_tokens=last.cached_tokens if first.cached_tokens is None else first.cached_tokens,
-        kv_transfer_params=last.kv_transfer_params or first.kv_transfer_params,
-        error=last.error or first.error,
-    )
