@@ -222,6 +222,17 @@ async def test_the_same_leg_is_not_served_twice_and_other_legs_are(wire: Wire) -
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
 
 
+async def test_two_requests_that_clients_gave_one_id_are_both_served(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    requests = [replace(leg(), intake=intake) for intake in ("of one router", "of another")]
+    streams = [await wire.plane.open(address, request) for request in requests]
+    assert worker.requests == requests
+    for token, inner in enumerate(worker.streams):
+        await inner.put(EngineChunk(token_ids=(token,), finish=FinishReason.STOP))
+    assert [(await read_all(stream))[0] for stream in streams] == [[0], [1]]
+
+
 async def test_a_readers_own_cancellation_stays_its_own(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)

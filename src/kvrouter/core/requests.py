@@ -101,6 +101,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
 
     ``token_ids`` is the prompt, followed by the tokens already generated elsewhere when ``resumed_tokens`` is
     above 0: those are context, not output; ``sampling.max_tokens`` counts what is still wanted.
+    ``request_id`` is the client's, who may give one id to two requests; with ``intake``, the router's own
+    name for it, it is nobody else's.
     ``time_left_s`` is how long whoever asks still waits, counted from the moment it sent this: no two clocks
     are compared. None: as long as it takes.
     """
@@ -119,11 +121,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
     lora_name: str | None = None
     cache_namespace: str | None = None
     time_left_s: float | None = None
+    intake: str = ""
 
     @property
     def engine_key(self) -> str:
-        """What an engine calls this leg: unique over the attempts of a request."""
-        return f"{self.request_id}#{self.attempt}"
+        """What an engine calls this leg: unique over all requests, and over the attempts of each."""
+        return f"{self.request_id}-{self.intake}#{self.attempt}"
 
 
 class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -158,7 +161,10 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One request of a client, validated and tokenized: what the hall hands to the router."""
+    """One request of a client, validated and tokenized: what the hall hands to the router.
+
+    ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
+    """
 
     request_id: RequestId
     model: ModelName
@@ -170,3 +176,4 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prefill_pin: Pin | None = None
     lora_name: str | None = None
     cache_namespace: str | None = None
+    intake: str = ""

@@ -1,5 +1,6 @@
 """The legs of an attempt as engines receive them."""
 
+import secrets
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -14,6 +15,13 @@ from kvrouter.core.requests import (
 )
 from kvrouter.planes.requests.port import EngineStream, StreamBroken
 from kvrouter.service.placement import Placement
+
+INTAKE_BYTES = 8
+
+
+def taken_in(request: GenerateRequest) -> GenerateRequest:
+    """Return ``request`` with a name of its own: whatever ids clients give, its legs are no other's."""
+    return replace(request, intake=secrets.token_hex(INTAKE_BYTES))
 
 
 def prefill_leg(
@@ -103,4 +111,5 @@ def _leg(
         lora_name=request.lora_name,
         cache_namespace=request.cache_namespace,
         time_left_s=time_left_s,
+        intake=request.intake,
     )

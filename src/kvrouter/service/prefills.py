@@ -29,7 +29,7 @@ from kvrouter.journey.words import (
 )
 from kvrouter.planes.requests.port import EngineStream, RequestPlane, WorkerFull
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.legs import prefill_leg, read_prefill
+from kvrouter.service.legs import prefill_leg, read_prefill, taken_in
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.placement import Placement
@@ -212,7 +212,7 @@ class _Run:
         *,
         until_s: float,
     ) -> None:
-        self.request = request
+        self.request = taken_in(request)
         self.stream: EngineStream | None = None
         self.is_let_go = False
         """Whether its owner said that nobody will fetch its KV."""

@@ -19,6 +19,7 @@ from kvrouter.routing.decision import Decision
 from kvrouter.service.contacts import Contacts
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.generation import Generation
+from kvrouter.service.legs import taken_in
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.silence import Patience
@@ -140,7 +141,7 @@ class RouterService:
             raise ShuttingDown("this router is shutting down and takes no new requests")
         model = self.model(request.model)
         generation = Generation(
-            request,
+            taken_in(request),
             model,
             self._parts.plane,
             patience=self._patience,

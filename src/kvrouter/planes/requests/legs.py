@@ -17,9 +17,6 @@ from kvrouter.planes.requests.port import (
     WorkerUnreachable,
 )
 
-LegKey = tuple[RequestId, int, Leg]
-"""What must not be served twice at the same time."""
-
 LEGS_MAX = 16_384
 """How many legs one worker runs at once; one more is refused as WorkerFull."""
 
@@ -29,9 +26,18 @@ PREFILLED_MAX = 1024
 CONNECTION_CLOSED = "the router closed its connection"
 
 
+class LegKey(NamedTuple):
+    """What must not be served twice."""
+
+    request_id: RequestId
+    intake: str
+    attempt: int
+    leg: Leg
+
+
 def key_of(request: EngineRequest) -> LegKey:
     """Return the key of a request's leg."""
-    return (request.request_id, request.attempt, request.leg)
+    return LegKey(request.request_id, request.intake, request.attempt, request.leg)
 
 
 class LegName(NamedTuple):
@@ -180,8 +186,7 @@ class Place:
         if self._left is not None:
             raise WorkerUnreachable(self._left)
         if leg.key in self._legs or leg.name in self._names:
-            request_id, attempt, _ = leg.key
-            raise WorkerUnreachable(f"{request_id}#{attempt}: this leg runs here already")
+            raise WorkerUnreachable(f"{leg.key.request_id}#{leg.key.attempt}: this leg runs here already")
         if len(self._legs) >= LEGS_MAX:
             raise WorkerFull(f"{self.address}: {LEGS_MAX} legs run")
         self._legs[leg.key] = self._names[leg.name] = leg
@@ -194,7 +199,7 @@ class Place:
                 await answer.send(chunk)
                 continue
             self._forget(leg)
-            if leg.key[2] is Leg.PREFILL:
+            if leg.key.leg is Leg.PREFILL:
                 self._prefilled[leg.name] = inner
                 if len(self._prefilled) > PREFILLED_MAX:
                     self._prefilled.popitem(last=False)

@@ -203,7 +203,7 @@ class WorkerEnd(Connection):
         item = item_of(leg.stream_id, chunk)
         if chunk.finish is not None:
             self._over(leg)
-            if leg.key[2] is WhichLeg.PREFILL and leg.inner is not None:
+            if leg.key.leg is WhichLeg.PREFILL and leg.inner is not None:
                 self._keep_prefill(leg.stream_id, leg.inner)
         self._items.append(item)
         self._items_tokens += ITEM_TOKENS + len(chunk.token_ids)
