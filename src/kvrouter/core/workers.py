@@ -84,7 +84,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker.
 
     ``tokenizer`` is the folder of the model's tokenizer as the worker sees it, or ``mock``; a frontend that
-    was given none of its own for the model loads that.
+    was given none of its own for the model loads that. A worker that ``takes_calls`` gives its engine a
+    client's call as it was written; the others serve what their frontend understands of it.
     """
 
     worker_id: WorkerId
@@ -104,6 +105,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     publishes_kv_events: bool = True
     event_source: EventSource = EventSource(EventLane.MEMORY)
     tokenizer: str | None = None
+    takes_calls: bool = False
     draining: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 
