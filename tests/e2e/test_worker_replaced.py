@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kvrouter.assembly.lifetime import LOST_PLACE
 from tests.support.nats_server import NatsServer
 from tests.support.processes import ENDS_WITHIN_S, eventually, fleet
 from tests.support.served import words
@@ -45,7 +46,7 @@ async def test_the_replaced_worker_finishes_what_runs_and_ends(store: str, share
                 await anext(lines)
             assert old.is_running
         async with asyncio.timeout(ENDS_WITHIN_S):
-            assert await old.process.wait() == 1
+            assert await old.process.wait() == LOST_PLACE
         assert "replaced by a newer start of the same id: ending" in old.lines()
         assert new.is_running
         assert "worker_replaced" not in new.lines()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.assembly.many import copy_lines
+from kvrouter.assembly.family import copy_lines
 
 LIMIT_BYTES = 64
 

@@ -4,10 +4,18 @@ import asyncio
 import gc
 import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+LOST_PLACE = 3
+"""The exit code of a worker whose place another start of its id has taken: one that is started again at once
+would take it back, and so on for ever."""
+
+
+class ToldToStop(Exception):
+    """The process was told to stop while it was still starting."""
 
 
 @contextmanager
@@ -30,6 +38,30 @@ def told_to_stop() -> Iterator[asyncio.Event]:
         yield stopping
     finally:
         forget()
+
+
+@asynccontextmanager
+async def unless_told(stopping: asyncio.Event) -> AsyncIterator[None]:
+    """What takes long inside is given up when ``stopping`` is set. Raises ToldToStop then."""
+    task = asyncio.current_task()
+    is_told = False
+
+    async def give_up() -> None:
+        nonlocal is_told
+        await stopping.wait()
+        is_told = True
+        if task is not None:
+            task.cancel()
+
+    giving_up = asyncio.get_running_loop().create_task(give_up())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_told and task is not None and not task.uncancel():
+            raise ToldToStop from None
+        raise
+    finally:
+        giving_up.cancel()
 
 
 def allow_many_files() -> None:

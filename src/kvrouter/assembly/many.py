@@ -1,17 +1,13 @@
 """``kvrouter up --replicas`` and ``--nats``: a fleet file's workers and several frontends, a process each."""
 
 import asyncio
-import ctypes
 import logging
 import os
 import shutil
-import signal
 import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +16,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from kvrouter.assembly.address import claimed, explained
+from kvrouter.assembly.family import Family
 from kvrouter.assembly.lifetime import told_to_stop
 from kvrouter.assembly.nats import nameable
 from kvrouter.config import DiscoveryBackend, FleetFile, LogFormat, Settings
@@ -33,92 +30,12 @@ logger = logging.getLogger("kvrouter.up")
 READY_WITHIN_S = 120.0
 """How long all processes may take to start; a machine with few cores starts many of them slowly."""
 
-RESTART_AFTER_S = 1.0
-"""A process that ended by itself is started again after this time."""
-
 STOP_LIMIT_S = 15.0
 """How long a worker, or nats-server, may take to end once it was told to; then it is killed."""
 
 NATS_PORT = 4222
+NATS_LOG_MAX_BYTES = 1 << 20
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
-_PR_SET_PDEATHSIG = 1
-
-
-@dataclass(slots=True)
-class _Child:
-    """One process, under the name by which its lines are told apart."""
-
-    name: str
-    command: Sequence[str]
-    environ: Mapping[str, str]
-    process: Process | None = None
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-
-class _Family:
-    """Starts processes, starts them again when they end, and stops them all."""
-
-    def __init__(self, *, prefix_lines: bool) -> None:
-        self._prefix_lines = prefix_lines
-        self._children: list[_Child] = []
-        self._is_stopping = False
-
-    async def start(self, name: str, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start a process that is to run until the end."""
-        child = _Child(name, command, environ)
-        self._children.append(child)
-        await self._spawn(child)
-
-    async def stop(self, prefix: str, limit_s: float) -> None:
-        """Tell the processes whose names begin with ``prefix`` to end, and kill those that do not."""
-        self._is_stopping = True
-        children = [child for child in self._children if child.name.startswith(prefix)]
-        await asyncio.gather(*(self._stop_one(child, limit_s) for child in children))
-
-    async def _spawn(self, child: _Child) -> None:
-        child.process = await asyncio.create_subprocess_exec(
-            *child.command,
-            env=dict(child.environ),
-            stdin=asyncio.subprocess.DEVNULL,
-            stderr=PIPE if self._prefix_lines else None,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        log_event(logger, Event.PROCESS_STARTED, process=child.name)
-        if self._is_stopping:  # it was told to end while it was being started again
-            child.process.terminate()
-        self._run(child, self._watch(child, child.process))
-        if child.process.stderr is not None:
-            self._run(child, copy_lines(child.name, child.process.stderr))
-
-    async def _watch(self, child: _Child, process: Process) -> None:
-        code = await process.wait()
-        if self._is_stopping:
-            return
-        log_event(logger, Event.PROCESS_ENDED, process=child.name, exit_code=code)
-        await asyncio.sleep(RESTART_AFTER_S)
-        if not self._is_stopping:
-            await self._spawn(child)
-
-    @staticmethod
-    def _run(child: _Child, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        child.tasks.add(task)
-        task.add_done_callback(child.tasks.discard)
-
-    @staticmethod
-    async def _stop_one(child: _Child, limit_s: float) -> None:
-        process = child.process
-        if process is not None and process.returncode is None:
-            process.terminate()
-            try:
-                async with asyncio.timeout(limit_s):
-                    await process.wait()
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        while child.tasks:
-            await asyncio.gather(*child.tasks, return_exceptions=True)
 
 
 def serve_many(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
@@ -129,14 +46,16 @@ def serve_many(settings: Settings, fleet: FleetFile, file: Path, *, replicas: in
 async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
     workers = [(group.name, index) for group in fleet.workers for index in range(group.replicas)]
     log_event(logger, Event.START, version=installed_version(), workers=len(workers))
-    family = _Family(prefix_lines=settings.log.log_format is LogFormat.TEXT)
+    family = Family(prefix_lines=settings.log.log_format is LogFormat.TEXT)
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(told_to_stop())
         ports = await free_ports(settings.frontend.http_host, settings.frontend.http_port, replicas)
         changes: dict[str, object] = {"discovery": DiscoveryBackend.FILE}
         if with_nats:
             changes = {"discovery": DiscoveryBackend.NATS}
-            changes["nats_server"] = await stack.enter_async_context(_nats(settings.planes.nats_server))
+            changes["nats_server"] = await stack.enter_async_context(
+                _nats(settings.planes.nats_server, family)
+            )
         planes = settings.planes.model_copy(update=changes)
         router = settings.router
         if with_nats and replicas > 1 and "replica_sync" not in router.model_fields_set:
@@ -147,7 +66,7 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
             for group, index in workers:
                 await family.start(
                     f"worker {group}/{index}", _command("worker", "mock", "--fleet", str(file), "--group",
-                    group, "--index", str(index)), environ,
+                    group, "--index", str(index)), environ, standby=("--standby",),
                 )  # fmt: skip
             for port in ports:
                 front = run.frontend.model_copy(update={"http_port": port})
@@ -202,22 +121,6 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvrouter.cli", *arguments]
 
 
-async def copy_lines(name: str, lines: asyncio.StreamReader) -> None:
-    """A child's lines on our standard error, each after the child's name.
-
-    A child whose lines nobody takes stands still, so one that is too long is let go, and the next is read.
-    """
-    while True:
-        try:
-            line = await lines.readline()
-        except ValueError:
-            sys.stderr.write(f"{name} | … a line too long to show\n")
-            continue
-        if not line:
-            return
-        sys.stderr.write(f"{name} | {line.decode(errors='replace').rstrip()}\n")
-
-
 async def _until_ready(host: str, port: int) -> None:
     """Wait until the frontend says that it may be sent requests."""
     loop = asyncio.get_running_loop()
@@ -242,7 +145,7 @@ def _is_ready(host: str, port: int) -> bool:
 
 
 @asynccontextmanager
-async def _nats(servers: str) -> AsyncIterator[str]:
+async def _nats(servers: str, family: Family) -> AsyncIterator[str]:
     """The address of a NATS server: the one of the settings, or one that is started for as long as this
     runs when the settings name this host and nothing answers there.
     """
@@ -256,32 +159,34 @@ async def _nats(servers: str) -> AsyncIterator[str]:
         yield servers
         return
     binary = nats_server_binary()
-    with tempfile.TemporaryDirectory(prefix="kvrouter-nats-", ignore_cleanup_errors=True) as store:
-        process = await asyncio.create_subprocess_exec(
-            *(str(binary), "-js", "-a", "127.0.0.1", "-p", str(port), "-sd", store),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-        log_event(logger, Event.PROCESS_STARTED, process=f"nats-server :{port}")
+    with tempfile.TemporaryDirectory(prefix="kvrouter-nats-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder) / "log"
+        name = f"nats-server :{port}"
+        child = await family.start(
+            name,
+            (str(binary), "-js", "-a", "127.0.0.1", "-p", str(port), "-sd", folder,
+             "-l", str(log), "--log_size_limit", str(NATS_LOG_MAX_BYTES)),
+            os.environ,
+            is_quiet=True,
+        )  # fmt: skip
         try:
             async with asyncio.timeout(READY_WITHIN_S):
                 while not await _answers("127.0.0.1", port):
-                    if process.returncode is not None:
-                        raise ConfigError(f"{binary} ended with exit code {process.returncode}")
+                    if not child.is_running:
+                        raise ConfigError(f"{binary} ended at once: {_last_line(log)}")
                     await asyncio.sleep(0.05)
             yield f"nats://127.0.0.1:{port}"
         finally:
-            if process.returncode is None:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    async with asyncio.timeout(STOP_LIMIT_S):
-                        await process.wait()
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
+            await family.stop(name, STOP_LIMIT_S)
+
+
+def _last_line(log: Path) -> str:
+    """What a nats-server said at last."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError as error:
+        return f"no log: {error.strerror}"
+    return lines[-1] if lines else "it said nothing"
 
 
 def nats_server_binary() -> Path:
@@ -308,9 +213,3 @@ async def _answers(host: str, port: int) -> bool:
         return False
     writer.close()
     return True
-
-
-def _die_with_parent() -> None:
-    """Whatever ends this process, kill -9 included, ends its children too (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,8 +21,15 @@ from kvrouter.assembly.described import (
     numbered_workers,
     worker_card,
 )
-from kvrouter.assembly.lifetime import settle_memory, told_to_stop
+from kvrouter.assembly.lifetime import (
+    LOST_PLACE,
+    ToldToStop,
+    settle_memory,
+    told_to_stop,
+    unless_told,
+)
 from kvrouter.assembly.nats import revealed
+from kvrouter.assembly.standby import until_free
 from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.assembly.tls import advertised, doubts, tls_of
 from kvrouter.assembly.worker_wires import worker_wires
@@ -60,6 +67,8 @@ class MockWorkerSpec:
     engine_events: str | None = None
     is_static: bool = False
     """Named by hand at its frontends: it is announced nowhere, and publishes no KV events."""
+    is_standby: bool = False
+    """It begins once no other start of its id is announced, and replaces nobody."""
 
     @classmethod
     def pick(
@@ -73,6 +82,7 @@ class MockWorkerSpec:
         engine_events: str | None,
         numbered: bool,
         is_static: bool = False,
+        is_standby: bool = False,
     ) -> Self:
         """Pick worker ``index`` of a group. Its id is ``worker_id``, else its number in a ``numbered`` file,
         else random. Raises ConfigError that names the flag.
@@ -100,6 +110,7 @@ class MockWorkerSpec:
             enable_local_indexer=enable_local_indexer,
             engine_events=engine_events,
             is_static=is_static,
+            is_standby=is_standby,
         )
 
 
@@ -162,6 +173,8 @@ async def mock_worker(
             is_static=spec.is_static,
             on_lost=on_lost,
         ) as wires:
+            if spec.is_standby:
+                await until_free(wires.discovery, spec.worker_id)
             incarnation = STATIC_INCARNATION if spec.is_static else new_incarnation()
             card = worker_card(
                 fleet,
@@ -227,7 +240,7 @@ def serve_mock_worker(
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until another has the worker's place; then drain.
 
-    Returns the exit code, 1 when another has the place.
+    Returns the exit code, LOST_PLACE when another has the place.
     """
     return uvloop.run(_serve(settings, spec, environ, drain_limit_s=drain_limit_s))
 
@@ -245,25 +258,33 @@ async def _serve(
     for doubt in doubts(settings):
         log_event(logger, Event.CONFIG_WARNING, worker=str(spec.worker_id), detail=doubt)
     code = 0
-    with told_to_stop() as stopping:
+    async with AsyncExitStack() as stack:
+        stopping = stack.enter_context(told_to_stop())
 
         def on_lost(worker_id: WorkerId, _: Epoch, lost: Gone) -> None:
             nonlocal code
-            code = 1
+            code = LOST_PLACE
             log_event(
                 logger, Event.WORKER_REPLACED, worker=str(worker_id), reason=f"{lost_why(lost)}: ending"
             )
             stopping.set()
 
-        async with mock_worker(settings, spec, environ, on_lost=on_lost) as running:
-            worker = running.worker
-            settle_memory()
-            address = static_text(worker.card) if spec.is_static else worker.card.address
-            log_event(logger, Event.READY, worker=str(spec.worker_id), address=address)
-            await stopping.wait()
-            log_event(logger, Event.DRAIN, worker=str(spec.worker_id), running_requests=worker.running_legs)
-            await running.drain(drain_limit_s)
+        try:
+            async with unless_told(stopping):
+                running = await stack.enter_async_context(
+                    mock_worker(settings, spec, environ, on_lost=on_lost)
+                )
+        except ToldToStop:
             log_event(logger, Event.STOP, worker=str(spec.worker_id))
+            return code
+        worker = running.worker
+        settle_memory()
+        address = static_text(worker.card) if spec.is_static else worker.card.address
+        log_event(logger, Event.READY, worker=str(spec.worker_id), address=address)
+        await stopping.wait()
+        log_event(logger, Event.DRAIN, worker=str(spec.worker_id), running_requests=worker.running_legs)
+        await running.drain(drain_limit_s)
+        log_event(logger, Event.STOP, worker=str(spec.worker_id))
     return code
 
 

@@ -130,6 +130,12 @@ def worker() -> None:
     help="Be announced nowhere and publish no KV events: frontends name this worker by --static-endpoint.",
 )
 @click.option(
+    "--standby",
+    "is_standby",
+    is_flag=True,
+    help="Begin once no other worker of this id is announced; without it the newer start takes the place.",
+)
+@click.option(
     "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
 )
 def worker_mock(
@@ -140,13 +146,15 @@ def worker_mock(
     enable_local_indexer: bool,
     engine_events: str | None,
     is_static: bool,
+    is_standby: bool,
     drain_limit_s: float,
     **flags: object,
 ) -> None:
     """Run a mock engine: batching, cache and timing of a real one, without a GPU.
 
-    It ends with exit code 1 when its place stays unknown under the topology contract. After SIGTERM it takes
-    no new legs and waits for those that run.
+    It ends with exit code 1 when its place stays unknown under the topology contract, and with 3 when another
+    start of its id took its place: let nothing start it again then, unless with --standby. After SIGTERM it
+    takes no new legs and waits for those that run.
     """
     described = _described({name: flags.pop(name) for name in tuple(flags) if name in FLAGS})
     setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
@@ -159,6 +167,8 @@ def worker_mock(
     begin(loaded)
     if is_static and (engine_events is not None or enable_local_indexer):
         raise click.UsageError("--static: such a worker tells no KV events, whoever has them")
+    if is_static and is_standby:
+        raise click.UsageError("--static: such a worker is announced nowhere, and has no place to wait for")
     if document is None:
         if group is not None or index:
             raise click.UsageError("--group and --index are about the workers of --fleet")
@@ -180,6 +190,7 @@ def worker_mock(
         engine_events=engine_events,
         numbered=document is not None,
         is_static=is_static,
+        is_standby=is_standby,
     )
     sys.exit(serve_mock_worker(loaded.settings, spec, os.environ, drain_limit_s=drain_limit_s))
 

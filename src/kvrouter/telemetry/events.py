@@ -34,6 +34,7 @@ class Event(StrEnum):
     WORKER_ANSWERS = "worker_answers"
     WORKER_LAPSED = "worker_lapsed"
     WORKER_REPLACED = "worker_replaced"
+    WORKER_STANDBY = "worker_standby"
     DISCOVERY_LOST = "discovery_lost"
     DISCOVERY_BACK = "discovery_back"
     PLANE_LOST = "plane_lost"
@@ -44,6 +45,7 @@ class Event(StrEnum):
     STATES_RESET = "states_reset"
     TOKENIZER_FAILED = "tokenizer_failed"
     PROCESS_STARTED = "process_started"
+    PROCESS_NOT_STARTED = "process_not_started"
     PROCESS_ENDED = "process_ended"
     ENGINE_JOINED = "engine_joined"
     ENGINE_LEFT = "engine_left"
@@ -166,6 +168,9 @@ EVENTS: dict[Event, EventSpec] = {
     Event.WORKER_REPLACED: EventSpec(
         logging.ERROR, "This worker's place is another's now: it lets what runs here finish, and ends."
     ),
+    Event.WORKER_STANDBY: EventSpec(
+        logging.WARNING, "Another start of this worker's id has its place: this one waits until that is gone."
+    ),
     Event.DISCOVERY_LOST: EventSpec(
         logging.ERROR, "Discovery cannot be reached: the fleet stays as it was, and nobody new is seen."
     ),
@@ -188,7 +193,12 @@ EVENTS: dict[Event, EventSpec] = {
         logging.ERROR, "A model's tokenizer could not be loaded here: its requests are refused."
     ),
     Event.PROCESS_STARTED: EventSpec(logging.INFO, "A process of the fleet was started."),
-    Event.PROCESS_ENDED: EventSpec(logging.WARNING, "A process of the fleet ended."),
+    Event.PROCESS_NOT_STARTED: EventSpec(
+        logging.ERROR, "A process of the fleet could not be started; it is tried again."
+    ),
+    Event.PROCESS_ENDED: EventSpec(
+        logging.WARNING, "A process of the fleet ended; why, and when it is started again."
+    ),
     Event.ENGINE_JOINED: EventSpec(
         logging.INFO, "An engine of another process tells its worker what it holds."
     ),
