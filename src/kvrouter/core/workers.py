@@ -85,7 +85,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``tokenizer`` is the folder of the model's tokenizer as the worker sees it, or ``mock``; a frontend that
     was given none of its own for the model loads that. A worker that ``takes_calls`` gives its engine a
-    client's call as it was written; the others serve what their frontend understands of it.
+    client's call as it was written; the others serve what their frontend understands of it. With
+    ``cache_is_partial`` some of its engine's KV events are lost for good: it holds more than it tells.
     """
 
     worker_id: WorkerId
@@ -106,6 +107,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     event_source: EventSource = EventSource(EventLane.MEMORY)
     tokenizer: str | None = None
     takes_calls: bool = False
+    cache_is_partial: bool = False
     draining: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 

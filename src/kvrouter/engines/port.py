@@ -1,7 +1,7 @@
 """What an attached engine is to the worker beside it."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
@@ -9,8 +9,22 @@ from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import LoadReport
 from kvrouter.planes.requests.port import EngineStream
 
+
+class EngineState(NamedTuple):
+    """What a worker knows of the engine beside it.
+
+    ``answers``: its server does. ``knows_cache``: every store and removal since it began was heard; without
+    that what is known of its cache is a lower bound. ``why`` tells what changed, for a log line.
+    """
+
+    answers: bool = True
+    knows_cache: bool = True
+    why: str = ""
+
+
 EventsSink = Callable[[DpRank, tuple[KvEvent, ...]], None]
 LoadSink = Callable[[LoadReport], None]
+StateSink = Callable[[EngineState], None]
 
 
 class Engine(Protocol):
@@ -22,8 +36,21 @@ class Engine(Protocol):
     async def submit(self, request: EngineRequest) -> EngineStream:
         """Accept a leg and return its stream."""
 
+    async def stop(self) -> None:
+        """Stop serving; open streams break."""
+
+
+@runtime_checkable
+class TellingEngine(Engine, Protocol):
+    """An engine that can say what it holds. For the others the worker keeps an account of their events."""
+
     def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
         """The blocks that the rank holds now, as stores with parents first."""
 
-    async def stop(self) -> None:
-        """Stop serving; open streams break."""
+
+@runtime_checkable
+class WatchedEngine(Engine, Protocol):
+    """An engine that is a process of its own: it may stop to answer, and be heard again."""
+
+    def watch(self, on_state: StateSink) -> None:
+        """Tell ``on_state`` of every change, from :meth:`start` on."""

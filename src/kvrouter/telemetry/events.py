@@ -50,6 +50,9 @@ class Event(StrEnum):
     ENGINE_JOINED = "engine_joined"
     ENGINE_LEFT = "engine_left"
     ENGINE_REFUSED = "engine_refused"
+    ENGINE_SILENT = "engine_silent"
+    ENGINE_ANSWERS = "engine_answers"
+    CACHE_PARTIAL = "cache_partial"
     FEED_STATE = "feed_state"
     KV_EVENTS_MISSING = "kv_events_missing"
     RECOVERY_FAILED = "recovery_failed"
@@ -206,6 +209,13 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "An engine of another process is gone; what it told of is cleared."
     ),
     Event.ENGINE_REFUSED: EventSpec(logging.WARNING, "Who knocked at the engine door was not let in."),
+    Event.ENGINE_SILENT: EventSpec(
+        logging.ERROR, "The engine beside this worker does not answer: the worker takes no new requests."
+    ),
+    Event.ENGINE_ANSWERS: EventSpec(logging.INFO, "The engine beside this worker answers again."),
+    Event.CACHE_PARTIAL: EventSpec(
+        logging.WARNING, "Some of an engine's KV events are lost for good: it holds more than is known."
+    ),
     Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
     Event.KV_EVENTS_MISSING: EventSpec(
         logging.WARNING, "A rank should publish KV events, and not even its heartbeats are heard."

@@ -11,7 +11,7 @@ from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, WorkerCard
-from kvrouter.engines.port import Engine
+from kvrouter.engines.port import Engine, EngineState, TellingEngine, WatchedEngine
 from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.port import EventPublisher, RecoveryServer
 from kvrouter.planes.requests.port import EngineStream, Registration, RequestAcceptor
@@ -69,8 +69,11 @@ class Worker:
             worker_id=card.worker_id,
             epoch=card.incarnation,
             block_size=card.block_size,
-            snapshot=engine.snapshot if engine_tells_events else None,
+            snapshot=engine.snapshot if engine_tells_events and isinstance(engine, TellingEngine) else None,
         )
+        self._engine_state = EngineState()
+        self._engine_changed = asyncio.Event()
+        self._is_leaving = False
 
     @property
     def running_legs(self) -> int:
@@ -88,6 +91,8 @@ class Worker:
             self.card = replace(self.card, runtime_config=config)
             self._warn(self._topology.warnings + reading.warnings)
         self._warn(tuple(validate_runtime_config(self.card.runtime_config)))
+        if isinstance(self.engine, WatchedEngine):
+            self.engine.watch(self._on_state)
         await self.engine.start(self._on_events, self._on_load)
         try:
             self._end_recovery = self._recovery.serve_recovery(self.card.worker_id, self.publisher)
@@ -97,6 +102,8 @@ class Worker:
             await self.stop()
             raise
         self._run(self._beat())
+        if isinstance(self.engine, WatchedEngine):
+            self._run(self._follow_engine())
         if self._topology is not None:
             self._run(watch_topology(self._topology, self.card.runtime_config, self._moved))
 
@@ -125,6 +132,7 @@ class Worker:
 
     async def begin_drain(self) -> None:
         """Take no new legs; running ones go on."""
+        self._is_leaving = True
         self.card = replace(self.card, draining=True)
         await self._discovery.publish(self.card)
 
@@ -172,6 +180,21 @@ class Worker:
             for report in tuple(self._loads.values()):
                 self._events.publish_load(report)
 
+    async def _follow_engine(self) -> None:
+        """Publish what changes of the engine: while it does not answer, nobody is sent here."""
+        while True:
+            await self._engine_changed.wait()
+            self._engine_changed.clear()
+            state = self._engine_state
+            card = replace(
+                self.card,
+                draining=self._is_leaving or not state.answers,
+                cache_is_partial=not state.knows_cache,
+            )
+            if card != self.card:
+                self.card = card
+                await self._discovery.publish(card)
+
     async def _moved(self, config: ModelRuntimeConfig, warnings: tuple[str, ...]) -> None:
         self._warn(warnings)
         places = ",".join(f"{domain}={value}" for domain, value in config.topology_domains.items())
@@ -193,6 +216,16 @@ class Worker:
     def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             log_event(_log, Event.INTERNAL_ERROR, worker=str(self.card.worker_id), exc_info=error)
+
+    def _on_state(self, state: EngineState) -> None:
+        before, self._engine_state = self._engine_state, state
+        worker = str(self.card.worker_id)
+        if state.answers is not before.answers:
+            event = Event.ENGINE_ANSWERS if state.answers else Event.ENGINE_SILENT
+            log_event(_log, event, worker=worker, reason=state.why)
+        if before.knows_cache and not state.knows_cache:
+            log_event(_log, Event.CACHE_PARTIAL, worker=worker, reason=state.why)
+        self._engine_changed.set()
 
     def _on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
         if self.card.publishes_kv_events and self._engine_tells_events:
