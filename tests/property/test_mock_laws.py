@@ -171,7 +171,7 @@ class MockFleetMachine(RuleBasedStateMachine):
     def submit_decode(self, which: int, where: WorkerId, max_tokens: int) -> None:
         if self.params:
             params = self.params.pop(which % len(self.params))
-            name = str(params["remote_request_id"]).split("#")[0]
+            name = str(params["remote_request_id"]).split("-#")[0]
             request = asked(name, Leg.DECODE, self.prompts[name], max_tokens=max_tokens, params=params)
             self.submit(where, request)
 
@@ -259,7 +259,7 @@ def generate(
         fabric.advance(now)
         outputs: FabricOutputs = fabric.take_outputs()
         chunks += outputs.chunks
-    return tuple(t for party, chunk in chunks if party.key.startswith("x#") for t in chunk.token_ids)
+    return tuple(t for party, chunk in chunks if party.key.startswith("x-#") for t in chunk.token_ids)
 
 
 @given(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import EngineRequest, FinishReason, Leg
+from kvrouter.core.requests import EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import (
     Fabric,
@@ -206,7 +206,7 @@ class World:
         if way is not None:
             self.source.hear_sink(self.now, way.sink, None)
             if both:
-                self.sink.hear_source(self.now, pull, Failed("the way is lost"))
+                self.sink.hear_source(self.now, pull, Failed(KvLoss.BROKEN, "the way is lost"))
 
     def collect(self) -> None:
         for fabric in {self.source, self.sink}:

@@ -81,9 +81,9 @@ def request(
 
 
 def tokens_of(outputs: Outputs, name: str) -> tuple[int, ...]:
-    return tuple(t for key, chunk in outputs.chunks if key.startswith(f"{name}#") for t in chunk.token_ids)
+    return tuple(t for key, chunk in outputs.chunks if key.startswith(f"{name}-#") for t in chunk.token_ids)
 
 
 def cached_tokens_of(outputs: Outputs, name: str) -> list[int]:
-    chunks = [chunk for key, chunk in outputs.chunks if key.startswith(f"{name}#")]
+    chunks = [chunk for key, chunk in outputs.chunks if key.startswith(f"{name}-#")]
     return [chunk.cached_tokens for chunk in chunks if chunk.cached_tokens is not None]

@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
+from msgspec import structs
 
-from kvrouter.core.requests import FinishReason, Leg
+from kvrouter.core.requests import FinishReason, KvLoss, Leg
 from kvrouter.engines.mock import MockCluster, MockStream
 from kvrouter.mock import KvLoadFailurePolicy, Peer
 from tests.support.mock_processes import (
@@ -21,14 +22,14 @@ from tests.support.waits import until
 POLICIES = pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
 
 
-async def assert_without_kv(stream: MockStream, policy: KvLoadFailurePolicy, why: str) -> None:
-    """The decode leg failed, or has computed the prompt itself, as its policy says."""
+async def assert_without_kv(stream: MockStream, policy: KvLoadFailurePolicy, loss: KvLoss, why: str) -> None:
+    """The decode leg failed and said what it lacked, or has computed the prompt itself, by its policy."""
     tokens, last = await read_all(stream)
     if policy is KvLoadFailurePolicy.FAIL:
-        assert (tokens, last.finish) == ((), FinishReason.ERROR)
+        assert (tokens, last.finish, last.kv_lost) == ((), FinishReason.ERROR, loss)
         assert why in (last.error or "")
     else:
-        assert (len(tokens), last.finish) == (20, FinishReason.LENGTH)
+        assert (len(tokens), last.finish, last.kv_lost) == (20, FinishReason.LENGTH, None)
 
 
 async def reach(pair: Pair, stage: str) -> tuple[MockStream | None, MockStream]:
@@ -48,7 +49,7 @@ async def test_the_prefill_process_dies(stage: str, policy: KvLoadFailurePolicy)
     async with processes(policy=policy, links=SLOW_LINKS) as pair:
         _, decode = await reach(pair, stage)
         await pair.prefill_cluster.close()
-        await assert_without_kv(decode, policy, "lost")
+        await assert_without_kv(decode, policy, KvLoss.BROKEN, "lost")
         assert pair.decode_cluster.idle
         assert pair.decode_cluster.check_integrity() == []
 
@@ -58,7 +59,7 @@ async def test_the_prefill_engine_dies_and_its_process_lives_on(policy: KvLoadFa
     async with processes(policy=policy, links=SLOW_LINKS) as pair:
         _, decode = await reach(pair, "mid pull")
         pair.prefill.kill()
-        await assert_without_kv(decode, policy, "worker 1 is gone")
+        await assert_without_kv(decode, policy, KvLoss.BROKEN, "worker 1 is gone")
         await pair.until_idle()
 
 
@@ -66,14 +67,38 @@ async def test_the_prefill_engine_dies_and_its_process_lives_on(policy: KvLoadFa
 async def test_no_process_is_where_the_kv_should_be(policy: KvLoadFailurePolicy) -> None:
     async with processes(policy=policy) as pair:
         await pair.prefill_cluster.close()
-        await assert_without_kv(await pair.send(Leg.DECODE, room=5), policy, "cannot be reached")
+        await assert_without_kv(
+            await pair.send(Leg.DECODE, room=5), policy, KvLoss.UNREACHABLE, "cannot be reached"
+        )
         await pair.until_idle()
+
+
+async def test_a_place_that_swallows_every_call_is_a_matter_of_time() -> None:
+    never = asyncio.Event()
+
+    async def swallow(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await never.wait()
+        writer.close()
+
+    settings = structs.replace(SETTINGS, silence_max_s=0.1, keep_alive_s=0.02)
+    async with processes(decode_settings=settings) as pair:
+        server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        pair.peer = Peer(host, port)
+        decode = await pair.send(Leg.DECODE, room=5)
+        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, KvLoss.TIMEOUT, "too long")
+        await pair.until_idle()
+        never.set()
+        server.close()
+        await server.wait_closed()
 
 
 async def test_a_place_that_is_none_fails_and_is_no_mistake() -> None:
     async with processes() as pair:
         pair.peer = Peer("no host \x00 of that name", 1)
-        await assert_without_kv(await pair.send(Leg.DECODE, room=5), KvLoadFailurePolicy.FAIL, "")
+        await assert_without_kv(
+            await pair.send(Leg.DECODE, room=5), KvLoadFailurePolicy.FAIL, KvLoss.UNREACHABLE, ""
+        )
         await pair.until_idle()
 
 
@@ -133,7 +158,7 @@ async def test_a_cancelled_prefill_leg_tells_why() -> None:
         await pair.until_joined()
         prefill = await pair.send(Leg.PREFILL, room=5, n_prompt=10_000)
         prefill.cancel("client left")
-        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, "client left")
+        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, KvLoss.UNKNOWN, "client left")
         await pair.until_idle()
 
 
@@ -150,7 +175,7 @@ async def test_a_decode_leg_that_gives_up_before_it_is_connected_leaves_no_kv_be
 async def test_a_source_that_never_comes(policy: KvLoadFailurePolicy) -> None:
     async with processes(policy=policy, expiry_s=0.1) as pair:
         decode = await pair.send(Leg.DECODE, room=5)
-        await assert_without_kv(decode, policy, "in time")
+        await assert_without_kv(decode, policy, KvLoss.TIMEOUT, "in time")
         await pair.until_idle()
 
 
@@ -159,7 +184,7 @@ async def test_kv_that_nobody_comes_for_expires_and_is_not_there_any_more() -> N
         _, last = await read_all(await pair.send(Leg.PREFILL))
         await pair.until_idle()
         decode = await pair.send(Leg.DECODE, params=last.kv_transfer_params)
-        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, "no KV waits")
+        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, KvLoss.UNKNOWN, "no KV waits")
         await pair.until_idle()
 
 
@@ -180,7 +205,7 @@ async def test_kv_whose_decode_leg_has_no_memory_expires() -> None:
         await pair.send(Leg.PREFILL, room=5, n_prompt=250, first=1_000)
         await until(lambda: pair.prefill_cluster.idle)
         running.cancel("enough")
-        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, "in time")
+        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, KvLoss.TIMEOUT, "in time")
         await pair.until_idle()
 
 
@@ -189,7 +214,7 @@ async def test_a_handoff_has_one_decode_leg() -> None:
         first = await pair.send(Leg.DECODE, "x", room=5)
         await pair.until_joined(1)
         second = await pair.send(Leg.DECODE, "y", room=5)
-        await assert_without_kv(second, KvLoadFailurePolicy.FAIL, "its decode leg already")
+        await assert_without_kv(second, KvLoadFailurePolicy.FAIL, KvLoss.UNKNOWN, "its decode leg already")
         await pair.send(Leg.PREFILL, "x", room=5)
         assert len((await read_all(first))[0]) == 20
         await pair.until_idle()
@@ -204,7 +229,7 @@ async def test_a_prefill_process_does_not_answer_for_the_one_before_it_at_its_ad
         engine = reborn.add(pair.prefill.config, worker_id=pair.prefill.worker_id, domain="a")
         await start(engine)
         decode = await pair.send(Leg.DECODE, params=last.kv_transfer_params)
-        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, "no KV waits")
+        await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, KvLoss.UNKNOWN, "no KV waits")
         engine.kill()
         await reborn.close()
 
@@ -220,5 +245,5 @@ async def test_a_process_that_ends_its_connections_ends_its_own_pulls(
         else:
             decode = await pair.send(Leg.DECODE, room=5)
         await pair.decode_cluster.close()
-        await assert_without_kv(decode, policy, "")
+        await assert_without_kv(decode, policy, KvLoss.BROKEN, "")
         await pair.until_idle()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
 from kvrouter.mock.paged_kv import BlockTable
@@ -153,7 +153,7 @@ class MockEngine:
         if sequence is not None:
             self._ranks[sequence.request.dp_rank].receive(now, sequence, arrived=True)
 
-    def kv_failed(self, now: float, key: SequenceKey, reason: str) -> None:
+    def kv_failed(self, now: float, key: SequenceKey, loss: KvLoss, reason: str) -> None:
         """The KV that a decode leg waits for will never come: fail, or compute it here, by the policy."""
         sequence = self._sequences.get(key)
         if sequence is None or not sequence.wants_remote_kv:
@@ -162,6 +162,7 @@ class MockEngine:
             self._ranks[sequence.request.dp_rank].receive(now, sequence, arrived=False)
         else:
             sequence.wants_remote_kv = False
+            sequence.kv_lost = loss
             self._end(now, sequence, FinishReason.ERROR, f"KV transfer failed: {reason}")
 
     def release_kv(self, now: float, key: SequenceKey) -> None:

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.core.requests import EngineChunk, EngineRequest, KvLoss, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.mock.config import MockConfig
 from kvrouter.mock.engine import KvReady, KvWanted, LegEnded, MockEngine, Outputs
@@ -156,7 +156,7 @@ class Fabric:
                 try:
                     self._handoffs.may_join(MeetingName(name), as_source=False)
                 except InvalidRequest as taken:
-                    self._pulls.tell_sink(sink, Failed(taken.message[:REASON_CHARS_MAX]))
+                    self._pulls.tell_sink(sink, Failed(KvLoss.UNKNOWN, taken.message[:REASON_CHARS_MAX]))
                 else:
                     self._sink_joins(now, MeetingName(name), sink, expiry_s, may_follow)
             case Want(kv_tokens):
@@ -181,9 +181,9 @@ class Fabric:
                     pull.moving = True
                     dst_domain = self._members[pull.sink.worker_id].domain
                     self._network.start(now, pull.key, src_domain, dst_domain, kv_bytes)
-            case Failed(reason):
+            case Failed(loss, reason):
                 self._end_pull(now, pull)
-                self._do(now, [Fail(pull.sink, reason)])
+                self._do(now, [Fail(pull.sink, loss, reason)])
 
     def take_remote(self) -> list[RemoteOutput]:
         """Return what other processes are to be told since the last call, in order."""
@@ -359,15 +359,15 @@ class Fabric:
                         self._touch(member)
                 case Deliver(RemoteSink()):
                     pass  # its own process said so
-                case Fail(RemoteSink() as sink, reason):
-                    self._pulls.tell_sink(sink, Failed(reason[:REASON_CHARS_MAX]))
+                case Fail(RemoteSink() as sink, loss, reason):
+                    self._pulls.tell_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
                 case Deliver(Party() as party):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.kv_arrived(now, party.key)
                         self._touch(member)
-                case Fail(Party() as party, reason):
+                case Fail(Party() as party, loss, reason):
                     if (member := self._members.get(party.worker_id)) is not None:
-                        member.engine.kv_failed(now, party.key, reason)
+                        member.engine.kv_failed(now, party.key, loss, reason)
                         self._settle(now, member)
 
     def _touch(self, member: _Member) -> None:

@@ -26,6 +26,7 @@ from typing import NamedTuple, NewType
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import KvLoss
 from kvrouter.mock.sequence import SequenceKey
 
 MeetingName = NewType("MeetingName", str)
@@ -78,6 +79,7 @@ class Fail(NamedTuple):
     """The sink's KV will never come."""
 
     sink: Sink
+    loss: KvLoss
     reason: str
 
 
@@ -134,7 +136,7 @@ class Handoffs:
         """A decode leg was accepted; it waits ``expiry_s`` at most for a source to join."""
         meeting = self._meetings.get(name)
         if meeting is None and not source_may_follow:
-            return [Fail(sink, f"no KV waits under {name}")]
+            return [Fail(sink, KvLoss.UNKNOWN, f"no KV waits under {name}")]
         if meeting is None:
             meeting = self._meetings[name] = _Meeting(name)
         meeting.sink, meeting.sink_expiry_s = sink, expiry_s
@@ -194,7 +196,8 @@ class Handoffs:
         if meeting.source == party:
             sink = meeting.sink
             commands = self._close(meeting)
-            return commands if sink is None else [*commands, Fail(sink, reason)]
+            loss = KvLoss.BROKEN if lost else KvLoss.UNKNOWN
+            return commands if sink is None else [*commands, Fail(sink, loss, reason)]
         return self._sink_ended(now, meeting, lost=lost)
 
     def give_up(self, source: Party) -> list[Command]:
@@ -222,7 +225,8 @@ class Handoffs:
             if meeting.source is not None:
                 commands.append(Release(meeting.source))
             if meeting.sink is not None:
-                commands.append(Fail(meeting.sink, f"handoff {meeting.name} did not come about in time"))
+                why = f"handoff {meeting.name} did not come about in time"
+                commands.append(Fail(meeting.sink, KvLoss.TIMEOUT, why))
             commands.extend(self._close(meeting))
         return commands
 

@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import EngineRequest, Leg
+from kvrouter.core.requests import EngineRequest, KvLoss, Leg
 from kvrouter.mock.handoff import Party, RemoteSink
 
 PullId = NewType("PullId", int)
@@ -93,6 +93,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The KV will never come."""
 
+    loss: KvLoss
     reason: Reason
 
 

@@ -6,7 +6,7 @@ from typing import NewType
 
 from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
-from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvTransferParams, Leg
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, KvTransferParams, Leg
 from kvrouter.mock.paged_kv import BlockTable
 
 SequenceKey = NewType("SequenceKey", str)
@@ -52,6 +52,7 @@ class EngineSequence:
         "finish",
         "hash_seed",
         "key",
+        "kv_lost",
         "kv_transfer_params",
         "max_tokens",
         "may_draw_eos",
@@ -105,6 +106,7 @@ class EngineSequence:
         self.pending: list[int] = []
         self.finish: FinishReason | None = None
         self.error: str | None = None
+        self.kv_lost: KvLoss | None = None
         self.kv_transfer_params: KvTransferParams | None = None
 
     @property
@@ -130,6 +132,7 @@ class EngineSequence:
             cached_tokens=cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
             error=self.error,
+            kv_lost=self.kv_lost,
         )
         self.pending.clear()
         return chunk

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 import msgspec
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.requests import KvLoss
 from kvrouter.engines.mock.frames import (
     HELLO,
     HELLO_BYTES_MAX,
@@ -123,13 +124,13 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._office.closed(self)
         self.gone.set_result(None)
-        self.end("the connection was lost" + (f": {exc}" if exc else ""))
+        self.end(KvLoss.BROKEN, "the connection was lost" + (f": {exc}" if exc else ""))
 
     def on_frame(self, payload: bytes) -> None:
         """The other side sent a whole frame. ConnectionRefused when it cannot be gone on with."""
         raise NotImplementedError
 
-    def end(self, why: str) -> None:
+    def end(self, loss: KvLoss, why: str) -> None:
         """The connection serves no more; if its last word was not said yet, the handoff ends. Idempotent."""
         raise NotImplementedError
 
@@ -161,9 +162,10 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, refused: ConnectionRefused) -> None:
         self._office.counts.refused[refused.refusal] += 1
-        self.say(encode_word(Failed(refused.message[:REASON_CHARS_MAX])))
+        loss = KvLoss.TIMEOUT if refused.refusal is Refusal.SILENT else KvLoss.BROKEN
+        self.say(encode_word(Failed(loss, refused.message[:REASON_CHARS_MAX])))
         self.close()
-        self.end(refused.message)
+        self.end(loss, refused.message)
 
     def _beat(self) -> None:
         transport = self._transport

@@ -16,7 +16,7 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.mock import Done, Failed, GiveUp, Join, Ready, SinkWord, SourceWord, Want
 
 HELLO = b"kvrouter mock kv "
-VERSION = b"1"
+VERSION = b"2"
 HELLO_BYTES_MAX = 1_024
 FRAME_BYTES_MAX = 16_384
 LENGTH_BYTES = 4

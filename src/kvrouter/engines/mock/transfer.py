@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.requests import KvLoss
 from kvrouter.engines.mock.connection import Connection, TransferCounts, TransferSettings
 from kvrouter.engines.mock.frames import (
     FRAME_BYTES_MAX,
@@ -91,7 +92,7 @@ class Transfers:
             connection.cut()
         await asyncio.gather(*self._connecting, return_exceptions=True)
         for outgoing in tuple(self._outgoing.values()):
-            outgoing.end("this process ends its connections")
+            outgoing.end(KvLoss.BROKEN, "this process ends its connections")
         await asyncio.gather(*(connection.gone for connection in tuple(self._open)))
         if self._server is not None:
             await self._server.wait_closed()
@@ -148,7 +149,8 @@ class Transfers:
                     lambda: outgoing, peer.host, peer.port, ssl=self.settings.client_ssl
                 )
         except (OSError, ValueError) as error:  # a host may be one that no resolver takes
-            outgoing.end(f"{peer.host}:{peer.port} cannot be reached: {error!r}")
+            loss = KvLoss.TIMEOUT if isinstance(error, TimeoutError) else KvLoss.UNREACHABLE
+            outgoing.end(loss, f"{peer.host}:{peer.port} cannot be reached: {error!r}")
 
 
 class _Stage(Enum):
@@ -211,7 +213,7 @@ class _Incoming(Connection):
         else:
             self._stage = _Stage.PULLING
 
-    def end(self, why: str) -> None:  # noqa: ARG002 - the source does not ask why a sink is lost
+    def end(self, loss: KvLoss, why: str) -> None:  # noqa: ARG002 - the source does not ask why a sink is lost
         """The sink is lost, unless it has said its last word."""
         if self._deadline is not None:
             self._deadline.cancel()
@@ -283,12 +285,12 @@ class _Outgoing(Connection):
             self._transfers.counts.outgoing_done += isinstance(word, Done)
             self.wait_for_the_other()
 
-    def end(self, why: str) -> None:
+    def end(self, loss: KvLoss, why: str) -> None:
         """The KV is lost, unless the last word was said."""
         self._transfers.closed(self)
         if not self._ended:
             self._ended = True
-            self._hear(Failed(f"{self._peer.host}:{self._peer.port}: {why}"[:REASON_CHARS_MAX]))
+            self._hear(Failed(loss, f"{self._peer.host}:{self._peer.port}: {why}"[:REASON_CHARS_MAX]))
 
     def _hear(self, word: SourceWord) -> None:
         self._transfers.at_now(lambda now: self._transfers.fabric.hear_source(now, self.pull, word))
