@@ -135,7 +135,7 @@ async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> N
     )
     waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
     await until(lambda: bench.model.waiting == 3)
-    assert len(bench.model.admission_room) == 0
+    assert bench.model.waiting_for_load == 0
     for each in waits:
         each.cancel()
     await asyncio.gather(*waits, return_exceptions=True)

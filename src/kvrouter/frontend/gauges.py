@@ -33,7 +33,7 @@ class Gauges:
                 index_bytes[name,] = index.bytes
                 index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
             leases[name,] = len(model.ledger)
-            queued[name,] = len(model.admission_room)
+            queued[name,] = model.waiting_for_load
         telemetry.index_blocks.replace(index_blocks)
         telemetry.index_bytes.replace(index_bytes)
         telemetry.ledger_leases.replace(leases)

@@ -1,6 +1,5 @@
 """The map room of one model: one reading of its fleet, one decision, one booking, no await between them."""
 
-import asyncio
 import random
 import time
 from contextlib import suppress
@@ -11,7 +10,7 @@ from msgspec import structs
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RouterMode
-from kvrouter.core.errors import AllWorkersBusy, RoutingRefused
+from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
@@ -28,12 +27,9 @@ from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.service.waiting_room import Ticket, WaitingRoom
+from kvrouter.service.waiting import Waiting
 
 U32 = npt.NDArray[np.uint32]
-DOMAIN_WAITERS_MAX = 1024
-"""How many requests may wait for a decode worker to join a domain; admission has its own limit."""
-
 ROOM_LIMIT = 2**63 - 1
 """A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
 
@@ -59,9 +55,7 @@ class ModelRouter:
         self.cache = cache
         self.ledger = ledger if sync is None else sync.share(fleet, ledger, self.load_changed)
         self.settings = settings
-        self.admission_room = WaitingRoom(places_max=config.admission_queue_max)
-        self.domain_room = WaitingRoom(places_max=DOMAIN_WAITERS_MAX)
-        self._config = config
+        self._waiting = Waiting(config, observed)
         self._router_id = router_id
         self._sync = sync
         self._decisions = decisions
@@ -122,31 +116,19 @@ class ModelRouter:
             token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
         )
         wish = _route_request(request, prompt, attempt=attempt, excluded=excluded)
-        began_s = asyncio.get_running_loop().time()
-        ticket: Ticket | None = None
-        try:
+        with self._waiting.begin(request) as wait:
             while True:
                 started_s = time.perf_counter()
                 try:
                     decision = self.decide(wish, prompt)
                 except RoutingRefused as refused:
-                    ticket = await self._park(refused, request, ticket, began_s=began_s)
+                    await wait.for_change(refused)
                     continue
                 placement = self._book(wish, decision, prompt, token_ids)
                 decision_s = time.perf_counter() - started_s
-                queued_s = None
-                if ticket is not None:
-                    waited_s = asyncio.get_running_loop().time() - began_s
-                    if ticket.room is self.admission_room:
-                        queued_s = waited_s
-                    else:
-                        self.observed.joined_domain(placement, waited_s=waited_s)
-                self.observed.placed(placement, decision_s=decision_s, waited_s=queued_s)
+                self.observed.placed(placement, decision_s=decision_s, waited_s=wait.was_for(placement))
                 self._decisions.record(decision, decided_at_s=time.time())
                 return placement
-        finally:
-            if ticket is not None:
-                ticket.leave()
 
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
@@ -213,56 +195,26 @@ class ModelRouter:
 
     # Waiting
 
-    async def _park(
-        self, refused: RoutingRefused, request: GenerateRequest, ticket: Ticket | None, *, began_s: float
-    ) -> Ticket:
-        """Wait for a change when the settings allow it; raise ``refused`` otherwise, or when time is up."""
-        room, limit_s = self._room_for(refused)
-        if limit_s <= 0:
-            self.observed.refused(refused, request)
-            raise refused
-        if ticket is None or ticket.room is not room:
-            if ticket is not None:
-                ticket.leave()
-            if room.is_full:
-                self.observed.refused(refused, request, no_place=True)
-                raise refused
-            ticket = room.enter()
-        try:
-            called = await ticket.wait(until_s=began_s + min(limit_s, self._config.request_timeout_s))
-        except asyncio.CancelledError:
-            ticket.leave()
-            raise
-        if not called:
-            ticket.leave()
-            self.observed.refused(refused, request, timed_out=True)
-            raise refused
-        return ticket
-
-    def _room_for(self, refused: RoutingRefused) -> tuple[WaitingRoom, float]:
-        """Where such a refusal may wait, and for how many seconds; 0: nowhere."""
-        config = self._config
-        if isinstance(refused, AllWorkersBusy):
-            return self.admission_room, config.admission_wait_s if config.admission_queue_max else 0.0
-        if refused.domain is not None:
-            return self.domain_room, config.router_domain_wait_s
-        return self.domain_room, 0.0
-
     @property
     def waiting(self) -> int:
         """How many requests wait, for whatever reason."""
-        return len(self.admission_room) + len(self.domain_room)
+        return len(self._waiting)
+
+    @property
+    def waiting_for_load(self) -> int:
+        """How many of them wait for a worker that is less busy."""
+        return len(self._waiting.admission)
 
     def fleet_changed(self) -> None:
         """A worker came, changed or left: whoever waits may try again."""
         if self._sync is not None:
             self._sync.fleet_changed(self.fleet.model)
-        self.domain_room.pulse()
-        self.admission_room.pulse()
+        self._waiting.domain.pulse()
+        self._waiting.admission.pulse()
 
     def load_changed(self) -> None:
         """Some worker may be less busy: whoever waits for that may try again."""
-        self.admission_room.pulse()
+        self._waiting.admission.pulse()
 
     # Booking
 
