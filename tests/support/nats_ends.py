@@ -15,7 +15,8 @@ TOKEN = "t0p"
 PATIENCE_S = 30.0
 """What an end is given that must not be the one to end the test."""
 
-Loses = Callable[[bytes], bool]
+Loses = Callable[[str, bytes], bool]
+"""(subject, message)"""
 
 
 class LossyClient(Client):
@@ -23,7 +24,7 @@ class LossyClient(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loses: Loses = lambda _message: False
+        self.loses: Loses = lambda _subject, _message: False
         self.n_lost = 0
         self.subject = ""
 
@@ -31,7 +32,7 @@ class LossyClient(Client):
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
         self.subject = subject
-        if self.loses(payload):
+        if self.loses(subject, payload):
             self.n_lost += 1
         else:
             await super().publish(subject, payload, reply, headers)

@@ -8,6 +8,7 @@ import nats
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from nats.aio.msg import Msg
 
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
@@ -19,23 +20,27 @@ from kvrouter.planes.requests.nats.frames import (
     Tokens,
     from_router,
     from_worker,
-    proof_of,
+    requests_subject,
+    seal_of,
 )
 from kvrouter.planes.requests.nats.link import WINDOW_TOKENS
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
-from tests.support.nats_ends import NAMESPACE, TOKEN, Loses, both_ends
+from tests.support.nats_ends import TOKEN, Loses, both_ends
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.waits import until
+
+SEAL = seal_of(TOKEN, "fleet_a")
+REQUESTS = requests_subject("fleet_a", WorkerId(7), Epoch(1))
 
 
 def answers_with(*kinds: type[Tokens | Chunk | Lost]) -> Loses:
     """Whether a worker's message carries such a frame: the first one that does is lost."""
     done = False
 
-    def loses(message: bytes) -> bool:
+    def loses(subject: str, message: bytes) -> bool:
         nonlocal done
-        said = from_worker(message, proof_of(TOKEN, "fleet_a"))
+        _, said = from_worker(SEAL, subject, message)
         if done or not any(isinstance(frame, kinds) for frame in said.frames):
             return False
         done = True
@@ -47,8 +52,8 @@ def answers_with(*kinds: type[Tokens | Chunk | Lost]) -> Loses:
 def says(*kinds: str) -> Loses:
     """Whether a router's message carries such a frame: every one that does is lost."""
 
-    def loses(message: bytes) -> bool:
-        said = from_router(message, proof_of(TOKEN, "fleet_a"))
+    def loses(subject: str, message: bytes) -> bool:
+        _, said = from_router(SEAL, subject, message)
         return any(type(frame).__name__ in kinds for frame in said.frames)
 
     return loses
@@ -77,7 +82,7 @@ async def test_a_part_that_is_lost_is_a_request_that_never_came() -> None:
         async with both_ends(server) as ends:
             n_parts = 0
 
-            def second_part(message: bytes) -> bool:
+            def second_part(_subject: str, message: bytes) -> bool:
                 nonlocal n_parts
                 n_parts += len(message) > 2000
                 return n_parts == 2 and len(message) > 2000
@@ -180,7 +185,7 @@ async def test_where_nobody_listens_is_known_at_once(shared_nats: NatsServer) ->
 async def test_a_worker_that_vanished_is_lost_before_silence_says_so(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         stream = await ends.plane.open(ends.address, leg())
-        ends.worker_client.loses = lambda _message: True
+        ends.worker_client.loses = lambda _subject, _message: True
         await ends.worker_client.close()
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(StreamBroken, match="nobody serves"):
@@ -198,20 +203,20 @@ async def test_a_stranger_is_refused_before_it_is_parsed(shared_nats: NatsServer
 
 @given(st.binary(max_size=200))
 def test_garbage_with_the_right_proof_is_a_protocol_error(garbage: bytes) -> None:
-    proof = proof_of(TOKEN, NAMESPACE)
+    sealed = SEAL.seal("s", garbage)
     with suppress(ProtocolError):
-        from_router(proof + garbage, proof)
+        from_router(SEAL, "s", sealed)
     with suppress(ProtocolError):
-        from_worker(proof + garbage, proof)
+        from_worker(SEAL, "s", sealed)
 
 
 async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
-        proof = proof_of(TOKEN, "fleet_a")
         client = await nats.connect(shared_nats.url)
         evil = msgspec.msgpack.encode(("a.b", 0, []))
-        for message in (b"", proof, proof + b"\xc1", proof + evil, b"x" * 100):
-            await client.publish("kvrouter.fleet_a.requests.7.1", message)
+        sealed = [SEAL.seal(REQUESTS, body, number=9) for body in (b"", b"\xc1", evil)]
+        for message in (b"", *sealed, b"x" * 100):
+            await client.publish(REQUESTS, message)
         await client.flush()
         await client.close()
         stream = await ends.plane.open(ends.address, leg())
@@ -223,11 +228,38 @@ async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
 async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         stream = await ends.plane.open(ends.address, leg())
-        proof = proof_of(TOKEN, "fleet_a")
-        other = FromWorker(WorkerId(8), Epoch(1), [Tokens(0, 1, (666,))])
-        await ends.worker_client.publish(ends.worker_client.subject, proof + msgspec.msgpack.encode(other))
+        other = msgspec.msgpack.encode(FromWorker(WorkerId(8), Epoch(1), [Tokens(0, 1, (666,))]))
+        subject = ends.worker_client.subject
+        await ends.worker_client.publish(subject, SEAL.seal(subject, other, number=9))
         await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
+
+
+async def test_what_was_overheard_does_nothing_when_it_is_said_again(shared_nats: NatsServer) -> None:
+    async with both_ends(shared_nats) as ends:
+        overheard: list[tuple[str, bytes]] = []
+
+        async def overhear(message: Msg) -> None:
+            overheard.append((message.subject, message.data))
+
+        stranger = await nats.connect(shared_nats.url)
+        await stranger.subscribe("kvrouter.>", cb=overhear)
+        await stranger.flush()
+        first = await ends.plane.open(ends.address, leg("first"))
+        await until(lambda: len(overheard) > 6)  # pulses and beats among them
+        await ends.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
+        await read_all(first)
+        second = await ends.plane.open(ends.address, leg("second"))
+        before = len(ends.refused)
+        again = list(overheard)
+        for subject, message in again:
+            await stranger.publish(subject, message)
+        await until(lambda: len(ends.refused) >= before + sum("requests" in subject for subject, _ in again))
+        assert set(ends.refused) == {"a router's message came again"}
+        await ends.worker.streams[1].put(EngineChunk(token_ids=(2,), finish=FinishReason.STOP))
+        assert (await read_all(second))[0] == [2]
+        assert [request.request_id for request in ends.worker.requests] == ["first", "second"]
+        await stranger.close()
 
 
 async def test_a_closed_connection_is_an_unreachable_worker(shared_nats: NatsServer) -> None:

@@ -49,14 +49,14 @@ async def test_an_outage_that_lasts_breaks_streams_and_says_nothing_of_the_worke
 
 async def test_nothing_is_opened_while_nats_is_away(own_nats: NatsServer) -> None:
     async with both_ends(own_nats, open_timeout_s=1000.0) as ends:
-        ends.worker_client.loses = lambda _message: True
+        ends.worker_client.loses = lambda _subject, _message: True
         waits = asyncio.create_task(ends.plane.open(ends.address, leg()))
         await until(lambda: bool(ends.worker.requests))
         own_nats.kill()
         async with asyncio.timeout(IN_TIME_S):
             with pytest.raises(WorkerUnreachable, match="the connection to NATS is down"):
                 await waits
-            ends.router_client.loses = lambda _message: True
+            ends.router_client.loses = lambda _subject, _message: True
             for _ in range(3):
                 with pytest.raises(WorkerUnreachable, match="the connection to NATS is down"):
                     await ends.plane.open(ends.address, leg("y"))

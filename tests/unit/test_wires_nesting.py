@@ -10,9 +10,11 @@ from kvrouter.planes.discovery.wire import decode_record
 from kvrouter.planes.events import wire as events
 from kvrouter.planes.requests import wire as requests
 from kvrouter.planes.requests.nats.frames import from_router, from_worker
+from kvrouter.planes.seal import Seal
 from kvrouter.planes.sync.wire import decode_message
 from kvrouter.worker.engine_frames import decode_frame
 
+SEAL = Seal("token", "test")
 DEPTH = 100_000
 NESTED = b"\x91" * DEPTH + b"\xc0"
 IN_A_FIELD = b"\x82\xa4type\xa4Join\xa1x" + NESTED
@@ -29,8 +31,8 @@ READERS: list[Callable[[bytes], object]] = [
     decode_frame,
     decode_sink_word,
     decode_source_word,
-    lambda message: from_router(message, b""),
-    lambda message: from_worker(message, b""),
+    lambda message: from_router(SEAL, "s", SEAL.seal("s", message)),
+    lambda message: from_worker(SEAL, "s", SEAL.seal("s", message)),
 ]
 
 

@@ -1,12 +1,10 @@
 """What routers and workers say to each other over NATS, and on which subjects.
 
-A message is the proof of the token, :data:`PROOF_BYTES` long, and msgpack: who speaks, and a run of frames.
+A message is sealed and numbered (:mod:`kvrouter.planes.seal`), and msgpack: who speaks, and a run of frames.
 A frame is an array whose first element is its number here.
 """
 
-import hmac
 import re
-from hashlib import sha256
 
 import msgspec
 
@@ -14,8 +12,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.planes.requests.wire import Refusal
-
-PROOF_BYTES = 32
+from kvrouter.planes.seal import Seal
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -113,26 +110,28 @@ class FromWorker(msgspec.Struct, frozen=True, array_like=True):
     frames: list[WorkerFrame]
 
 
-def proof_of(token: str, namespace: str) -> bytes:
-    """Return what every message of the plane begins with."""
-    return hmac.digest(token.encode(), f"kvrouter requests 1 {namespace}".encode(), sha256)
+def seal_of(token: str, namespace: str) -> Seal:
+    """Return the seal of the plane's messages."""
+    return Seal(token, f"requests 1 {namespace}")
 
 
-def from_router(message: bytes, proof: bytes) -> FromRouter:
-    """Return what a router says; raise ProtocolError. A stranger's message is not parsed."""
+def from_router(seal: Seal, subject: str, message: bytes) -> tuple[int, FromRouter]:
+    """Return a message's number and what a router says; raise ProtocolError. A stranger's is not parsed."""
+    number, body = seal.numbered(subject, message)
     try:
-        said = _from_router.decode(_proven(message, proof))
+        said = _from_router.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"message: {error}", param="message") from error
     if not _NAME.fullmatch(said.router):
         raise ProtocolError(f"{said.router!r} is no router", param="router")
-    return said
+    return number, said
 
 
-def from_worker(message: bytes, proof: bytes) -> FromWorker:
-    """Return what a worker says; raise ProtocolError. A stranger's message is not parsed."""
+def from_worker(seal: Seal, subject: str, message: bytes) -> tuple[int, FromWorker]:
+    """Return a message's number and what a worker says; raise ProtocolError. A stranger's is not parsed."""
+    number, body = seal.numbered(subject, message)
     try:
-        return _from_worker.decode(_proven(message, proof))
+        return number, _from_worker.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"message: {error}", param="message") from error
 
@@ -142,9 +141,9 @@ def encode_frame(frame: RouterFrame | WorkerFrame) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(frame))
 
 
-def encode_message(proof: bytes, speaker: tuple[str | int, int], frames: list[msgspec.Raw]) -> bytes:
-    """Return a message of ``speaker``: (router, link) or (worker id, incarnation)."""
-    return proof + _encoder.encode((*speaker, frames))
+def encode_message(speaker: tuple[str | int, int], frames: list[msgspec.Raw]) -> bytes:
+    """Return what ``speaker`` says, (router, link) or (worker id, incarnation), to be sealed."""
+    return _encoder.encode((*speaker, frames))
 
 
 def requests_subject(namespace: str, worker_id: WorkerId, incarnation: Epoch) -> str:
@@ -159,12 +158,6 @@ def answers_subject(namespace: str, router: str, link: int | str) -> str:
 
 def _prefix(namespace: str) -> str:
     return f"kvrouter.{namespace}"
-
-
-def _proven(message: bytes, proof: bytes) -> memoryview:
-    if not hmac.compare_digest(message[:PROOF_BYTES], proof):
-        raise ProtocolError("the sender's token is another one", param="token")
-    return memoryview(message)[PROOF_BYTES:]
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -22,8 +22,8 @@ from kvrouter.planes.requests.nats.frames import (
     Part,
     answers_subject,
     from_worker,
-    proof_of,
     requests_subject,
+    seal_of,
 )
 from kvrouter.planes.requests.nats.link import Link, NatsLeg
 from kvrouter.planes.requests.nats.post import Box, Post
@@ -35,6 +35,7 @@ from kvrouter.planes.requests.port import (
 )
 from kvrouter.planes.requests.stream import LegStream
 from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, encode_request
+from kvrouter.planes.seal import Newest
 
 PART_HEAD_BYTES = 64
 LEG_IN_PULSE_BYTES = 16
@@ -71,14 +72,15 @@ class NatsRequestPlane:
     ) -> None:
         self._client = client
         self._namespace = subject_name(namespace)
-        self._proof = proof_of(token, self._namespace)
+        self._seal = seal_of(token, self._namespace)
+        self._newest = Newest()
         self._open_timeout_s = open_timeout_s
         self._heartbeat_s = dead_after_s / 6 if heartbeat_s is None else heartbeat_s
         self._dead_after_s = dead_after_s
         self._slow_stream_limit_s = slow_stream_limit_s
         self._on_refused = on_refused
         self._router = secrets.token_hex(8)
-        self._post = Post(client, self._proof)
+        self._post = Post(client, self._seal)
         self._leg_numbers = itertools.count()
         self._link_numbers = itertools.count()
         self._links: dict[str, tuple[int, Link]] = {}
@@ -194,12 +196,16 @@ class NatsRequestPlane:
             link.hear_nobody(was_deaf=self._clock.now_s - self._deaf_s <= self._dead_after_s)
             return
         try:
-            said = from_worker(message.data, self._proof)
+            number, said = from_worker(self._seal, message.subject, message.data)
         except ProtocolError as error:
             self._on_refused(error.message)
             return
-        if (said.worker_id, said.incarnation) == link.worker:
+        if (said.worker_id, said.incarnation) != link.worker:
+            return
+        if self._newest.takes(message.subject, number):
             link.hear(said.frames, self._clock.now_s)
+        else:
+            self._on_refused("a worker's message came again")
 
     async def _beat(self) -> None:
         """Send pulses, and see who answers."""

@@ -1,6 +1,7 @@
 """Sends frames: what was said to one peer in one turn of the loop leaves in as few messages as will do."""
 
 import asyncio
+import itertools
 from collections.abc import Callable
 
 import msgspec
@@ -9,18 +10,18 @@ from nats.aio.client import Client
 from kvrouter.core.errors import ProtocolError
 from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.nats.frames import (
-    PROOF_BYTES,
     RouterFrame,
     WorkerFrame,
     encode_frame,
     encode_message,
 )
+from kvrouter.planes.seal import SEAL_BYTES, Seal
 
 MESSAGE_MAX_BYTES = 1 << 20
 """The longest message that is sent, where the server would take a longer one."""
 
-ENVELOPE_BYTES = PROOF_BYTES + 256
-"""What a message has beside its frames: the proof, who speaks, and the frames' own heads."""
+ENVELOPE_BYTES = SEAL_BYTES + 256
+"""What a message has beside its frames: the seal, who speaks, and the frames' own heads."""
 
 Unsent = Callable[[str], None]
 """Hears why a frame could not be sent."""
@@ -49,11 +50,15 @@ class Box:
 
 
 class Post:
-    """Publishes what is put into its boxes. What NATS does not take is lost, as on the way."""
+    """Publishes what is put into its boxes. What NATS does not take is lost, as on the way.
 
-    def __init__(self, client: Client, proof: bytes) -> None:
+    Its messages are numbered from 1, whatever box they are from.
+    """
+
+    def __init__(self, client: Client, seal: Seal) -> None:
         self._client = client
-        self._proof = proof
+        self._seal = seal
+        self._numbers = itertools.count(1)
         self._full: dict[Box, None] = {}
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -99,7 +104,8 @@ class Post:
                 at = end
 
     async def _send(self, box: Box, frames: list[tuple[msgspec.Raw, Unsent | None]]) -> None:
-        message = encode_message(self._proof, box.speaker, [raw for raw, _ in frames])
+        body = encode_message(box.speaker, [raw for raw, _ in frames])
+        message = self._seal.seal(box.subject, body, number=next(self._numbers))
         try:
             await self._client.publish(box.subject, message, reply=box.replies_to)
         except Exception as error:  # noqa: BLE001 - one message that the client fails on keeps no other back
