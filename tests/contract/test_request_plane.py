@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests import legs
+from kvrouter.planes.requests.port import EngineStream, LegRepeated, StreamBroken, WorkerUnreachable
 from kvrouter.worker.time_left import TimedStream
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.waits import until
@@ -127,7 +128,7 @@ async def test_a_refusal_keeps_its_class_its_words_and_its_field(wire: Wire) -> 
         await wire.plane.open(address, leg())
     assert refused.value.param == "token_ids"
     worker.refusal = None
-    await wire.plane.open(address, leg())
+    await wire.plane.open(address, leg(attempt=1))
 
 
 async def test_a_leg_whose_time_is_up_at_its_worker_says_so_and_is_alone_in_that(wire: Wire) -> None:
@@ -165,7 +166,7 @@ async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(wire
         with pytest.raises(WorkerUnreachable):
             await wire.plane.open(address, leg())
     worker.answers.set()
-    await wire.plane.open(address, leg())
+    await wire.plane.open(address, leg(attempt=1))
 
 
 async def test_death_breaks_a_read_that_waits(wire: Wire) -> None:
@@ -209,17 +210,54 @@ async def test_a_worker_that_breaks_its_own_stream_breaks_it_for_the_reader(wire
         await read_all(stream)
 
 
-async def test_the_same_leg_is_not_served_twice_and_other_legs_are(wire: Wire) -> None:
+async def test_a_leg_that_arrives_again_is_dropped_and_other_legs_are_served(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)
     await wire.plane.open(address, leg())
-    with pytest.raises(WorkerUnreachable, match="already"):  # to be placed elsewhere
+    with pytest.raises(LegRepeated, match="already"):
         await wire.plane.open(address, leg())
     await wire.plane.open(address, leg(attempt=1))
     await wire.plane.open(address, leg(which=Leg.PREFILL))
     await wire.plane.open(address, leg("y"))
     assert len(worker.requests) == 4
     await worker.streams[0].put(EngineChunk(finish=FinishReason.STOP))
+
+
+async def test_a_leg_that_arrives_again_once_it_has_ended_is_dropped_however_it_ended(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    place = wire.places[address]
+    answered, cancelled = [await wire.plane.open(address, leg(name)) for name in ("answered", "cancelled")]
+    await worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
+    await read_all(answered)
+    cancelled.cancel("the client left")
+    worker.refusal = InvalidRequest("no")
+    with pytest.raises(InvalidRequest):
+        await wire.plane.open(address, leg("refused"))
+    worker.refusal = None
+    assert await place.wait_idle(IN_TIME_S)
+    for name in ("answered", "cancelled", "refused"):
+        with pytest.raises(LegRepeated, match="before"):
+            await wire.plane.open(address, leg(name))
+    assert (place.running_legs, len(worker.requests)) == (0, 2)
+    await wire.plane.open(address, leg("answered", attempt=1))
+
+
+async def test_a_worker_remembers_the_last_legs_that_ended(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(legs, "ENDED_MAX", 2)
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    for n, name in enumerate("abc"):
+        stream = await wire.plane.open(address, leg(name))
+        await worker.streams[n].put(EngineChunk(finish=FinishReason.STOP))
+        await read_all(stream)
+    for name in "bc":
+        with pytest.raises(LegRepeated):
+            await wire.plane.open(address, leg(name))
+    await wire.plane.open(address, leg("a"))
+    assert len(worker.requests) == 4
 
 
 async def test_two_requests_that_clients_gave_one_id_are_both_served(wire: Wire) -> None:

@@ -120,7 +120,7 @@ async def test_a_request_given_up_before_the_worker_took_it_runs_nowhere(wire: W
         await opening
     assert await idle(place)
     worker.answers.set()
-    await wire.plane.open(address, leg())
+    await wire.plane.open(address, leg(attempt=1))
     assert len(worker.requests) == 1 or worker.streams[0].reasons
 
 
@@ -140,7 +140,7 @@ async def test_a_lost_connection_breaks_its_streams_and_frees_the_worker(far: Wi
         for stream in worker.streams:
             await stream.cancelled.wait()
     network_of(far).resume()
-    await far.plane.open(address, leg("x"))
+    await far.plane.open(address, leg("x", attempt=1))
 
 
 async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: Wire) -> None:
@@ -159,7 +159,7 @@ async def test_a_half_open_peer_is_found_on_both_sides_and_returns(far: Wire) ->
         await far.plane.open(address, leg("y"))
     network_of(far).resume()
     await watch.until(False, True)
-    again = await far.plane.open(address, leg())
+    again = await far.plane.open(address, leg(attempt=1))
     await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(again))[0] == [7]
 
@@ -185,7 +185,7 @@ async def test_a_request_that_arrives_after_its_router_gave_up_does_not_stay(far
         await far.plane.open(address, leg("late"))
     network_of(far).resume()
     await until(lambda: far.places[address].running_legs <= 1)
-    late = await far.plane.open(address, leg("late"))
+    late = await far.plane.open(address, leg("late", attempt=1))
     assert far.places[address].running_legs <= 2
     await worker.streams[-1].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(late))[0] == [7]

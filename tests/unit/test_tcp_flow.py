@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests.legs import PREFILLED_MAX
+from kvrouter.planes.requests import legs
 from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerFull
 from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.planes.requests.tcp.frames import (
@@ -259,10 +259,13 @@ async def test_a_stream_that_ends_without_a_last_chunk_is_broken(served: Accepto
     await plane.close()
 
 
-async def test_ended_prefill_legs_are_kept_to_a_number(served: Acceptor) -> None:
+async def test_ended_prefill_legs_are_kept_to_a_number(
+    served: Acceptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(legs, "PREFILLED_MAX", 3)
     acceptor, worker, _ = served
     peer = await RawRouter.welcomed(acceptor.port)
-    for stream_id in range(PREFILLED_MAX + 1):
+    for stream_id in range(4):
         peer.send_frame(Kind.OPEN, encode_open(stream_id, 9, leg(str(stream_id), which=Leg.PREFILL)))
         await peer.next(Kind.ACCEPTED)
         worker.streams[stream_id].chunks.put_nowait(EngineChunk((1,), finish=FinishReason.LENGTH))

@@ -9,8 +9,9 @@ import pytest
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.planes.requests.legs import Place
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.planes.requests.tcp import TcpRegistration, TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.planes.requests.tcp.frames import HEADER, Kind, encode_open, frame
 from kvrouter.planes.requests.tcp.hello import GREETING_BYTES, Secret, greeting, hello, new_nonce
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
@@ -24,7 +25,7 @@ class Behind:
 
     acceptor: TcpRequestAcceptor
     worker: ScriptedWorker
-    place: TcpRegistration
+    place: Place
     refusals: list[str]
     mistakes: Mistakes = field(default_factory=Mistakes)
 
@@ -181,15 +182,15 @@ async def test_more_streams_than_a_connection_may_have_are_refused_as_full(behin
     await plane.close()
 
 
-async def test_a_leg_that_another_router_has_open_is_refused(behind: Behind) -> None:
+async def test_a_leg_that_came_over_another_connection_is_refused(behind: Behind) -> None:
     first, second = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(2)]
     first.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
     await first.next(Kind.ACCEPTED)
     second.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
-    assert msgspec.msgpack.decode(await second.next(Kind.REFUSED))[1] == "worker_unreachable"
+    assert msgspec.msgpack.decode(await second.next(Kind.REFUSED))[1] == "leg_repeated"
     await first.close()
     assert await behind.place.wait_idle(20.0)
-    second.send_frame(Kind.OPEN, encode_open(1, 9, leg()))
+    second.send_frame(Kind.OPEN, encode_open(1, 9, leg(attempt=1)))
     await second.next(Kind.ACCEPTED)
     await second.close()
 

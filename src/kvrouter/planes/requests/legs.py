@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvrouter.core.errors import KvrouterError
@@ -11,6 +12,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.port import (
     EngineStream,
+    LegRepeated,
     RequestServer,
     StreamBroken,
     WorkerFull,
@@ -20,7 +22,11 @@ from kvrouter.planes.requests.port import (
 LEGS_MAX = 16_384
 """How many legs one worker runs at once; one more is refused as WorkerFull."""
 
-PREFILLED_MAX = 1024
+ENDED_MAX = 8192
+"""How many legs that have ended are still known, so that a request that arrives once more is not served once
+more: at a thousand legs a second, longer than any router waits for an acknowledgement."""
+
+PREFILLED_MAX = 4096
 """How many prefill legs that have ended can still be cancelled; the engine's own clock frees older ones."""
 
 CONNECTION_CLOSED = "the router closed its connection"
@@ -52,16 +58,70 @@ class RouterGone(Exception):
 
 
 class Answer(Protocol):
-    """How a wire carries what one leg answers. ``accept`` and ``send`` raise :class:`RouterGone`."""
+    """How a wire carries what one leg answers. All but ``end`` raise :class:`RouterGone` when nobody hears
+    it, and may raise ProtocolError for a chunk that cannot travel.
+    """
 
     async def accept(self) -> None:
         """The worker took the leg."""
 
+    def take(self, chunk: EngineChunk) -> bool:
+        """Send ``chunk``, which is not the last, and return True; return False if that has to be awaited."""
+
     async def send(self, chunk: EngineChunk) -> None:
-        """Send ``chunk``; return once there is room for another."""
+        """Send ``chunk``, which is not the last, when there is room."""
+
+    async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
+        """Send the last chunk when there is room. The leg is ``over`` just before the router can know it."""
 
     async def end(self, error: Exception) -> None:
         """The leg was refused or, once it was accepted, lost. Raises nothing."""
+
+
+class LegsHere:
+    """Which legs run at one worker, and which ran lately: each is served once."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._running: set[LegKey] = set()
+        self._ended: OrderedDict[LegKey, None] = OrderedDict()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def running_legs(self) -> int:
+        """How many legs run here: from the request to the last chunk, a failure or a cancellation."""
+        return len(self._running)
+
+    async def wait_idle(self, limit_s: float) -> bool:
+        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _begin(self, key: LegKey) -> None:
+        """Count a leg. Raises LegRepeated for one that runs or ran here, WorkerFull at :data:`LEGS_MAX`."""
+        if key in self._running or key in self._ended:
+            when = "runs here already" if key in self._running else "ran here before"
+            raise LegRepeated(f"{key.request_id}#{key.attempt}: this {key.leg} leg {when}")
+        if len(self._running) >= LEGS_MAX:
+            raise WorkerFull(f"{self.address}: {LEGS_MAX} legs run")
+        self._running.add(key)
+        self._idle.clear()
+
+    def _over(self, key: LegKey) -> None:
+        """A leg runs no longer, whether or not it ever came to its engine. Idempotent."""
+        if key not in self._running:
+            return
+        self._running.discard(key)
+        self._ended[key] = None
+        if len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+        if not self._running:
+            self._idle.set()
 
 
 class _ServedLeg:
@@ -76,51 +136,41 @@ class _ServedLeg:
 
     def cancel(self, reason: str) -> None:
         if self.inner is not None:
-            self.inner.cancel(reason)
+            _cancel_soon(self.inner, reason)
 
     def end_task(self) -> None:
         if self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
 
+    def lost(self, why: str) -> KvrouterError:
+        """What its router hears when it is no fault of the request."""
+        return WorkerUnreachable(why) if self.inner is None else StreamBroken(why)
 
-class Place:
-    """One worker's place in a plane: the registration of its server, and the legs that run there."""
+
+class Place(LegsHere):
+    """One worker's place in a plane: the registration of its server, and the legs that run there.
+
+    ``on_leave`` hears why the worker left. A router is silent by ``clock``.
+    """
 
     def __init__(
-        self, address: str, server: RequestServer, clock: AwakeClock, on_leave: Callable[[], None]
+        self, address: str, server: RequestServer, clock: AwakeClock, on_leave: Callable[[str], None]
     ) -> None:
-        self.address = address
+        super().__init__(address)
         self._server = server
         self._on_leave = on_leave
         self._clock = clock
-        self._legs: dict[LegKey, _ServedLeg] = {}
-        self._names: dict[LegName, _ServedLeg] = {}
+        self._legs: dict[LegName, _ServedLeg] = {}
         self._prefilled: OrderedDict[LegName, EngineStream] = OrderedDict()
         self._heard_s: dict[str, float] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._left: str | None = None
-
-    @property
-    def running_legs(self) -> int:
-        """How many legs run here: from the request to the last chunk, a failure or a cancellation."""
-        return len(self._legs)
-
-    async def wait_idle(self, limit_s: float) -> bool:
-        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def leave(self, why: str) -> None:
         """Open streams break, new ones are refused. Idempotent."""
         if self._left is not None:
             return
         self._left = f"{self.address}: {why}"
-        self._on_leave()
+        self._on_leave(why)
         for leg in tuple(self._legs.values()):
             leg.broken = self._left
             leg.cancel(why)
@@ -140,28 +190,36 @@ class Place:
                 raise
             if leg.task is not None:
                 leg.task.uncancel()
-            lost = WorkerUnreachable if leg.inner is None else StreamBroken
-            await answer.end(lost(leg.broken))
+            await answer.end(leg.lost(leg.broken))
         except RouterGone:
             self._stop(leg, CONNECTION_CLOSED)
         except KvrouterError as error:
             leg.cancel("its answer was lost")
-            await answer.end(error)
+            is_lost = leg.inner is not None and isinstance(error, WorkerUnreachable)
+            await answer.end(leg.lost(error.message) if is_lost else error)
         except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
             leg.cancel("its answer was lost")
-            lost = WorkerUnreachable if leg.inner is None else StreamBroken
-            await answer.end(lost(f"the worker failed: {type(error).__name__}: {error}"))
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"leg {request.engine_key} failed", "exception": error}
+            )
+            await answer.end(leg.lost(f"the worker failed: {type(error).__name__}: {error}"))
         finally:
             self._forget(leg)
 
     def cancel(self, name: LegName, reason: str) -> None:
         """The router wants no more of a leg, or will not decode what it prefilled. Idempotent."""
-        leg = self._names.get(name)
+        leg = self._legs.get(name)
         if leg is not None:
             self._stop(leg, reason)
         prefilled = self._prefilled.pop(name, None)
         if prefilled is not None:
-            prefilled.cancel(reason)
+            _cancel_soon(prefilled, reason)
+
+    def drop_router(self, router: str, why: str) -> None:
+        """Cancel the legs of a router that is gone, and what it prefilled."""
+        self._heard_s.pop(router, None)
+        for name in [name for name in (*self._legs, *self._prefilled) if name.router == router]:
+            self.cancel(name, why)
 
     def hear(self, router: str) -> None:
         """A router is alive."""
@@ -170,53 +228,54 @@ class Place:
 
     def keep_only(self, router: str, numbers: Collection[int]) -> None:
         """Cancel the legs of ``router`` that it does not name: it gave them up, and the word was lost."""
-        for name in [name for name in self._names if name.router == router and name.number not in numbers]:
+        for name in [name for name in self._legs if name.router == router and name.number not in numbers]:
             self.cancel(name, "the router gave the leg up")
 
     def cancel_silent(self, dead_after_s: float) -> None:
         """Cancel the legs of every router that was not heard for ``dead_after_s``, and what it prefilled."""
         now_s = self._clock.now_s
-        silent = {router for router, at_s in self._heard_s.items() if now_s - at_s > dead_after_s}
-        for router in silent:
-            del self._heard_s[router]
-        for name in [name for name in (*self._names, *self._prefilled) if name.router in silent]:
-            self.cancel(name, f"the router was not heard for {dead_after_s} s")
+        for router in [router for router, at_s in self._heard_s.items() if now_s - at_s > dead_after_s]:
+            self.drop_router(router, f"the router was not heard for {dead_after_s} s")
 
     def _admit(self, leg: _ServedLeg) -> None:
         if self._left is not None:
             raise WorkerUnreachable(self._left)
-        if leg.key in self._legs or leg.name in self._names:
-            raise WorkerUnreachable(f"{leg.key.request_id}#{leg.key.attempt}: this leg runs here already")
-        if len(self._legs) >= LEGS_MAX:
-            raise WorkerFull(f"{self.address}: {LEGS_MAX} legs run")
-        self._legs[leg.key] = self._names[leg.name] = leg
+        if leg.name in self._legs:
+            raise LegRepeated(f"leg {leg.name.number} of this router runs here already")
+        self._begin(leg.key)
+        self._legs[leg.name] = leg
         self._heard_s[leg.name.router] = self._clock.now_s
-        self._idle.clear()
 
     async def _answer(self, leg: _ServedLeg, inner: EngineStream, answer: Answer) -> None:
+        take = answer.take
         async for chunk in inner:
-            if chunk.finish is None:
+            if chunk.finish is not None:
+                await answer.send_last(chunk, partial(self._ended_well, leg, inner))
+                return
+            if not take(chunk):
                 await answer.send(chunk)
-                continue
-            self._forget(leg)
-            if leg.key.leg is Leg.PREFILL:
-                self._prefilled[leg.name] = inner
-                if len(self._prefilled) > PREFILLED_MAX:
-                    self._prefilled.popitem(last=False)
-            await answer.send(chunk)
-            return
         raise StreamBroken(f"{self.address}: the engine ended a leg without a last chunk")
+
+    def _ended_well(self, leg: _ServedLeg, inner: EngineStream) -> None:
+        self._forget(leg)
+        if leg.key.leg is Leg.PREFILL:
+            self._prefilled[leg.name] = inner
+            if len(self._prefilled) > PREFILLED_MAX:
+                self._prefilled.popitem(last=False)
 
     def _stop(self, leg: _ServedLeg, reason: str) -> None:
         """Tell the engine, unless the leg has ended, and end the task."""
-        if self._names.get(leg.name) is leg:
+        if self._legs.get(leg.name) is leg:
             self._forget(leg)
             leg.cancel(reason)
             leg.end_task()
 
     def _forget(self, leg: _ServedLeg) -> None:
-        if self._names.get(leg.name) is not leg:
-            return
-        del self._names[leg.name], self._legs[leg.key]
-        if not self._legs:
-            self._idle.set()
+        if self._legs.get(leg.name) is leg:
+            del self._legs[leg.name]
+            self._over(leg.key)
+
+
+def _cancel_soon(inner: EngineStream, reason: str) -> None:
+    """Tell an engine to stop, in a turn of its own: a mistake there is shown, and hinders no other leg."""
+    asyncio.get_running_loop().call_soon(inner.cancel, reason)

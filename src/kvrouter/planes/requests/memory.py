@@ -8,7 +8,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.planes.requests.followers import Followers
-from kvrouter.planes.requests.legs import LegKey, key_of
+from kvrouter.planes.requests.legs import LegKey, LegsHere, key_of
 from kvrouter.planes.requests.port import (
     AliveSink,
     EngineStream,
@@ -80,54 +80,34 @@ class MemoryStream:
         self._registration.let_go(self._key, self)
 
 
-class MemoryRegistration:
+class MemoryRegistration(LegsHere):
     """One worker's place in the plane, from :meth:`MemoryRequestPlane.serve` until it leaves."""
 
     def __init__(self, plane: "MemoryRequestPlane", address: str, server: RequestServer) -> None:
-        self.address = address
+        super().__init__(address)
         self._plane = plane
         self._server = server
-        self._streams: dict[LegKey, MemoryStream | None] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._streams: dict[LegKey, MemoryStream] = {}
         self._let_go: WeakSet[MemoryStream] = WeakSet()
         """Streams that ended or were cancelled: most have no reader any more, and then they are gone."""
 
-    @property
-    def running_legs(self) -> int:
-        """How many legs run here, those that are being accepted included."""
-        return len(self._streams)
-
-    async def wait_idle(self, limit_s: float) -> bool:
-        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
     async def open(self, request: EngineRequest, open_timeout_s: float) -> MemoryStream:
-        """Hand ``request`` to the worker. A leg that is open already is refused, not served twice."""
+        """Hand ``request`` to the worker. A leg that runs or ran here is refused, not served twice."""
         key = key_of(request)
-        if key in self._streams:
-            raise WorkerUnreachable(f"{request.engine_key}: this leg runs here already")
-        self._streams[key] = None
-        self._idle.clear()
+        self._begin(key)
         try:
             async with asyncio.timeout(open_timeout_s):
                 inner = await self._server.submit(request)
         except TimeoutError:
-            self._forget(key)
+            self._over(key)
             raise WorkerUnreachable(f"{self.address} did not answer in {open_timeout_s} s") from None
         except BaseException:
-            self._forget(key)
+            self._over(key)
             raise
-        stream = MemoryStream(inner, key, self)
-        if key not in self._streams:
+        if key not in self._running:
             inner.cancel("the worker left while the request was sent")
             raise WorkerUnreachable(f"{self.address} left while the request was sent")
-        self._streams[key] = stream
+        stream = self._streams[key] = MemoryStream(inner, key, self)
         return stream
 
     def leave(self, why: str) -> None:
@@ -143,23 +123,18 @@ class MemoryRegistration:
             stream.break_off("the plane was closed")
 
     def let_go(self, key: LegKey, stream: MemoryStream) -> None:
-        """The leg has ended, or was told to: its key is free, and whoever reads on hears of a lost worker."""
-        if self._streams.get(key) is stream:
-            self._forget(key)
+        """The leg has ended, or was told to; whoever reads on hears of a lost worker."""
+        if self._streams.pop(key, None) is not None:
+            self._over(key)
             self._let_go.add(stream)
 
-    def _forget(self, key: LegKey) -> None:
-        self._streams.pop(key, None)
-        if not self._streams:
-            self._idle.set()
-
     def _take_streams(self) -> list[MemoryStream]:
-        """Every stream that someone may still read; none of them is known here afterwards."""
-        streams = [stream for stream in self._streams.values() if stream is not None]
-        streams.extend(self._let_go)
+        """Every stream that someone may still read; no leg runs here afterwards."""
+        streams = [*self._streams.values(), *self._let_go]
         self._streams.clear()
-        self._idle.set()
         self._let_go.clear()
+        for key in tuple(self._running):
+            self._over(key)
         return streams
 
 

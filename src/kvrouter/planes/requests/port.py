@@ -25,6 +25,13 @@ class WorkerFull(WorkerUnreachable):
     code = "worker_full"
 
 
+class LegRepeated(WorkerUnreachable):
+    """The worker runs this very leg, or ran it: it arrived twice. No fault of the worker's."""
+
+    code = "leg_repeated"
+    status_hint = 409
+
+
 class StreamBroken(KvrouterError):
     """The worker accepted the request and was lost before its last chunk."""
 

@@ -20,7 +20,7 @@ from kvrouter.core.errors import (
     UnknownModel,
 )
 from kvrouter.core.requests import EngineChunk, EngineRequest
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.port import LegRepeated, StreamBroken, WorkerFull, WorkerUnreachable
 
 VERSION = 1
 """What both ends of a request plane must agree on; see ``docs/wire.md``."""
@@ -42,6 +42,7 @@ _KINDS: dict[str, type[KvrouterError]] = {
         ProtocolError,
         WorkerUnreachable,
         WorkerFull,
+        LegRepeated,
         StreamBroken,
     )
 }

@@ -82,18 +82,27 @@ class _Answer:
         except ConnectionError as error:
             raise RouterGone from error
 
+    def take(self, _chunk: EngineChunk) -> bool:
+        """A write is always awaited."""
+        return False
+
     async def send(self, chunk: EngineChunk) -> None:
-        """Write the chunk; the last one together with the end of the answer."""
-        if self.response is None:
-            raise RouterGone
+        """Send; return once there is room for another."""
+        response = self._response()
         self._sent_s = self._loop.time()
         try:
-            if chunk.finish is not None:
-                self._is_over = True
-                await self.response.write_eof(chunk_frame(chunk))
-                return
-            await self.response.write(chunk_frame(chunk))
+            await response.write(chunk_frame(chunk))
             await self._request.writer.drain()
+        except ConnectionError as error:
+            raise RouterGone from error
+
+    async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
+        """Send, and end the answer."""
+        response = self._response()
+        self._is_over = True
+        over()
+        try:
+            await response.write_eof(chunk_frame(chunk))
         except ConnectionError as error:
             raise RouterGone from error
 
@@ -109,6 +118,11 @@ class _Answer:
             await self.response.write_eof(failure_frame(refusal))
         except ConnectionError:
             return
+
+    def _response(self) -> web.StreamResponse:
+        if self.response is None:
+            raise RouterGone
+        return self.response
 
     async def beat(self, silent_for_s: float) -> None:
         """Give a sign of life when nothing else was sent for a while and nothing waits to be read."""
@@ -258,7 +272,7 @@ class HttpRequestAcceptor:
         if path in self._places:
             raise ConfigError(f"{address} is served already", param="address")
 
-        def forget() -> None:
+        def forget(_why: str) -> None:
             self._places.pop(path, None)
 
         place = self._places[path] = Place(address, server, self._clock, forget)

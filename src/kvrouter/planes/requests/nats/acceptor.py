@@ -30,13 +30,12 @@ from kvrouter.planes.requests.nats.frames import (
     Tokens,
     answers_subject,
     from_router,
+    proof_of,
     requests_subject,
-    seal_of,
 )
 from kvrouter.planes.requests.nats.post import Box, Post
 from kvrouter.planes.requests.port import RequestServer, WorkerFull, WorkerUnreachable
 from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, decode_request, refusal_of
-from kvrouter.planes.seal import Newest, Seal
 
 PARTS_MAX_BYTES = 256 * 1024 * 1024
 """Requests of which parts are missing, over all routers; one more is refused as WorkerFull."""
@@ -72,8 +71,25 @@ class _Answer:
         self._accepted = True
         self._box.put(Accepted(self._leg))
 
+    def take(self, chunk: EngineChunk) -> bool:
+        """Send, if there is credit. ProtocolError when no message can hold the chunk."""
+        if self._sent_tokens >= self._granted_tokens:
+            return False
+        self._put(chunk)
+        return True
+
     async def send(self, chunk: EngineChunk) -> None:
-        """Send; return once there is credit for more. ProtocolError when no message can hold the chunk."""
+        """Send once there is credit."""
+        while not self.take(chunk):
+            self._granted.clear()
+            await self._granted.wait()
+
+    async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
+        """Send, whether or not there is credit."""
+        over()
+        self._put(chunk)
+
+    def _put(self, chunk: EngineChunk) -> None:
         number = self.number + 1
         if chunk.finish is None and chunk.cached_tokens is None and not chunk.kv_transfer_params:
             self._box.put(Tokens(self._leg, number, chunk.token_ids))
@@ -81,9 +97,6 @@ class _Answer:
             self._box.put(Chunk(self._leg, number, chunk))
         self.number = number
         self._sent_tokens += len(chunk.token_ids) or 1
-        while chunk.finish is None and self._sent_tokens >= self._granted_tokens:
-            self._granted.clear()
-            await self._granted.wait()
 
     async def end(self, error: Exception) -> None:
         """Refuse, or say that the leg is lost."""
@@ -113,7 +126,7 @@ class _Desk:
         *,
         namespace: str,
         worker: tuple[WorkerId, Epoch],
-        seal: Seal,
+        proof: bytes,
         clock: AwakeClock,
         on_refused: Callable[[str], None],
     ) -> None:
@@ -121,8 +134,7 @@ class _Desk:
         self._post = post
         self._namespace = namespace
         self._worker = worker
-        self._seal = seal
-        self._newest = Newest()
+        self._proof = proof
         self._on_refused = on_refused
         self._clock = clock
         self._boxes: dict[tuple[str, int], Box] = {}
@@ -132,9 +144,7 @@ class _Desk:
     async def hear(self, message: Msg) -> None:
         """Do what a router says."""
         try:
-            number, said = from_router(self._seal, message.subject, message.data)
-            if not self._newest.takes((said.router, said.link), number):
-                raise ProtocolError("a router's message came again", param="number")
+            said = from_router(message.data, self._proof)
             box = self._box(said.router, said.link)
             for frame in said.frames:
                 self._do(said.router, box, frame)
@@ -244,10 +254,10 @@ class NatsRequestAcceptor:
     ) -> None:
         self._client = client
         self._namespace = subject_name(namespace)
-        self._seal = seal_of(token, self._namespace)
+        self._proof = proof_of(token, self._namespace)
         self._dead_after_s = dead_after_s
         self._on_refused = on_refused
-        self._post = Post(client, self._seal)
+        self._post = Post(client, self._proof)
         self._desks: dict[str, _Desk] = {}
         self._subscribing: dict[str, asyncio.Task[Subscription]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -282,13 +292,13 @@ class NatsRequestAcceptor:
             raise ConfigError("the connection to NATS is closed", param="client")
         words = address.removeprefix("nats://").rsplit("/", 2)
         worker = (WorkerId(int(words[1])), Epoch(int(words[2])))
-        place = Place(address, server, self._clock, lambda: self._leave(address))
+        place = Place(address, server, self._clock, lambda _why: self._leave(address))
         self._desks[address] = _Desk(
             place,
             self._post,
             namespace=self._namespace,
             worker=worker,
-            seal=self._seal,
+            proof=self._proof,
             clock=self._clock,
             on_refused=self._on_refused,
         )

@@ -1,11 +1,11 @@
 """The tcp request plane: one multiplexed connection for each pair of router and worker.
 
 ``plane`` is the router's side and ``acceptor`` the workers'; each connection has a ``router_end`` and a
-``worker_end``, which share ``connection``; ``stream`` and ``leg`` are the two ends of one leg. The bytes are
-in ``hello`` and ``frames``, written down in ``docs/wire.md``.
+``worker_end``, which share ``connection``; ``stream`` and ``answer`` are the two ends of one leg. The bytes
+are in ``hello`` and ``frames``, written down in ``docs/wire.md``.
 """
 
-from kvrouter.planes.requests.tcp.acceptor import TcpRegistration, TcpRequestAcceptor
+from kvrouter.planes.requests.tcp.acceptor import TcpRequestAcceptor
 from kvrouter.planes.requests.tcp.plane import TcpRequestPlane
 
-__all__ = ["TcpRegistration", "TcpRequestAcceptor", "TcpRequestPlane"]
+__all__ = ["TcpRequestAcceptor", "TcpRequestPlane"]

@@ -7,69 +7,15 @@ from ssl import SSLContext
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import told_host
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.requests.legs import LegKey
+from kvrouter.planes.requests.awake import AwakeClock
+from kvrouter.planes.requests.legs import Place
 from kvrouter.planes.requests.port import RequestServer
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
 from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
 from kvrouter.planes.requests.tcp.hello import Secret
-from kvrouter.planes.requests.tcp.worker_end import WorkerEnd, WorkerLimits
+from kvrouter.planes.requests.tcp.worker_end import Served, WorkerEnd, WorkerLimits
 
 BACKLOG = 1024
-
-
-class TcpRegistration:
-    """One worker's place behind the listener, from :meth:`TcpRequestAcceptor.serve` until it leaves."""
-
-    def __init__(self, address: str, server: RequestServer, *, on_leave: Callable[[], None]) -> None:
-        self.address = address
-        self.server = server
-        self._on_leave = on_leave
-        self._ends: set[WorkerEnd] = set()
-        self._keys: set[LegKey] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def running_legs(self) -> int:
-        """How many legs run here, those that are being accepted included."""
-        return len(self._keys)
-
-    async def wait_idle(self, limit_s: float) -> bool:
-        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def leave(self, why: str) -> None:
-        """The worker is gone: open streams break, new ones are refused. Idempotent."""
-        self._on_leave()
-        for end in tuple(self._ends):
-            end.close(why)
-
-    def join(self, end: WorkerEnd) -> None:
-        """A router's connection was welcomed."""
-        self._ends.add(end)
-
-    def part(self, end: WorkerEnd) -> None:
-        """A router's connection is of no use any more."""
-        self._ends.discard(end)
-
-    def begin(self, key: LegKey) -> bool:
-        """Count a leg; False when it is open already, over any connection."""
-        if key in self._keys:
-            return False
-        self._keys.add(key)
-        self._idle.clear()
-        return True
-
-    def over(self, key: LegKey) -> None:
-        """A leg runs no longer."""
-        self._keys.discard(key)
-        if not self._keys:
-            self._idle.set()
 
 
 class TcpRequestAcceptor:
@@ -114,7 +60,8 @@ class TcpRequestAcceptor:
         self._on_refused = on_refused
         self._listener: asyncio.Server | None = None
         self._ends: set[WorkerEnd] = set()
-        self._registrations: dict[tuple[WorkerId, Epoch], TcpRegistration] = {}
+        self._served: dict[tuple[WorkerId, Epoch], Served] = {}
+        self._clock = AwakeClock(heartbeat_s)
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
@@ -142,26 +89,29 @@ class TcpRequestAcceptor:
             raise ConfigError("port: is not known before the acceptor was started", param="port")
         return str(TcpAddress(self._advertised, self._port, worker_id, incarnation))
 
-    def serve(self, address: str, server: RequestServer) -> TcpRegistration:
+    def serve(self, address: str, server: RequestServer) -> Place:
         """Make ``server`` reachable under ``address`` until the registration leaves; ConfigError."""
         where = read_address(address)
         key = (where.worker_id, where.incarnation)
-        if key in self._registrations:
+        if key in self._served:
             raise ConfigError(f"{address} is served already", param="address")
+        ends: set[WorkerEnd] = set()
 
-        def leave() -> None:
-            if self._registrations.get(key) is registration:
-                del self._registrations[key]
+        def leave(why: str) -> None:
+            del self._served[key]
+            for end in tuple(ends):
+                end.close(why)
 
-        registration = self._registrations[key] = TcpRegistration(address, server, on_leave=leave)
-        return registration
+        place = Place(address, server, self._clock, leave)
+        self._served[key] = Served(place, ends)
+        return place
 
     async def close(self) -> None:
         """Take no more connections, and close those that are there. Idempotent."""
         if self._listener is not None:
             self._listener.close()
-        for registration in tuple(self._registrations.values()):
-            registration.leave("the worker was stopped")
+        for served in tuple(self._served.values()):
+            served.place.leave("the worker was stopped")
         lost = [end.lost for end in self._ends]
         for end in tuple(self._ends):
             end.close("the worker was stopped")
@@ -175,7 +125,7 @@ class TcpRequestAcceptor:
         return WorkerEnd(
             self._secret,
             self._limits,
-            find=lambda worker_id, incarnation: self._registrations.get((worker_id, incarnation)),
+            find=lambda worker_id, incarnation: self._served.get((worker_id, incarnation)),
             on_refused=self._on_refused,
             admit=self._admit,
         )

@@ -43,7 +43,7 @@ class Connection(asyncio.Protocol):
         self._dead_after_s = dead_after_s
         self._write_max_bytes = write_max_bytes
         self._out: list[bytes] = []
-        self._is_flush_due = False
+        self.is_flush_due = False
         self._silent_beats = 0
         self._has_sent = False
         self._timer: asyncio.TimerHandle | None = None
@@ -123,8 +123,8 @@ class Connection(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Have everything that was gathered written at the end of this turn."""
-        if not self._is_flush_due:
-            self._is_flush_due = True
+        if not self.is_flush_due:
+            self.is_flush_due = True
             self.loop.call_soon(self._flush)
 
     @property
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
             self._out.clear()
         else:
             self.gather()
-        self._is_flush_due = False
+        self.is_flush_due = False
         if not self._out or self._transport is None:
             return
         self._has_sent = True

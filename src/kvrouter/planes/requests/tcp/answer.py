@@ -1,0 +1,101 @@
+"""The worker's end of one leg over tcp: what the engine brings goes on as far as there is credit."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from kvrouter.core.requests import EngineChunk
+from kvrouter.planes.requests.tcp.frames import Kind, encode_number, encode_refused
+
+
+class AnswerSink(Protocol):
+    """The connection, as an answer sees it."""
+
+    is_choked: bool
+    """Whether more bytes wait for the router than should."""
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Send a frame with the others of this turn."""
+
+    def bring(self, stream_id: int, chunk: EngineChunk) -> None:
+        """Send a chunk with the others of this turn; raise ProtocolError for what cannot travel."""
+
+
+class TcpAnswer:
+    """What one leg answers: chunks that are cut to the credit its router gave."""
+
+    __slots__ = ("_credit_tokens", "_is_accepted", "_more", "_sink", "stream_id", "task")
+
+    def __init__(self, sink: AnswerSink, stream_id: int, credit_tokens: int) -> None:
+        self.stream_id = stream_id
+        self.task: asyncio.Task[None] | None = None
+        self._sink = sink
+        self._credit_tokens = credit_tokens
+        self._is_accepted = False
+        self._more: asyncio.Future[None] | None = None
+
+    def add_credit(self, tokens: int) -> None:
+        """The router takes ``tokens`` more."""
+        self._credit_tokens += tokens
+        self.go_on()
+
+    def go_on(self) -> None:
+        """There is credit, or room to write."""
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    async def accept(self) -> None:
+        """Say so."""
+        self._is_accepted = True
+        self._sink.send(Kind.ACCEPTED, encode_number(self.stream_id))
+
+    def take(self, chunk: EngineChunk) -> bool:
+        """Send, if there is credit for all of it and room to write."""
+        n_tokens = len(chunk.token_ids)
+        if n_tokens > self._credit_tokens or self._sink.is_choked:
+            return False
+        self._credit_tokens -= n_tokens
+        self._sink.bring(self.stream_id, chunk)
+        return True
+
+    async def send(self, chunk: EngineChunk) -> None:
+        """Send, in parts where there is credit for a part only."""
+        self._bring(await self._fitting(chunk))
+
+    async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
+        """Send, in parts where there is credit for a part only; the leg is over with the last one."""
+        last = await self._fitting(chunk)
+        over()
+        self._bring(last)
+
+    async def end(self, error: Exception) -> None:
+        """Refuse, or say that the leg is lost."""
+        kind = Kind.FAILED if self._is_accepted else Kind.REFUSED
+        self._sink.send(kind, encode_refused(self.stream_id, error))
+
+    def _bring(self, chunk: EngineChunk) -> None:
+        self._credit_tokens -= len(chunk.token_ids)
+        self._sink.bring(self.stream_id, chunk)
+
+    async def _fitting(self, chunk: EngineChunk) -> EngineChunk:
+        """Send what ``chunk`` has above the credit as credit comes; return the rest once it may go.
+
+        The first part tells cached tokens, the last an end.
+        """
+        while True:
+            await self._wait_for_room(is_bare=not chunk.token_ids)
+            if len(chunk.token_ids) <= self._credit_tokens:
+                return chunk
+            part = EngineChunk(chunk.token_ids[: self._credit_tokens], cached_tokens=chunk.cached_tokens)
+            chunk = replace(chunk, token_ids=chunk.token_ids[self._credit_tokens :], cached_tokens=None)
+            self._bring(part)
+
+    async def _wait_for_room(self, *, is_bare: bool) -> None:
+        while self._sink.is_choked or (self._credit_tokens <= 0 and not is_bare):
+            self._more = asyncio.get_running_loop().create_future()
+            try:
+                await self._more
+            finally:
+                self._more = None
