@@ -1,0 +1,335 @@
+"""Does what a request's journey says: places it, sends its legs, and gives back what an attempt holds.
+
+It never reads an answer: :class:`~kvrouter.service.generation.Generation` does, and tells what came of it.
+Only the prefill leg of a bootstrap handoff is read here, by a task that runs beside the answer's reader.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from kvrouter.core.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KvrouterError,
+    RoutingRefused,
+)
+from kvrouter.core.requests import FinishReason, GenerateRequest, KvTransferParams
+from kvrouter.journey.journey import Journey
+from kvrouter.journey.words import (
+    Abandon,
+    ClientLeft,
+    Command,
+    End,
+    Fail,
+    Input,
+    LegLost,
+    LegRefused,
+    NoteFirstToken,
+    NotPlaced,
+    Place,
+    Placed,
+    PrefillDone,
+    SendDecode,
+    SendPrefill,
+    Shape,
+    State,
+)
+from kvrouter.planes.requests.port import RequestPlane, WorkerFull
+from kvrouter.routing.decision import Pick
+from kvrouter.service.attempt import Attempt, Times
+from kvrouter.service.legs import last_leg, prefill_leg, read_prefill
+from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.output import Output
+from kvrouter.service.placement import Placement, Placer
+from kvrouter.service.silence import Patience, Phase, SilenceWatch, TooLong
+
+PREFILL_LAST_WORD_S = 0.25
+"""How long an answer's end waits for its prefill leg's: they come over two connections."""
+
+PREFILL_NEWS_LOOKS = 25
+PREFILL_NEWS_LOOK_S = 0.01
+"""How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
+
+
+class Dispatch:
+    """The attempts of one request. ``error`` or ``finish`` is set once there is nothing more to come."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        placer: Placer,
+        plane: RequestPlane,
+        *,
+        patience: Patience,
+        redispatches_max: int,
+        observed: ServiceObserved,
+        times: Times,
+    ) -> None:
+        self.journey = Journey(request.sampling, redispatches_max=redispatches_max)
+        self.watch = SilenceWatch(patience, self._too_long)
+        self.output = Output(self.journey, placer, self.watch)
+        self.attempt: Attempt | None = None
+        """What is under way; None before the first decision, and when nothing is any more."""
+        self.placement: Placement | None = None
+        """Where the current (or last) attempt went; None before the first decision."""
+        self.error: KvrouterError | None = None
+        self.finish: FinishReason | None = None
+        self.cached_tokens = 0
+        self._first_attempt: Attempt | None = None
+        """The attempt that brought the first token."""
+        self._request = request
+        self._placer = placer
+        self._plane = plane
+        self._patience = patience
+        self._observed = observed
+        self._times = times
+        self._silence: str | None = None
+        self._lost_leg: LegLost | None = None
+
+    async def begin(self) -> None:
+        """Place the request and send its legs; a request that has ended stays ended."""
+        if self.journey.state is not State.DONE:
+            await self._perform(self.journey.begin())
+
+    def tell(self, event: Input) -> None:
+        """Something came that needs no waiting: the first tokens, or an end."""
+        self._perform_now(self.journey.handle(event))
+
+    def stop(self, reason: str) -> None:
+        """Nobody waits for more: cancel what runs, close the leases. Idempotent."""
+        self.journey.handle(ClientLeft(reason))
+        self._abandon(reason)
+        self.watch.stop()
+
+    async def lose(self, attempt: Attempt, why: str) -> None:
+        """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
+        pick = attempt.placement.decision.decode
+        if self.journey.state is State.DECODING and self._placer.prefill_worker_left(attempt.placement):
+            pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
+        await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why)))
+
+    async def heard_prefill(self, attempt: Attempt) -> bool:
+        """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
+
+        False when the request ended meanwhile.
+        """
+        task = attempt.prefill_task
+        if task is not None and not task.done():
+            await asyncio.wait((task,), timeout=PREFILL_LAST_WORD_S)
+            if task.done():
+                attempt.prefill = None  # nothing of it is left to be cancelled
+        return self.attempt is attempt
+
+    async def prefill_worker_leaves(self, attempt: Attempt) -> None:
+        """A decode leg gave up: give the news that its prefill worker died, if it did, time to come.
+
+        The decode worker may hear of it first, because it pulls the KV.
+        """
+        if self.journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
+            return
+        for _ in range(PREFILL_NEWS_LOOKS):
+            if attempt.lost or self.attempt is not attempt:
+                return
+            if self._placer.prefill_worker_left(attempt.placement):
+                return
+            await asyncio.sleep(PREFILL_NEWS_LOOK_S)
+
+    def note_cached(self, attempt: Attempt, cached_tokens: int) -> None:
+        """The engine's own count of what it had cached; the client's usage shows that of its first token."""
+        if self.attempt is not attempt:
+            return  # it was given up meanwhile
+        if self._first_attempt is None or attempt is self._first_attempt:
+            self.cached_tokens = cached_tokens
+        self._placer.note_cached_tokens(attempt.placement, cached_tokens)
+
+    # What the journey says
+
+    async def _perform(self, commands: Sequence[Command]) -> None:
+        todo = deque(commands)
+        while todo:
+            command = todo.popleft()
+            match command:
+                case Place():
+                    todo.extend(await self._place(command))
+                case SendPrefill():
+                    todo.extend(await self._send_prefill())
+                case SendDecode():
+                    todo.extend(await self._send_decode(command.params))
+                case _:
+                    self._perform_now((command,))
+
+    def _perform_now(self, commands: Sequence[Command]) -> None:
+        """Do what needs no waiting."""
+        for command in commands:
+            match command:
+                case NoteFirstToken():
+                    self._first_token()
+                case Abandon():
+                    self._abandon(command.reason)
+                case End():
+                    self.finish = command.finish
+                case Fail():
+                    self.error = command.error
+                case _:
+                    raise RuntimeError(f"{type(command).__name__} has to be awaited")
+
+    async def _place(self, command: Place) -> Sequence[Command]:
+        token_ids = self._request.token_ids
+        generated = self.journey.generated
+        if generated:
+            token_ids = token_ids + array("I", generated)
+        try:
+            placement = await self._placer.place(
+                self._request, token_ids, attempt=command.attempt, excluded=command.excluded
+            )
+        except (RoutingRefused, InvalidRequest) as error:
+            return self.journey.handle(NotPlaced(error))
+        if self.journey.state is State.DONE:
+            self._placer.release(placement)
+            return []
+        if self._lost_leg is not None:
+            self._observed.sent_again(self._request, self._lost_leg, streaming=bool(generated))
+        self.attempt = Attempt(placement)
+        self.placement = placement
+        self.output.begin(placement)
+        if self._times.placed_s is None:
+            self._times.placed_s = time.monotonic()
+        self.watch.enter(Phase.RESUMING if generated else Phase.FIRST_TOKEN)
+        return self.journey.handle(Placed(placement.shape))
+
+    async def _send_prefill(self) -> Sequence[Command]:
+        attempt = self._held()
+        if attempt.placement.shape is Shape.BOOTSTRAP:
+            task = asyncio.get_running_loop().create_task(self._run_prefill_beside(attempt))
+            task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
+            attempt.prefill_task = task
+            return []
+        pick = attempt.placement.prefill_pick
+        try:
+            params = await self._run_prefill(attempt)
+        except InvalidRequest as error:
+            return self.journey.handle(LegRefused(error))
+        except KvrouterError as error:
+            return self._lost(attempt, _lost_leg(pick, error))
+        return self.journey.handle(PrefillDone(pick.rank.worker_id, params))
+
+    async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
+        """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
+        placement = attempt.placement
+        request = prefill_leg(
+            self._request,
+            placement,
+            resumed_tokens=len(self.journey.generated),
+            time_left_s=self.watch.time_left_s,
+        )
+        stream = await self._plane.open(placement.prefill_address, request)
+        attempt.prefill = stream
+        if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
+            stream.cancel(self.error.code)
+        params = await read_prefill(stream, partial(self.note_cached, attempt))
+        self._placer.prefill_done(placement)
+        return params
+
+    async def _run_prefill_beside(self, attempt: Attempt) -> None:
+        """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
+        try:
+            await self._run_prefill(attempt)
+        except KvrouterError as error:
+            attempt.lost.append(_lost_leg(attempt.placement.prefill_pick, error))
+            if attempt.decode is not None and self.journey.state is not State.STREAMING:
+                attempt.decode.cancel("its prefill leg failed")
+
+    def _prefill_ended(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        """Nobody awaits the task: a mistake of ours in it must neither vanish nor leave decode waiting."""
+        if task.cancelled() or task.exception() is None:
+            return
+        self._observed.mistake(self._request, task.exception())
+        if attempt is self.attempt:
+            self.error = InternalError("the prefill leg could not be driven; the log has the traceback")
+            if attempt.decode is not None:
+                attempt.decode.cancel(self.error.code)
+
+    async def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
+        attempt = self._held()
+        try:
+            if params is not None:
+                self._placer.pick_decode_again(attempt.placement)
+            request = last_leg(
+                self._request,
+                attempt.placement,
+                resumed_tokens=len(self.journey.generated),
+                kv_transfer_params=params,
+                time_left_s=self.watch.time_left_s,
+            )
+            attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
+        except InvalidRequest as error:
+            return self.journey.handle(LegRefused(error))
+        except KvrouterError as error:
+            return self._lost(attempt, _lost_leg(attempt.placement.decision.decode, error))
+        if attempt.lost:
+            return self._lost(attempt, attempt.lost[0])
+        return []
+
+    def _lost(self, attempt: Attempt, lost: LegLost) -> Sequence[Command]:
+        if self.error is not None:  # we ended it ourselves: the deadline passed
+            return self.journey.handle(ClientLeft(self.error.code))
+        lost = attempt.lost[0] if attempt.lost else lost
+        lost = replace(lost, why=attempt.placement.without_addresses(lost.why))
+        if self._silence is not None:
+            lost, self._silence = replace(lost, why=self._silence), None
+        self._lost_leg = lost
+        return self.journey.handle(lost)
+
+    def _held(self) -> Attempt:
+        if self.attempt is None:
+            raise RuntimeError("the journey sends a leg before it was placed")
+        return self.attempt
+
+    def _first_token(self) -> None:
+        if self._times.first_token_s is None:
+            self._times.first_token_s = time.monotonic()
+        attempt = self._held()
+        if self._first_attempt is None:
+            self._first_attempt = attempt
+        if attempt.prefill_task is None or attempt.prefill_task.done():
+            attempt.prefill = None  # its KV has been fetched: nothing waits there any more
+        self._placer.first_token(attempt.placement)
+        self.watch.enter(Phase.STREAMING)
+
+    def _abandon(self, reason: str) -> None:
+        """Cancel both legs and close the leases of the current attempt."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is None:
+            return
+        if attempt.prefill_task is not None and not attempt.prefill_task.done():
+            attempt.prefill_task.cancel()
+        if attempt.decode is not None:
+            attempt.decode.cancel(reason)
+        if attempt.prefill is not None:
+            attempt.prefill.cancel(reason)
+        self._placer.release(attempt.placement)
+
+    def _too_long(self, kind: TooLong, silent_s: float) -> None:
+        """A limit was reached: cancel the legs, and the read that meets their end tells why."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        if kind is TooLong.REQUEST:
+            self.error = DeadlineExceeded(f"the request took longer than {self._patience.request_s:g} s")
+        elif kind is TooLong.FIRST_TOKEN:
+            self.error = DeadlineExceeded(f"no first token within {self._patience.first_token_s:g} s")
+        else:
+            self._silence = f"no token for {silent_s:.3g} s"
+        for stream in (attempt.decode, attempt.prefill):
+            if stream is not None:
+                stream.cancel(self._silence or "the request's time is up")
+
+
+def _lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
+    return LegLost(pick.leg, pick.rank.worker_id, error.message, full=isinstance(error, WorkerFull))
