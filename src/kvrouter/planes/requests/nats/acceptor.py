@@ -30,12 +30,13 @@ from kvrouter.planes.requests.nats.frames import (
     Tokens,
     answers_subject,
     from_router,
-    proof_of,
     requests_subject,
+    seal_of,
 )
 from kvrouter.planes.requests.nats.post import Box, Post
 from kvrouter.planes.requests.port import RequestServer, WorkerFull, WorkerUnreachable
 from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, decode_request, refusal_of
+from kvrouter.planes.seal import Newest, Seal
 
 PARTS_MAX_BYTES = 256 * 1024 * 1024
 """Requests of which parts are missing, over all routers; one more is refused as WorkerFull."""
@@ -126,7 +127,7 @@ class _Desk:
         *,
         namespace: str,
         worker: tuple[WorkerId, Epoch],
-        proof: bytes,
+        seal: Seal,
         clock: AwakeClock,
         on_refused: Callable[[str], None],
     ) -> None:
@@ -134,7 +135,8 @@ class _Desk:
         self._post = post
         self._namespace = namespace
         self._worker = worker
-        self._proof = proof
+        self._seal = seal
+        self._newest = Newest()
         self._on_refused = on_refused
         self._clock = clock
         self._boxes: dict[tuple[str, int], Box] = {}
@@ -144,7 +146,9 @@ class _Desk:
     async def hear(self, message: Msg) -> None:
         """Do what a router says."""
         try:
-            said = from_router(message.data, self._proof)
+            number, said = from_router(self._seal, message.subject, message.data)
+            if not self._newest.takes((said.router, said.link), number):
+                raise ProtocolError("a router's message came again", param="number")
             box = self._box(said.router, said.link)
             for frame in said.frames:
                 self._do(said.router, box, frame)
@@ -254,10 +258,10 @@ class NatsRequestAcceptor:
     ) -> None:
         self._client = client
         self._namespace = subject_name(namespace)
-        self._proof = proof_of(token, self._namespace)
+        self._seal = seal_of(token, self._namespace)
         self._dead_after_s = dead_after_s
         self._on_refused = on_refused
-        self._post = Post(client, self._proof)
+        self._post = Post(client, self._seal)
         self._desks: dict[str, _Desk] = {}
         self._subscribing: dict[str, asyncio.Task[Subscription]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -298,7 +302,7 @@ class NatsRequestAcceptor:
             self._post,
             namespace=self._namespace,
             worker=worker,
-            proof=self._proof,
+            seal=self._seal,
             clock=self._clock,
             on_refused=self._on_refused,
         )
