@@ -4,6 +4,23 @@ A block hash names the tokens of one block; a sequence hash names a block and ev
 inputs give equal hashes on every machine, so workers and router replicas agree without talking.
 """
 
+import re
+from hashlib import blake2b
+
 from kvrouter._native import Prompt, block_hashes, hash_seed, sequence_hashes
 
-__all__ = ["Prompt", "block_hashes", "hash_seed", "sequence_hashes"]
+__all__ = ["Prompt", "block_hashes", "hash_seed", "multimodal_hash", "sequence_hashes"]
+
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+
+
+def multimodal_hash(identifier: str) -> int:
+    """The unsigned 64 bits that stand in ``mm_hashes`` for what an engine calls ``identifier``.
+
+    Of a digest in 64 hexadecimal digits they are the first 16, which is also how engines shorten it for
+    others; of any other name they are the first 8 bytes of its BLAKE2b.
+    """
+    if _DIGEST.fullmatch(identifier):
+        return int(identifier[:16], 16)
+    name = identifier.encode("utf-8", "surrogatepass")
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "big")

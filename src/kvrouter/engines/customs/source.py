@@ -1,0 +1,274 @@
+"""One engine's event socket, without the socket: batches in order, gaps, replay, restart.
+
+::
+
+      start ──▶ WAITING ── replay ended, or cannot be had ──▶ FOLLOWING
+                   ▲                                              │
+                   └──────── gap, restart, reconnected ───────────┘
+
+An engine numbers its batches from 0 at every start and keeps the last of them for replay. While one is
+awaited live batches wait too. A gap that no replay fills may hide removals: every rank of the socket is
+emptied, and is *partial* from there on. Whoever attaches after the engine has let go of its first batches is
+partial as well: blocks whose parents it saw count, and others do not.
+
+A replay after a gap begins with the last batch taken, which has to come back as it was: if it does not, the
+engine started anew in between, however its numbers look.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import KvEvent
+from kvrouter.core.ids import DpRank
+from kvrouter.engines.customs.frames import Published, ReplayEnd, read_published, read_replayed
+from kvrouter.engines.customs.ledger import RankLedger
+from kvrouter.engines.customs.words import Decode, EngineFacts
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLimits:
+    """The limits of one socket.
+
+    ``waiting_batches_max``: live batches kept during a replay; when full they are let go, and the gap is
+    asked for afterwards. ``remembered_batches_max``: how far back a batch that comes again is known as such.
+    """
+
+    waiting_batches_max: int = 8192
+    remembered_batches_max: int = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish these events of one rank, in order."""
+
+    dp_rank: DpRank
+    events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplay:
+    """Ask the engine for its batches from ``start_seq`` on; hand in every answer, or say that none comes."""
+
+    start_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Batches ``first_seq`` to ``last_seq`` (inclusive) are lost for good; every rank begins empty again."""
+
+    first_seq: int
+    last_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The engine started anew; its ranks were emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What the engine sent is not what its wire allows."""
+
+    error: ProtocolError
+
+
+Command = Publish | AskReplay | Missed | Restarted | Refused
+
+
+class EventSource:
+    """Turns the frames of one engine socket into what its ranks publish.
+
+    The driver carries the commands out in order before its next call. With ``can_replay`` it connects its
+    subscription, then calls :meth:`start`.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        facts: EngineFacts,
+        *,
+        can_replay: bool,
+        limits: SourceLimits | None = None,
+    ) -> None:
+        self.ledgers: dict[DpRank, RankLedger] = {}
+        self._decode = decode
+        self._facts = facts
+        self._can_replay = can_replay
+        self._limits = limits or SourceLimits()
+        self._next_seq: int | None = None
+        self._remembered: dict[int, int] = {}
+        self._is_partial = False
+        self._waiting: deque[Published] | None = None
+        self._is_void = False
+        self._has_shown_any = False
+        self._fruitless_at: int | None = None
+        self._out: list[Command] = []
+
+    @property
+    def partial_ranks(self) -> tuple[DpRank, ...]:
+        """The ranks of which events were missed since their last clear."""
+        return tuple(rank for rank, ledger in self.ledgers.items() if ledger.is_partial)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a replay is awaited."""
+        return self._waiting is not None
+
+    def start(self) -> list[Command]:
+        """Begin: ask for everything that the engine still has."""
+        if self._can_replay:
+            self._ask(0)
+        return self._commands()
+
+    def on_published(self, frames: Sequence[bytes]) -> list[Command]:
+        """A message came on the subscription."""
+        try:
+            published = read_published(frames)
+        except ProtocolError as error:
+            return [Refused(error)]
+        return self.on_batch(published)
+
+    def on_batch(self, published: Published) -> list[Command]:
+        """A batch came, by whatever way keeps the engine's order."""
+        if self._waiting is None:
+            if not self._follow(published):
+                self._waiting = deque((published,))
+        elif len(self._waiting) < self._limits.waiting_batches_max:
+            self._waiting.append(published)
+        else:
+            self._waiting.clear()
+        return self._commands()
+
+    def on_replayed(self, frames: Sequence[bytes]) -> list[Command]:
+        """A message came on the replay socket."""
+        try:
+            answer = read_replayed(frames)
+        except ProtocolError as error:
+            return [Refused(error)]
+        if self._waiting is None:
+            return []  # of a replay that was given up
+        if isinstance(answer, ReplayEnd):
+            self._end_replay()
+        elif not self._is_void:
+            self._replayed(answer)
+        return self._commands()
+
+    def on_replay_failed(self) -> list[Command]:
+        """The engine did not answer, or not to the end; what came is kept."""
+        if self._waiting is not None:
+            self._is_void = False
+            self._settle()
+        return self._commands()
+
+    def on_reconnected(self) -> list[Command]:
+        """The subscription was cut off and is back: the engine may have gone on, or started anew."""
+        if self._can_replay and self._waiting is None and self._next_seq:
+            self._ask(self._next_seq - 1)
+        return self._commands()
+
+    def _commands(self) -> list[Command]:
+        out, self._out = self._out, []
+        return out
+
+    def _ask(self, start_seq: int) -> None:
+        if self._waiting is None:
+            self._waiting = deque()
+        self._is_void = self._has_shown_any = False
+        self._out.append(AskReplay(start_seq))
+
+    def _replayed(self, batch: Published) -> None:
+        self._has_shown_any = True
+        if self._next_seq is None or batch.seq >= self._next_seq:
+            if batch.seq > (self._next_seq or 0):
+                self._miss(self._next_seq or 0, batch.seq - 1)
+            self._apply(batch)
+        elif self._is_other(batch):
+            self._begin_anew()
+            self._is_void = True  # the rest is of the new start, which is asked for from its beginning
+
+    def _end_replay(self) -> None:
+        if not self._has_shown_any and self._next_seq:
+            self._begin_anew()  # not even the last batch taken is there any more
+            self._is_void = True
+        if self._is_void:
+            self._ask(0)
+            return
+        if self._next_seq is None:
+            self._next_seq = 0  # the engine has published nothing yet
+        self._settle()
+
+    def _settle(self) -> None:
+        """Follow what waited; the first gap in it may begin another replay, and the rest waits on."""
+        waiting, self._waiting = self._waiting or deque(), None
+        while waiting:
+            batch = waiting.popleft()
+            if not self._follow(batch):
+                self._waiting = deque((batch, *waiting))
+                return
+
+    def _follow(self, batch: Published) -> bool:
+        """Take a batch, or ask for what is missing before it; return whether it was taken."""
+        next_seq = self._next_seq
+        if next_seq is not None and batch.seq < next_seq:
+            if not self._is_other(batch):
+                return True
+            self._restart()
+            next_seq = self._next_seq = 0
+        if batch.seq > (next_seq or 0):
+            if next_seq is not None and self._can_replay and self._fruitless_at != next_seq:
+                self._fruitless_at = next_seq
+                self._ask(max(0, next_seq - 1))
+                return False
+            self._miss(next_seq or 0, batch.seq - 1)
+        self._apply(batch)
+        return True
+
+    def _is_other(self, batch: Published) -> bool:
+        """Whether a number that was taken before stands for something else now, or is long forgotten."""
+        return self._remembered.get(batch.seq) != hash(batch.payload)
+
+    def _apply(self, batch: Published) -> None:
+        self._next_seq = batch.seq + 1
+        self._fruitless_at = None
+        self._remembered[batch.seq] = hash(batch.payload)
+        if len(self._remembered) > self._limits.remembered_batches_max:
+            del self._remembered[next(iter(self._remembered))]
+        try:
+            engine_batches = self._decode(batch.payload)
+        except ProtocolError as error:
+            self._out.append(Refused(error))
+            self._miss(batch.seq, batch.seq)
+            return
+        for each in engine_batches:
+            dp_rank = self._facts.dp_rank if each.dp_rank is None else each.dp_rank
+            ledger = self.ledgers.get(dp_rank)
+            if ledger is None:
+                ledger = self.ledgers[dp_rank] = RankLedger(self._facts, is_partial=self._is_partial)
+            self._publish(dp_rank, ledger.take(each.events))
+
+    def _miss(self, first_seq: int, last_seq: int) -> None:
+        self._is_partial = True
+        self._out.append(Missed(first_seq, last_seq))
+        for dp_rank, ledger in self.ledgers.items():
+            self._publish(dp_rank, ledger.lose())
+
+    def _begin_anew(self) -> None:
+        """Restart; what waits may be of either start, and comes again with the replay if of this one."""
+        self._restart()
+        if self._waiting is not None:
+            self._waiting.clear()
+
+    def _restart(self) -> None:
+        self._out.append(Restarted())
+        for dp_rank, ledger in self.ledgers.items():
+            self._publish(dp_rank, ledger.lose())
+        self.ledgers.clear()
+        self._remembered.clear()
+        self._next_seq = self._fruitless_at = None
+        self._is_partial = False
+
+    def _publish(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
+        if events:
+            self._out.append(Publish(dp_rank, events))

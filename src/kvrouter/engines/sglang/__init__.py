@@ -1,0 +1,1 @@
+"""SGLang: its wire turned into core's words."""

@@ -1,0 +1,1 @@
+"""TensorRT-LLM: its wire turned into core's words."""

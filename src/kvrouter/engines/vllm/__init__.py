@@ -1,0 +1,1 @@
+"""vLLM: its wire turned into core's words."""

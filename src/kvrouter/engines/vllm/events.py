@@ -1,0 +1,158 @@
+"""vLLM's KV events: maps since 0.24, arrays before; decoded and nothing else.
+
+Where a block's hash depends on more than tokens, vLLM says on what in ``extra_keys``, one entry a block, in
+this order: the adapter's name, the multimodal objects, the salt (in the first block of a sequence only),
+digests of prompt embeddings. Objects are ``(identifier, offset)``, and in early arrays the identifier alone.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from kvrouter.core.hashing import multimodal_hash
+from kvrouter.engines.customs.batches import Count, EventShape, Shape, read_batch
+from kvrouter.engines.customs.fields import (
+    CLEARED,
+    Name,
+    RemovedFields,
+    StoredFields,
+    removed_word,
+    stored_word,
+)
+from kvrouter.engines.customs.words import (
+    HASH_MASK,
+    HASHES_MAX,
+    EngineBatch,
+    EngineEvent,
+    EngineSkipped,
+    Group,
+    MmHashes,
+    Skipped,
+)
+
+_ExtraKeys = Annotated[list[list[object] | None], msgspec.Meta(max_length=HASHES_MAX)]
+
+_STANDING = {"full_attention": 2, "mla_attention": 2, "sink_full_attention": 2}
+_STANDING_UNNAMED = 1
+_STANDING_OTHER = 0
+
+_DIGEST_DIGITS = 64
+
+
+class _Stored(StoredFields):
+    lora_name: Name | None = None
+    extra_keys: _ExtraKeys | None = None
+    group_idx: Count | None = None
+    kv_cache_spec_kind: Name | None = None
+
+
+class _StoredArray(_Stored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _StoredMap(_Stored, tag_field="type", tag="BlockStored"):
+    locality: Name | None = None
+
+
+class _Removed(RemovedFields):
+    group_idx: Count | None = None
+
+
+class _RemovedArray(_Removed, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _RemovedMap(_Removed, tag_field="type", tag="BlockRemoved"):
+    locality: Name | None = None
+
+
+def decode(payload: bytes) -> tuple[EngineBatch, ...]:
+    """Decode what one vLLM engine published at once. Raises ProtocolError, which names the field."""
+    return (read_batch(payload, _SHAPES),)
+
+
+def _stored(wire: _Stored, where: str) -> EngineEvent:
+    if _is_elsewhere(wire):
+        return EngineSkipped(Skipped.NOT_LOCAL, len(wire.block_hashes))
+    salt, mm_hashes = _read_extra_keys(wire)
+    return stored_word(
+        wire, where, lora_name=wire.lora_name, cache_salt=salt, mm_hashes=mm_hashes, group=_group(wire)
+    )
+
+
+def _removed(wire: _Removed, where: str) -> EngineEvent:
+    if _is_elsewhere(wire):
+        return EngineSkipped(Skipped.NOT_LOCAL, len(wire.block_hashes))
+    return removed_word(wire, where, group_key=wire.group_idx)
+
+
+def _is_elsewhere(wire: _Stored | _Removed) -> bool:
+    """Whether an event is of blocks that this engine merely reaches."""
+    return isinstance(wire, _StoredMap | _RemovedMap) and wire.locality not in (None, "LOCAL")
+
+
+def _group(wire: _Stored) -> Group | None:
+    """Full attention has to find a whole prefix, and the other kinds only what lies near its end, or a state:
+    its group decides what is reused. Where no kind is said, the first group stands in.
+    """
+    if wire.group_idx is None:
+        return None
+    kind = wire.kv_cache_spec_kind
+    return Group(wire.group_idx, _STANDING_UNNAMED if kind is None else _STANDING.get(kind, _STANDING_OTHER))
+
+
+def _read_extra_keys(wire: _Stored) -> tuple[str | None, MmHashes | None]:
+    """The salt, and the multimodal hashes of each block; None for none at all.
+
+    Whatever is not understood goes into the hashes of its block: a block that depends on more than its tokens
+    must not be taken for one that does not.
+    """
+    if not wire.extra_keys:
+        return None, None
+    salt: str | None = None
+    rows: list[tuple[int, ...]] = []
+    for i, keys in enumerate(wire.extra_keys):
+        rest = list(keys or ())
+        if rest and wire.lora_name and rest[0] == wire.lora_name:
+            del rest[0]
+        if i == 0 and wire.parent_block_hash is None:
+            salt = _take_salt(rest, is_array=isinstance(wire, _StoredArray))
+        rows.append(tuple(map(_key_hash, rest)))
+    return salt, tuple(rows) if any(rows) else None
+
+
+def _take_salt(keys: list[object], *, is_array: bool) -> str | None:
+    """Take the salt out of the keys of a first block: the last plain string.
+
+    In arrays a multimodal object may be a plain string too: a digest in hexadecimal digits.
+    """
+    for i in range(len(keys) - 1, -1, -1):
+        key = keys[i]
+        if isinstance(key, str) and not (is_array and _is_digest(key)):
+            del keys[i]
+            return key
+    return None
+
+
+def _is_digest(key: str) -> bool:
+    return len(key) == _DIGEST_DIGITS and all(digit in "0123456789abcdefABCDEF" for digit in key)
+
+
+def _key_hash(key: object) -> int:
+    if isinstance(key, list) and key:
+        # An object's place is told by its tokens; its identifier alone names it, as a request does.
+        key = key[0]
+    if isinstance(key, str):
+        return multimodal_hash(key)
+    if isinstance(key, bytes):
+        return multimodal_hash(key.hex())
+    if isinstance(key, int):
+        return key & HASH_MASK
+    return multimodal_hash(type(key).__name__)
+
+
+_SHAPES: dict[str, Shape] = {
+    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
+    "BlockRemoved": EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=_removed),
+    "AllBlocksCleared": CLEARED,
+}
