@@ -60,6 +60,7 @@ bench-recovery: setup ## How long a router that starts needs to know a million b
 
 bench-herd: setup ## Does a fleet's load stay even before 2 to 16 routers, with replica sync and without?
 	$(BIN)/python -m benchmarks.herd
+	$(BIN)/python -m benchmarks.herd_processes
 
 bench-limits: setup ## How many events, requests and workers one router takes
 	$(BIN)/python -m benchmarks.limits

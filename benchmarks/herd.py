@@ -5,13 +5,13 @@ equal distances in time, beside what one router gets from the same arrivals.
 """
 
 import os
-import random
 from importlib.metadata import version
 
 import click
 from rich.progress import Progress
 
-from benchmarks.herd_fleet import Arrival, JumpingLoop, Outcome, run_fleet
+from benchmarks.herd_fleet import JumpingLoop, Outcome, run_fleet
+from benchmarks.herd_load import Load
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, measured
 
@@ -24,34 +24,6 @@ SYNC_DELAY_S = (0.001, 0.005)
 SAMPLE_S = 0.05
 WANTED_RATIO = 1.1
 RATIO_UNIT = "busiest/mean"
-
-
-class Load:
-    """Poisson arrivals of log-normal lengths; ``lasts_s`` of which the first ``warm_s`` are not sampled."""
-
-    def __init__(
-        self, name: str, *, rate: float, isl_tokens: int, osl_tokens: int, lasts_s: float, warm_s: float
-    ) -> None:
-        self.name = f"{name}: {rate:,.0f} requests/s, {isl_tokens:,} + {osl_tokens} tokens"
-        self.warm_s = warm_s
-        self._rate = rate
-        self._lengths = (isl_tokens, osl_tokens)
-        self._lasts_s = lasts_s
-
-    def arrivals(self, seed: int) -> list[Arrival]:
-        chance = random.Random(seed)
-        arrivals = []
-        at_s = chance.expovariate(self._rate)
-        while at_s < self._lasts_s:
-            isl_tokens, osl_tokens = (self._length(chance, mean) for mean in self._lengths)
-            arrivals.append(Arrival(at_s, isl_tokens, osl_tokens, chance.getrandbits(32)))
-            at_s += chance.expovariate(self._rate)
-        return arrivals
-
-    @staticmethod
-    def _length(chance: random.Random, mean: int) -> int:
-        """Log-normal, deviation 0.8: its mean is 1.38 times its median. From 4 to 8 times the mean."""
-        return min(8 * mean, max(4, round(chance.lognormvariate(0.0, 0.8) * mean / 1.38)))
 
 
 LOADS = (

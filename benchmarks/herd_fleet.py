@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.herd_load import Arrival
 from kvrouter.assembly.router import routing_settings
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
@@ -85,15 +86,6 @@ class SlowSyncPlane:
             del self._sinks[router_id]
 
         return end
-
-
-class Arrival(NamedTuple):
-    """One request: when it comes, how long it is, and a number that picks its router."""
-
-    at_s: float
-    isl_tokens: int
-    osl_tokens: int
-    lot: int
 
 
 @dataclass(slots=True, eq=False)

@@ -56,14 +56,19 @@ class Server:
 
 
 @contextmanager
-def our_frontend(python: Path, discovery: Path) -> Iterator[Server]:
+def our_frontend(python: Path, discovery: Path, *flags: str) -> Iterator[Server]:
     """Run ``kvrouter frontend`` until the block ends; ``discovery`` is the folder of its fleet."""
     port = free_port()
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
-    environ |= {"DYN_DISCOVERY_BACKEND": "file", "KVROUTER_DISCOVERY_DIR": str(discovery)}
-    command = (str(python), "-m", "kvrouter.cli", "frontend", "--http-port", str(port))
+    environ = environ_of(discovery)
+    command = (str(python), "-m", "kvrouter.cli", "frontend", "--http-port", str(port), *flags)
     with _listening("ours", command, port, environ) as server:
         yield server
+
+
+def environ_of(discovery: Path) -> dict[str, str]:
+    """Return the environment of a process whose fleet is in the folder ``discovery``."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
+    return environ | {"DYN_DISCOVERY_BACKEND": "file", "KVROUTER_DISCOVERY_DIR": str(discovery)}
 
 
 @contextmanager
