@@ -156,7 +156,8 @@ def start(stack: ExitStack, folder: Path) -> dict[bool, list[Server]]:
     for syncs, servers in frontends.items():
         for frontend in servers:
             wait_joined(frontend, N_WORKERS)
-            wait_heard(frontend, n_frontends - 1 if syncs else 0)
+            if syncs:
+                wait_heard(frontend, n_frontends - 1)
     return frontends
 
 
