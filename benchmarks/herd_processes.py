@@ -163,7 +163,7 @@ def start(stack: ExitStack, folder: Path) -> dict[bool, list[Server]]:
 
 def wait_heard(frontend: Server, n_others: int) -> None:
     """Return once the frontend hears so many others. Raises TimeoutError."""
-    heard = f"kvrouter_replicas {n_others}\n".encode()
+    heard = f"kvrouter_replicas {float(n_others)}\n".encode()
     until_s = time.monotonic() + HEARD_WITHIN_S
     while heard not in fetch(f"http://127.0.0.1:{frontend.port}/metrics"):
         if time.monotonic() > until_s:
