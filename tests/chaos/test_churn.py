@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.file_fleet import FileFleet
+from tests.support.file_fleet import FileFleet, file_fleet
 from tests.support.load import Load
 from tests.support.nats_server import NatsServer
-from tests.support.processes import fleet
+from tests.support.process_planes import (
+    FILE_TCP_ZMQ,
+    NATS_HTTP_JETSTREAM,
+    NATS_NATS_CORE,
+    NATS_TCP_JETSTREAM_SYNC,
+    Planes,
+)
 
 FLEET = """
 version: 1
@@ -28,44 +34,45 @@ workers:
 
 ROUNDS = 5
 PLANES = [
-    pytest.param({}, 10_000, id="file-tcp-zmq"),
-    pytest.param(
-        {
-            "DYN_DISCOVERY_BACKEND": "nats",
-            "DYN_ROUTER_REPLICA_SYNC": "true",
-            "DYN_ROUTER_SNAPSHOT_THRESHOLD": "500",
-        },
-        4_000,
-        id="nats-tcp-jetstream-sync",
-    ),
+    (FILE_TCP_ZMQ, 10_000),
+    (NATS_TCP_JETSTREAM_SYNC, 10_000),
+    (NATS_HTTP_JETSTREAM, 4_000),
+    (NATS_NATS_CORE, 4_000),
 ]
+SNAPSHOTS_OFTEN = {"DYN_ROUTER_SNAPSHOT_THRESHOLD": "500"}
+SNAPSHOTS = (NATS_TCP_JETSTREAM_SYNC, NATS_HTTP_JETSTREAM)
 KILL_EVERY_S = 3.0
+LEAVES_IN_ORDER = 0.25
+"""The share of workers that are stopped and not killed."""
+
 GROWTH_MAX_BYTES = 6 * 1024 * 1024
 """How much more than after the first round a process may hold at the end: under a KiB for each request."""
 
 
 async def churn(here: FileFleet, seed: int) -> None:
-    """Kill a worker of zone a, bring it back, and so on."""
+    """End a worker of zone a, bring it back, and so on."""
     draw = random.Random(seed)
     while True:
         victim = draw.choice([*here.group("prefill"), *here.group("decode")])
-        await here.workers[victim].kill()
+        if draw.random() < LEAVES_IN_ORDER:
+            assert await here.workers[victim].stop() == 0
+        else:
+            await here.workers[victim].kill()
         await here.start_worker(victim)
         await here.is_known(victim)
         await asyncio.sleep(KILL_EVERY_S)
 
 
-@pytest.mark.parametrize(("environ", "n_requests"), PLANES)
+@pytest.mark.parametrize(("planes", "n_requests"), PLANES, ids=str)
 async def test_every_request_is_answered_while_workers_come_and_go(
-    environ: dict[str, str],
+    planes: Planes,
     n_requests: int,
     shared_nats: NatsServer,
     record_property: Callable[[str, object], None],
 ) -> None:
-    settings = {"NATS_SERVER": shared_nats.url, "KVROUTER_LEASE_S": "3", **environ}
-    async with fleet(settings) as processes:
-        here = await FileFleet.begin(processes, FLEET)
-        stayed = [*here.frontends, *(here.workers[each] for each in (5, 6))]
+    async with file_fleet(FLEET, planes, shared_nats, environ=SNAPSHOTS_OFTEN) as here:
+        left_alone = [*here.group("prefill-b"), *here.group("decode-b")]
+        stayed = [*here.frontends, *(here.workers[each] for each in left_alone)]
         memory: list[list[int]] = []
         for number in range(ROUNDS):
             load = Load(here.frontends, seed=number)
@@ -82,7 +89,7 @@ async def test_every_request_is_answered_while_workers_come_and_go(
             await here.is_well(answers.prompts)
             memory.append([each.rss_bytes() for each in stayed])
         record_property("memory", str(memory))
-        if "DYN_ROUTER_SNAPSHOT_THRESHOLD" in environ:
+        if planes in SNAPSHOTS:
             assert any("index_stored" in each.lines() for each in here.frontends)
         await here.start_frontend("late")
         await here.is_well(answers.prompts)

@@ -3,38 +3,23 @@
 import pytest
 
 from tests.support.clients import Client
-from tests.support.file_fleet import FileFleet
+from tests.support.file_fleet import file_fleet
 from tests.support.moments import ANSWER_TOKENS, Moment, meet, slow_fleet
 from tests.support.nats_server import NatsServer
-from tests.support.processes import fleet
+from tests.support.process_planes import FILE_TCP_ZMQ, NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
 
 PLANES = [
-    pytest.param({}, (), "bootstrap", id="file-tcp-zmq"),
-    pytest.param(
-        {"DYN_DISCOVERY_BACKEND": "nats", "DYN_ROUTER_REPLICA_SYNC": "true"},
-        (),
-        "synchronous",
-        id="nats-tcp-jetstream-sync",
-    ),
-    pytest.param(
-        {"DYN_DISCOVERY_BACKEND": "nats", "DYN_REQUEST_PLANE": "nats"},
-        ("--enable-local-indexer",),
-        "bootstrap",
-        id="nats-nats-core",
-    ),
+    (FILE_TCP_ZMQ, "bootstrap"),
+    (NATS_TCP_JETSTREAM_SYNC, "synchronous"),
+    (NATS_NATS_CORE, "bootstrap"),
 ]
 
 
-@pytest.mark.parametrize(("environ", "flags", "handoff"), PLANES)
+@pytest.mark.parametrize(("planes", "handoff"), PLANES, ids=str)
 async def test_a_frontend_killed_at_any_moment_leaves_nothing_behind(
-    environ: dict[str, str],
-    flags: tuple[str, ...],
-    handoff: str,
-    shared_nats: NatsServer,
+    planes: Planes, handoff: str, shared_nats: NatsServer
 ) -> None:
-    settings = {"NATS_SERVER": shared_nats.url, "KVROUTER_LEASE_S": "3", **environ}
-    async with fleet(settings) as processes:
-        slow = await FileFleet.begin(processes, slow_fleet(handoff), flags=flags)
+    async with file_fleet(slow_fleet(handoff), planes, shared_nats) as slow:
         asked: list[list[int]] = []
         for number, moment in enumerate(Moment):
             name = f"replica-{number % 2}"

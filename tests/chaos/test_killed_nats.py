@@ -3,18 +3,20 @@
 import asyncio
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tests.support.clients import Client
-from tests.support.file_fleet import FileFleet
+from tests.support.file_fleet import file_fleet
 from tests.support.moments import ANSWER_TOKENS, Moment, meet, slow_fleet
 from tests.support.nats_server import NatsServer
-from tests.support.processes import Frontend, eventually, fleet
+from tests.support.process_planes import NATS_NATS_CORE, NATS_TCP_JETSTREAM_SYNC, Planes
+from tests.support.processes import Frontend, eventually
 
 PLANES = [
-    pytest.param({}, (), id="jetstream"),
-    pytest.param({}, ("--enable-local-indexer",), id="core"),
+    NATS_TCP_JETSTREAM_SYNC,
+    replace(NATS_TCP_JETSTREAM_SYNC, name="nats-tcp-core-sync", flags=("--enable-local-indexer",)),
 ]
 
 
@@ -22,22 +24,11 @@ async def is_frozen(frontend: Frontend) -> bool:
     return not (await frontend.fleet())["discovery"]["reachable"]
 
 
-@pytest.mark.parametrize(("environ", "flags"), PLANES)
+@pytest.mark.parametrize("planes", PLANES, ids=str)
 async def test_answers_over_tcp_go_on_while_nats_is_away(
-    environ: dict[str, str],
-    flags: tuple[str, ...],
-    own_nats: NatsServer,
-    record_property: Callable[[str, object], None],
+    planes: Planes, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
-    settings = {
-        "NATS_SERVER": own_nats.url,
-        "DYN_DISCOVERY_BACKEND": "nats",
-        "DYN_ROUTER_REPLICA_SYNC": "true",
-        "KVROUTER_LEASE_S": "3",
-        **environ,
-    }
-    async with fleet(settings) as processes:
-        slow = await FileFleet.begin(processes, slow_fleet(), flags=flags)
+    async with file_fleet(slow_fleet(), planes, own_nats) as slow:
         loop = asyncio.get_running_loop()
         asked: list[list[int]] = []
         for moment in Moment:
@@ -66,15 +57,8 @@ async def test_answers_over_tcp_go_on_while_nats_is_away(
 async def test_requests_over_nats_outlive_a_short_outage_and_end_with_a_long_one(
     dead_after_s: int, stays_away: bool, own_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
-    settings = {
-        "NATS_SERVER": own_nats.url,
-        "DYN_DISCOVERY_BACKEND": "nats",
-        "DYN_REQUEST_PLANE": "nats",
-        "KVROUTER_LEASE_S": "3",
-        "KVROUTER_DEAD_AFTER_S": str(dead_after_s),
-    }
-    async with fleet(settings) as processes:
-        slow = await FileFleet.begin(processes, slow_fleet(), flags=("--enable-local-indexer",))
+    patience = {"KVROUTER_DEAD_AFTER_S": str(dead_after_s)}
+    async with file_fleet(slow_fleet(), NATS_NATS_CORE, own_nats, environ=patience) as slow:
         loop = asyncio.get_running_loop()
         asked: list[list[int]] = []
         for moment in Moment:

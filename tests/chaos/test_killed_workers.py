@@ -5,25 +5,15 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.file_fleet import FileFleet
+from tests.support.file_fleet import file_fleet
 from tests.support.moments import Moment, meet, slow_fleet
 from tests.support.nats_server import NatsServer
-from tests.support.processes import fleet
+from tests.support.process_planes import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, NATS_NATS_CORE, Planes
 
 PLANES = [
-    pytest.param({}, (), "bootstrap", id="file-tcp-zmq"),
-    pytest.param(
-        {"DYN_DISCOVERY_BACKEND": "nats", "DYN_REQUEST_PLANE": "http"},
-        (),
-        "synchronous",
-        id="nats-http-jetstream",
-    ),
-    pytest.param(
-        {"DYN_DISCOVERY_BACKEND": "nats", "DYN_REQUEST_PLANE": "nats"},
-        ("--enable-local-indexer",),
-        "bootstrap",
-        id="nats-nats-core",
-    ),
+    (FILE_TCP_ZMQ, "bootstrap"),
+    (NATS_HTTP_JETSTREAM, "synchronous"),
+    (NATS_NATS_CORE, "bootstrap"),
 ]
 DEATHS = [
     ("prefill", Moment.PREFILL),
@@ -35,17 +25,11 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "flags", "handoff"), PLANES)
+@pytest.mark.parametrize(("planes", "handoff"), PLANES, ids=str)
 async def test_a_worker_killed_at_any_moment_costs_nobody_an_answer(
-    environ: dict[str, str],
-    flags: tuple[str, ...],
-    handoff: str,
-    shared_nats: NatsServer,
-    record_property: Callable[[str, object], None],
+    planes: Planes, handoff: str, shared_nats: NatsServer, record_property: Callable[[str, object], None]
 ) -> None:
-    settings = {"NATS_SERVER": shared_nats.url, "KVROUTER_LEASE_S": "3", **environ}
-    async with fleet(settings) as processes:
-        slow = await FileFleet.begin(processes, slow_fleet(handoff), flags=flags)
+    async with file_fleet(slow_fleet(handoff), planes, shared_nats) as slow:
         asked: list[list[int]] = []
         for leg, moment in DEATHS:
             client = await meet(moment, slow.frontends[0])

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.support.file_fleet import FileFleet
+from tests.support.file_fleet import file_fleet
 from tests.support.load import Load
 from tests.support.nats_server import NatsServer
-from tests.support.processes import fleet
+from tests.support.process_planes import FILE_TCP_ZMQ, Planes
 
 FLEET = """
 version: 1
@@ -17,20 +17,17 @@ workers:
 """Small caches, so that blocks are removed as often as they are stored."""
 
 PLANES = [
-    pytest.param({}, (), id="zmq"),
-    pytest.param({"DYN_EVENT_PLANE": "jetstream"}, (), id="jetstream"),
-    pytest.param({"DYN_EVENT_PLANE": "nats"}, ("--enable-local-indexer",), id="core"),
+    FILE_TCP_ZMQ,
+    Planes("file-tcp-jetstream", {"DYN_EVENT_PLANE": "jetstream"}),
+    Planes("file-tcp-core", {"DYN_EVENT_PLANE": "nats"}, ("--enable-local-indexer",)),
 ]
 
 
-@pytest.mark.parametrize(("environ", "flags"), PLANES)
+@pytest.mark.parametrize("planes", PLANES, ids=str)
 async def test_the_index_ends_equal_to_the_caches_whatever_is_lost(
-    environ: dict[str, str], flags: tuple[str, ...], shared_nats: NatsServer
+    planes: Planes, shared_nats: NatsServer
 ) -> None:
-    async with fleet({"NATS_SERVER": shared_nats.url, **environ}) as processes:
-        here = await FileFleet.begin(
-            processes, FLEET, flags=flags, frontends=2, module="tests.support.shaky_frontend"
-        )
+    async with file_fleet(FLEET, planes, shared_nats, module="tests.support.shaky_frontend") as here:
         load = Load(here.frontends)
         await load.ask(600)
         assert (load.answers.whole, load.answers.total) == (600, 600), load.answers.errors

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from tests.support.clients import Client
-from tests.support.file_fleet import FileFleet
+from tests.support.file_fleet import file_fleet
 from tests.support.load import Load
 from tests.support.nats_server import NatsServer
-from tests.support.processes import fleet
+from tests.support.process_planes import FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM, Planes
 
 FLEET = """
 version: 1
@@ -22,21 +22,13 @@ workers:
   - {name: decode, model: mock, role: decode, replicas: 2, domains: {zone: a}}
   - {name: other, model: other, replicas: 1}
 """
-PLANES = [
-    pytest.param({}, (), id="file-tcp-zmq"),
-    pytest.param(
-        {"DYN_DISCOVERY_BACKEND": "nats", "DYN_REQUEST_PLANE": "http"}, (), id="nats-http-jetstream"
-    ),
-]
 
 
-@pytest.mark.parametrize(("environ", "flags"), PLANES)
+@pytest.mark.parametrize("planes", [FILE_TCP_ZMQ, NATS_HTTP_JETSTREAM], ids=str)
 async def test_a_rolling_restart_costs_no_answer_and_models_do_not_meet(
-    environ: dict[str, str], flags: tuple[str, ...], shared_nats: NatsServer
+    planes: Planes, shared_nats: NatsServer
 ) -> None:
-    settings = {"NATS_SERVER": shared_nats.url, "KVROUTER_LEASE_S": "3", **environ}
-    async with fleet(settings) as processes:
-        here = await FileFleet.begin(processes, FLEET, flags=flags)
+    async with file_fleet(FLEET, planes, shared_nats) as here:
         load = Load(here.frontends, at_once=4)
         loading = asyncio.create_task(load.ask(1_000_000))
         for worker_id in (*here.group("prefill"), *here.group("decode")):

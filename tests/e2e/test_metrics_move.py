@@ -59,6 +59,7 @@ ASSERTED_HERE = {
     "kvrouter_discovery_up",
     "kvrouter_planes_refused_total",
     "kvrouter_replicas",
+    "kvrouter_replicas_behind",
     "kvrouter_replica_leases",
     "kvrouter_replica_sync_events_total",
     "kvrouter_http_connections",
@@ -275,7 +276,7 @@ class TellingSync(ReplicaSync):
 
     told = SyncCounts(
         Counts(
-            replicas=2, behind=0, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=5, unusable=6
+            replicas=2, behind=1, leases=7, gaps=3, duplicates=0, lost=0, over_limit=0, unheard=5, unusable=6
         ),
         untold=0,
         dropped=0,
@@ -293,6 +294,7 @@ def test_other_replicas_are_on_the_page() -> None:
     gauges.refresh()
     gauges.refresh()
     assert telemetry.replicas.value() == 2
+    assert telemetry.replicas_behind.value() == 1
     assert telemetry.replica_leases.value() == 7
     assert telemetry.replica_sync.value("gap") == 3
     assert telemetry.replica_sync.value("unheard") == 5

@@ -9,20 +9,17 @@ anew at any time. The truth is what the engine finds in its own cache, not what 
 import asyncio
 import random
 from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot
+from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.feed.words import FeedState
-from kvrouter.index.naive import NaiveBlockIndex
 from kvrouter.index.native import BlockIndex
 from kvrouter.mock import EngineHashing, MockConfig, MockEngine
 from kvrouter.planes.events.port import BatchSink, LoadSink
@@ -32,6 +29,7 @@ from kvrouter.service.event_pump import EventPump
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
+from tests.support.blocks import Blocks, blocks, blocks_of_cache
 from tests.support.virtual_time import run_in_virtual_time
 
 WORKER = WorkerId(1)
@@ -40,8 +38,6 @@ HEARTBEAT_S = 5.0
 RING_EVENTS = 6
 FRAME_BYTES = 200
 ANSWER_FRAME_BYTES = ENVELOPE_BYTES + 64
-
-Blocks = Counter[tuple[int, int]]
 
 
 class BadWire:
@@ -150,10 +146,7 @@ class Worker:
 
     def holds(self, rank: WorkerRank) -> Blocks:
         """What the engine's own cache holds, by a walk of its blocks."""
-        index = NaiveBlockIndex()
-        applied = index.apply(Slot(0), self.engine.snapshot(rank.dp_rank))
-        assert (applied.orphaned, applied.repeated) == (0, 0)
-        return blocks(index.dump(Slot(0)))
+        return blocks_of_cache(self.engine.snapshot(rank.dp_rank))
 
 
 class Router:
@@ -241,15 +234,6 @@ class Rig:
         for _ in range(6):
             self.worker.publisher.heartbeat([rank.dp_rank for rank in RANKS])
             await asyncio.sleep(HEARTBEAT_S)
-
-
-def blocks(events: Iterable[Held]) -> Blocks:
-    counted: Blocks = Counter()
-    for event in events:
-        counted.update(
-            zip(unpack_hashes(event.engine_hashes), unpack_hashes(event.sequence_hashes), strict=True)
-        )
-    return counted
 
 
 async def run(steps: list[str], seed: int, hashing: EngineHashing) -> None:

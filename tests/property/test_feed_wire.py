@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Held, KvBatch, KvSnapshot
+from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.words import FeedState
@@ -19,6 +19,7 @@ from kvrouter.service.event_pump import EventPump
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
+from tests.support.blocks import blocks
 
 WORKER = WorkerId(1)
 RANK = WorkerRank(WORKER, DpRank(0))
@@ -127,15 +128,6 @@ class Rig:
         self.publisher.heartbeat([DpRank(0)])
         for _ in range(60):
             await asyncio.sleep(0)
-
-
-def blocks(events: tuple[Held, ...] | list[Held]) -> Counter[tuple[int, int]]:
-    counted: Counter[tuple[int, int]] = Counter()
-    for event in events:
-        counted.update(
-            zip(unpack_hashes(event.engine_hashes), unpack_hashes(event.sequence_hashes), strict=True)
-        )
-    return counted
 
 
 async def run(steps: list[str], seed: int) -> None:

@@ -8,10 +8,23 @@ from msgspec import structs
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.core.workers import Enforcement, LoadReport, Role
+from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from tests.support.fleets import BLOCK_SIZE, Bench, card, generate_request, read_all
 from tests.support.planes import ScriptedPlane, ScriptedStream
 from tests.support.waits import until
+
+RANK = card(1).ranks()[0]
+BUSY, QUIET = (LoadReport(RANK, active_blocks=active, total_blocks=1024) for active in (900, 1))
+QUEUE = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=30.0)
+PREFILL = card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED)
+DECODE, ELSEWHERE, THERE = (card(n, Role.DECODE, zone=zone) for n, zone in ((2, "a"), (2, "b"), (3, "a")))
+
+
+async def bench_of(plane: ScriptedPlane, config: KvRouterConfig, *cards: WorkerCard) -> Bench:
+    """A router before two workers that serve everything, or before these."""
+    bench = Bench(plane, config)
+    await bench.start(*(cards or (card(1), card(2))))
+    return bench
 
 
 async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
@@ -20,40 +33,33 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
             EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
         )
     )
-    bench = Bench(plane, KvRouterConfig(router_domain_wait_s=30.0))
-    await bench.start(
-        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
-    )
+    bench = await bench_of(plane, KvRouterConfig(router_domain_wait_s=30.0), PREFILL, ELSEWHERE)
     reading = asyncio.create_task(read_all(bench, max_tokens=1))
     await bench.until_parked()
-    bench.discovery.put(card(3, Role.DECODE, zone="b"))
+    bench.discovery.put(THERE)
     assert await reading == [1]
     assert bench.telemetry.domain_waits.value("joined") == 1
+    assert bench.telemetry.queue_wait.count("mock") == 0, "that is no time in the queue"
 
 
 async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
     plane = ScriptedPlane()
-    config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=30.0)
-    bench = Bench(plane, config)
-    await bench.start(card(1))
-    rank = card(1).ranks()[0]
-    busy = LoadReport(rank, active_blocks=900, total_blocks=1024)
-    bench.load(busy)
+    bench = await bench_of(plane, QUEUE, card(1))
+    bench.load(BUSY)
     parked = asyncio.create_task(read_all(bench))
     await bench.until_parked()
     with pytest.raises(AllWorkersBusy):
         await read_all(bench, request_id="r2")
     assert bench.telemetry.queue_refusals.value("mock", "full") == 1
     assert bench.telemetry.queue_refusals.value("mock", "timeout") == 0
-    bench.load(LoadReport(rank, active_blocks=1, total_blocks=1024))
+    bench.load(QUIET)
     (await plane.wait_for(Leg.AGGREGATED)).tokens(1, finish=FinishReason.STOP)
     assert await parked == [1]
 
 
 async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefills_it_again() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=0.05))
-    await bench.start(card(1), card(2))
+    bench = await bench_of(plane, KvRouterConfig(ttft_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded, match=r"no first token within 0\.05 s"):
         await read_all(bench)
     assert len(plane.opened) == 1
@@ -63,8 +69,7 @@ async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefi
 
 async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(stall_timeout_s=0.05))
-    await bench.start(card(1), card(2))
+    bench = await bench_of(plane, KvRouterConfig(stall_timeout_s=0.05))
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
@@ -76,8 +81,7 @@ async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
 
 async def test_the_whole_request_has_a_deadline() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1))
-    bench = Bench(plane, KvRouterConfig(request_timeout_s=0.05))
-    await bench.start(card(1))
+    bench = await bench_of(plane, KvRouterConfig(request_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded):
         await read_all(bench)
     assert bench.booked() == 0
@@ -85,8 +89,7 @@ async def test_the_whole_request_has_a_deadline() -> None:
 
 async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(request_timeout_s=500.0))
-    await bench.start(card(1), card(2))
+    bench = await bench_of(plane, KvRouterConfig(request_timeout_s=500.0))
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
@@ -103,36 +106,24 @@ async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
 
 async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=3, admission_wait_s=30.0)
-    bench = Bench(plane, config)
-    await bench.start(card(1))
-    rank = card(1).ranks()[0]
-    bench.load(LoadReport(rank, active_blocks=900, total_blocks=1024))
+    bench = await bench_of(plane, QUEUE.model_copy(update={"admission_queue_max": 3}), card(1))
+    bench.load(BUSY)
     parked = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
     await until(lambda: bench.model.waiting == 3)
     for _ in range(5):  # a change that helps nobody costs nobody its place
-        bench.load(LoadReport(rank, active_blocks=900, total_blocks=1024))
+        bench.load(BUSY)
         with pytest.raises(AllWorkersBusy):
             await read_all(bench, request_id="late")
     assert bench.model.waiting == 3
-    bench.load(LoadReport(rank, active_blocks=1, total_blocks=1024))
+    bench.load(QUIET)
     assert await asyncio.gather(*parked) == [[1]] * 3
     assert [stream.request.request_id for stream in plane.opened] == ["r0", "r1", "r2"]
     assert bench.model.waiting == 0
 
 
 async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
-    plane = ScriptedPlane()
-    config = KvRouterConfig(
-        active_decode_blocks_threshold=0.5,
-        admission_queue_max=1,
-        admission_wait_s=30.0,
-        router_domain_wait_s=30.0,
-    )
-    bench = Bench(plane, config)
-    await bench.start(
-        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
-    )
+    config = QUEUE.model_copy(update={"router_domain_wait_s": 30.0})
+    bench = await bench_of(ScriptedPlane(), config, PREFILL, ELSEWHERE)
     waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
     await until(lambda: bench.model.waiting == 3)
     assert bench.model.waiting_for_load == 0
@@ -144,8 +135,7 @@ async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> N
 
 async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_so() -> None:
     plane = ScriptedPlane()
-    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=1.0))
-    await bench.start(card(1), card(2))
+    bench = await bench_of(plane, KvRouterConfig(ttft_timeout_s=1.0))
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
@@ -156,37 +146,12 @@ async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_
 
 
 async def test_waiting_never_outlasts_the_request() -> None:
-    bench = Bench(
-        ScriptedPlane(),
-        KvRouterConfig(
-            active_decode_blocks_threshold=0.5,
-            admission_queue_max=1,
-            admission_wait_s=60.0,
-            request_timeout_s=0.05,
-        ),
-    )
-    await bench.start(card(1))
-    bench.load(LoadReport(card(1).ranks()[0], active_blocks=1000, total_blocks=1024))
+    config = QUEUE.model_copy(update={"request_timeout_s": 0.05})
+    bench = await bench_of(ScriptedPlane(), config, card(1))
+    bench.load(BUSY)
     with pytest.raises(AllWorkersBusy):
         await asyncio.wait_for(read_all(bench), 30)
     assert bench.model.waiting == 0
-
-
-async def test_a_wait_for_a_domain_is_no_time_in_the_queue() -> None:
-    plane = ScriptedPlane(
-        lambda stream: stream.feed(
-            EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
-        )
-    )
-    bench = Bench(plane, KvRouterConfig(router_domain_wait_s=30.0))
-    await bench.start(
-        card(1, Role.PREFILL, zone="b", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
-    )
-    reading = asyncio.create_task(read_all(bench, max_tokens=1))
-    await bench.until_parked()
-    bench.discovery.put(card(3, Role.DECODE, zone="b"))
-    assert await reading == [1]
-    assert bench.telemetry.queue_wait.count("mock") == 0
 
 
 async def test_a_model_may_come_back_with_another_block_size() -> None:
@@ -218,8 +183,7 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_told(
 
 
 async def test_without_tracked_blocks_loads_are_told_as_if_all_were_new() -> None:
-    bench = Bench(ScriptedPlane(), KvRouterConfig(track_active_blocks=False))
-    await bench.start(card(1))
+    bench = await bench_of(ScriptedPlane(), KvRouterConfig(track_active_blocks=False), card(1))
     request = generate_request()
     assert bench.model.view(bench.model.hash_prompt(request.token_ids)).not_active is None
 
@@ -227,10 +191,7 @@ async def test_without_tracked_blocks_loads_are_told_as_if_all_were_new() -> Non
 async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
     plane = ScriptedPlane()
     plane.accepts = asyncio.Event()
-    bench = Bench(plane, KvRouterConfig(ttft_timeout_s=0.05))
-    await bench.start(
-        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED), card(2, Role.DECODE, zone="a")
-    )
+    bench = await bench_of(plane, KvRouterConfig(ttft_timeout_s=0.05), PREFILL, DECODE)
     async with bench.service.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         await until(lambda: generation.error is not None)
@@ -245,12 +206,8 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
 async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_worker() -> None:
     """Decode is the first to know that the prefill worker died: its zone, which has no other, keeps it."""
     plane = ScriptedPlane()
-    bench = Bench(plane)
-    await bench.start(
-        card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
-        card(3, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED),
-        card(2, Role.DECODE, zone="a"),
-    )
+    other = card(3, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED)
+    bench = await bench_of(plane, KvRouterConfig(), PREFILL, other, DECODE)
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     prefill = await plane.wait_for(Leg.PREFILL)
     prefill.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))

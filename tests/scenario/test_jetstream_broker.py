@@ -19,11 +19,7 @@ async def fleet(own_nats: NatsServer) -> AsyncIterator[Fleet]:
 async def test_a_broker_that_is_killed_and_comes_back_forgets_nothing(
     fleet: Fleet, own_nats: NatsServer
 ) -> None:
-    worker = fleet.worker(1)
-    replica = await fleet.replica("only", refused=True)
-    replica.join(worker)
-    worker.serve(5)
-    await replica.until_right(worker)
+    worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     worker.serve(3)
     own_nats.kill()
     worker.serve(3)
@@ -33,19 +29,13 @@ async def test_a_broker_that_is_killed_and_comes_back_forgets_nothing(
     await fleet.published()
     await replica.until_right(worker)
     assert fleet.notes.dropped_batches == 0
-    late = await fleet.replica("late", refused=True)
-    late.join(worker)
-    await late.until_right(worker)
+    await fleet.knows("late", worker, refused=True)
 
 
 async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_full(
     fleet: Fleet, own_nats: NatsServer
 ) -> None:
-    worker = fleet.worker(1)
-    replica = await fleet.replica("only")
-    replica.join(worker)
-    worker.serve(5)
-    await replica.until_right(worker)
+    worker, (replica,) = await fleet.known("only", serves=5)
     own_nats.kill()
     await until(lambda: not fleet.client.is_connected)
     fleet.publisher("backend")._queue_batches_max = 10
@@ -59,11 +49,7 @@ async def test_while_the_broker_is_down_batches_are_dropped_once_the_queue_is_fu
 
 
 async def test_a_stream_that_is_gone_is_made_anew(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    replica = await fleet.replica("only")
-    replica.join(worker)
-    worker.serve(5)
-    await replica.until_right(worker)
+    worker, (replica,) = await fleet.known("only", serves=5)
     assert await replica.snapshots.check() == 1
     await fleet.client.jetstream().delete_stream(LaneNames(fleet.namespace, "backend").stream)
     worker.serve(5)
@@ -72,17 +58,11 @@ async def test_a_stream_that_is_gone_is_made_anew(fleet: Fleet) -> None:
     await replica.until_right(worker)
     worker.serve(3)
     await replica.until_right(worker)
-    late = await fleet.replica("late")
-    late.join(worker)
-    await late.until_right(worker)
+    await fleet.knows("late", worker)
 
 
 async def test_a_consumer_that_is_gone_is_made_anew(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    replica = await fleet.replica("only", refused=True)
-    replica.join(worker)
-    worker.serve(5)
-    await replica.until_right(worker)
+    worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     stream = LaneNames(fleet.namespace, "backend").stream
     await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")
     worker.serve(5)
@@ -91,11 +71,7 @@ async def test_a_consumer_that_is_gone_is_made_anew(fleet: Fleet) -> None:
 
 
 async def test_a_stream_that_lost_its_end_is_heard_from_its_beginning(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    replica = await fleet.replica("only", refused=True)
-    replica.join(worker)
-    worker.serve(5)
-    await replica.until_right(worker)
+    worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     replica.subscriber._lanes["backend"].position += 1_000_000  # what a broker knew before it lost its disk
     stream = LaneNames(fleet.namespace, "backend").stream
     await fleet.client.jetstream().delete_consumer(stream, "kvrouter-only")
@@ -104,11 +80,7 @@ async def test_a_stream_that_lost_its_end_is_heard_from_its_beginning(fleet: Fle
 
 
 async def test_a_broker_that_hangs_for_a_while_forgets_nothing(fleet: Fleet, own_nats: NatsServer) -> None:
-    worker = fleet.worker(1)
-    replica = await fleet.replica("only", refused=True)
-    replica.join(worker)
-    worker.serve(5)
-    await replica.until_right(worker)
+    worker, (replica,) = await fleet.known("only", serves=5, refused=True)
     own_nats.pause()
     worker.serve(5)
     await until(lambda: bool(replica.notes.disturbances))

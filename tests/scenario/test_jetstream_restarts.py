@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.jetstream_fleet import Fleet, blocks, fleet_on
+from tests.support.blocks import blocks
+from tests.support.jetstream_fleet import Fleet, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
 
@@ -20,9 +21,7 @@ async def test_a_router_that_starts_late_knows_all_from_the_stream_alone(fleet: 
     for worker in workers:
         worker.serve(20)
     await fleet.published()
-    replica = await fleet.replica("late", refused=True)
-    replica.join(*workers)
-    await replica.until_right(*workers)
+    replica = await fleet.knows("late", *workers, refused=True)
     for worker in workers:
         worker.serve(5)
     await replica.until_right(*workers)
@@ -44,10 +43,7 @@ async def test_a_router_that_starts_late_knows_all_from_a_snapshot_and_what_foll
     for worker in workers:
         worker.serve(3)
     await fleet.published()
-    late = await fleet.replica("late", refused=True)
-    late.join(*workers)
-    await late.until_right(*workers)
-    assert late.asking.asked == 0
+    await fleet.knows_from_nats("late", *workers)
 
 
 async def test_events_that_flow_while_a_router_starts_are_neither_lost_nor_applied_twice(
@@ -68,11 +64,7 @@ async def test_events_that_flow_while_a_router_starts_are_neither_lost_nor_appli
 
 
 async def test_a_worker_that_started_anew_is_not_taken_for_the_one_in_the_snapshot(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    first = await fleet.replica("first")
-    first.join(worker)
-    worker.serve(10)
-    await first.until_right(worker)
+    worker, (first,) = await fleet.known("first", serves=10)
     assert await first.snapshots.check() == 1
     worker.serve(2)  # what is left of the old start in the stream
     await fleet.published()
@@ -80,9 +72,7 @@ async def test_a_worker_that_started_anew_is_not_taken_for_the_one_in_the_snapsh
     newer = fleet.worker(1, epoch=2)
     newer.serve(5)
     await fleet.published()
-    late = await fleet.replica("late", refused=True)
-    late.join(newer)
-    await late.until_right(newer)
+    late = await fleet.knows("late", newer, refused=True)
     first.join(newer)
     await first.until_right(newer)
     newer.serve(5)
@@ -110,11 +100,7 @@ async def test_a_history_whose_beginning_is_gone_is_not_taken_for_whole(fleet: F
 
 
 async def test_a_rank_that_can_not_be_trusted_asks_its_worker(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    replica = await fleet.replica("only")
-    replica.join(worker)
-    worker.serve(5)
-    await replica.until_right(worker)
+    worker, (replica,) = await fleet.known("only", serves=5)
     asked = replica.asking.asked
     silent = fleet.publisher("backend")
     worker.publisher.kv._events = Deaf(silent)  # type: ignore[assignment]

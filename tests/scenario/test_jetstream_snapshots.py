@@ -65,13 +65,7 @@ def dies_before(replica: Replica, step: str) -> None:
 
 
 async def test_of_two_replicas_one_takes_the_snapshot_and_both_stay_right(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    replicas = [await fleet.replica(name) for name in ("a", "b")]
-    for replica in replicas:
-        replica.join(worker)
-    worker.serve(10)
-    for replica in replicas:
-        await replica.until_right(worker)
+    worker, replicas = await fleet.known("a", "b", serves=10)
     before = await messages(replicas[0])
     assert sum(await asyncio.gather(*(replica.snapshots.check() for replica in replicas))) == 1
     assert before > 0
@@ -83,21 +77,12 @@ async def test_of_two_replicas_one_takes_the_snapshot_and_both_stay_right(fleet:
     await take(replicas[1], worker)
     assert len(await snapshots_stored(replicas[1])) == 1
     worker.serve(5)
-    late = await fleet.replica("late", refused=True)
-    late.join(worker)
-    await late.until_right(worker)
-    assert late.asking.asked == 0
+    await fleet.knows_from_nats("late", worker)
 
 
 @pytest.mark.parametrize("step", STEPS)
 async def test_a_replica_that_dies_at_any_step_leaves_a_valid_snapshot(fleet: Fleet, step: str) -> None:
-    worker = fleet.worker(1)
-    dying, staying = await fleet.replica("dying"), await fleet.replica("staying")
-    for replica in (dying, staying):
-        replica.join(worker)
-    worker.serve(6)
-    await dying.until_right(worker)
-    await staying.until_right(worker)
+    worker, (dying, staying) = await fleet.known("dying", "staying", serves=6)
     assert await dying.snapshots.check() == 1
     worker.serve(3)
     await dying.until_right(worker)
@@ -107,27 +92,16 @@ async def test_a_replica_that_dies_at_any_step_leaves_a_valid_snapshot(fleet: Fl
 
     worker.serve(2)
     await fleet.published()
-    late = await fleet.replica("late", refused=True)
-    late.join(worker)
-    await late.until_right(worker)
-    assert late.asking.asked == 0
+    await fleet.knows_from_nats("late", worker)
 
     await take(staying, worker)
     assert len(await snapshots_stored(staying)) == 1, "what the dead one left is gone"
     worker.serve(2)
-    later = await fleet.replica("later", refused=True)
-    later.join(worker)
-    await later.until_right(worker)
-    assert later.asking.asked == 0
+    await fleet.knows_from_nats("later", worker)
 
 
 async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    slow, quick = await fleet.replica("slow"), await fleet.replica("quick")
-    for replica in (slow, quick):
-        replica.join(worker)
-    worker.serve(6)
-    await slow.until_right(worker)
+    worker, (slow, quick) = await fleet.known("slow", "quick", serves=6)
     taking = await slow.subscriber.take("backend")
     assert taking is not None
     claimed = await lane_of(quick).shelf.claim()
@@ -142,9 +116,7 @@ async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None
         await taking.commit()
     await taking.abandon()
     assert len(await snapshots_stored(quick)) == 1
-    late = await fleet.replica("late", refused=True)
-    late.join(worker)
-    await late.until_right(worker)
+    await fleet.knows("late", worker, refused=True)
 
 
 async def test_a_snapshot_that_is_replaced_while_a_replica_starts_from_it_is_loaded_again(
@@ -158,9 +130,7 @@ async def test_a_snapshot_that_is_replaced_while_a_replica_starts_from_it_is_loa
     await taker.until_right(first, second)
     assert await taker.snapshots.check() == 1
 
-    starting = await fleet.replica("starting", refused=True)
-    starting.join(first)
-    await starting.until_right(first)
+    starting = await fleet.knows("starting", first, refused=True)
     first.serve(3)
     second.serve(3)
     await taker.until_right(first, second)
@@ -171,11 +141,7 @@ async def test_a_snapshot_that_is_replaced_while_a_replica_starts_from_it_is_loa
 
 
 async def test_a_purge_between_a_snapshot_and_its_replay_is_noticed(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    taker = await fleet.replica("taker")
-    taker.join(worker)
-    worker.serve(6)
-    await taker.until_right(worker)
+    worker, (taker,) = await fleet.known("taker", serves=6)
     assert await taker.snapshots.check() == 1
     worker.serve(6)
     await taker.until_right(worker)
@@ -193,12 +159,7 @@ async def test_a_purge_between_a_snapshot_and_its_replay_is_noticed(fleet: Fleet
 
 
 async def test_a_lagging_replica_whose_events_were_purged_asks_the_worker(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    taker, lagging = await fleet.replica("taker"), await fleet.replica("lagging")
-    for replica in (taker, lagging):
-        replica.join(worker)
-    worker.serve(6)
-    await lagging.until_right(worker)
+    worker, (taker, lagging) = await fleet.known("taker", "lagging", serves=6)
     lane = lane_of(lagging)
     lane._task.cancel()
     await asyncio.gather(lane._task, return_exceptions=True)
@@ -222,18 +183,12 @@ async def test_a_rank_that_is_not_live_is_not_in_the_snapshot_and_asks_its_worke
     last = (await lane_of(taker).stream.read()).last
     await until(lambda: lane_of(taker).position == last)
     assert await taker.snapshots.check() == 1
-    late = await fleet.replica("late")
-    late.join(known, other)
-    await late.until_right(known, other)
+    late = await fleet.knows("late", known, other)
     assert late.asking.asked == len(other.card.ranks())
 
 
 async def test_reset_states_clears_the_stream_and_the_snapshots_once(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    first = await fleet.replica("first")
-    first.join(worker)
-    worker.serve(6)
-    await first.until_right(worker)
+    worker, (first,) = await fleet.known("first", serves=6)
     assert await first.snapshots.check() == 1
     worker.serve(3)
     await first.until_right(worker)

@@ -36,29 +36,19 @@ async def write_garbage(fleet: Fleet, worker: Worker) -> None:
 
 
 async def test_what_is_no_batch_is_told_and_let_go_live_and_in_a_replay(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    live = await fleet.replica("live", refused=True)
-    live.join(worker)
-    worker.serve(3)
-    await live.until_right(worker)
+    worker, (live,) = await fleet.known("live", serves=3, refused=True)
     await write_garbage(fleet, worker)
     worker.serve(3)
     await fleet.published()
     await live.until_right(worker)
     assert len(live.notes.refusals) >= len(GARBAGE)
-    late = await fleet.replica("late", refused=True)
-    late.join(worker)
-    await late.until_right(worker)
+    late = await fleet.knows("late", worker, refused=True)
     assert len(late.notes.refusals) >= len(GARBAGE)
 
 
 @pytest.mark.parametrize("body", [b"", b"no JSON", b"[]", b'{"snapshot": 5}'])
 async def test_a_key_that_is_none_costs_a_question_and_no_router(fleet: Fleet, body: bytes) -> None:
-    worker = fleet.worker(1)
-    first = await fleet.replica("first")
-    first.join(worker)
-    worker.serve(5)
-    await first.until_right(worker)
+    worker, (first,) = await fleet.known("first", serves=5)
     keys = await fleet.client.jetstream().key_value(names_of(fleet).bucket)
     await keys.put("latest", body)
     late = await fleet.replica("late")
@@ -69,11 +59,7 @@ async def test_a_key_that_is_none_costs_a_question_and_no_router(fleet: Fleet, b
 
 
 async def test_an_object_that_was_overwritten_costs_a_question_and_no_router(fleet: Fleet) -> None:
-    worker = fleet.worker(1)
-    first = await fleet.replica("first")
-    first.join(worker)
-    worker.serve(10)
-    await first.until_right(worker)
+    worker, (first,) = await fleet.known("first", serves=10)
     await until(lambda: first.is_right(worker))
     assert await first.snapshots.check() == 1
     objects = await fleet.client.jetstream().object_store(names_of(fleet).bucket)

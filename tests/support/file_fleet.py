@@ -1,7 +1,8 @@
 """The processes of one fleet file: every worker by its number, killed and started again as a test likes."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,12 @@ from kvrouter.assembly.described import numbered_workers
 from kvrouter.config.document import read_document
 from kvrouter.config.fleet_checks import load_fleet
 from tests.support.checks import Prompts, all_is_well
-from tests.support.processes import Fleet, Frontend, Running, eventually
+from tests.support.nats_server import NatsServer
+from tests.support.process_planes import Planes
+from tests.support.processes import Fleet, Frontend, Running, eventually, fleet
+
+LEASE_S = 3.0
+"""A dead process is forgotten within a test."""
 
 
 @dataclass
@@ -98,3 +104,23 @@ class FileFleet:
         """Wait until all that must hold of a quiet fleet does; ``asked`` were answered."""
         running = [each for each in self.frontends if each.is_running]
         await all_is_well(self.processes, running, workers=len(self.places), asked=asked, limit_s=limit_s)
+
+
+@asynccontextmanager
+async def file_fleet(
+    text: str,
+    planes: Planes,
+    nats: NatsServer,
+    *,
+    environ: Mapping[str, str] | None = None,
+    module: str = "kvrouter.cli",
+) -> AsyncIterator[FileFleet]:
+    """Two frontends and every worker of a fleet file, over these planes; ``environ`` goes before theirs."""
+    settings = {
+        "NATS_SERVER": nats.url,
+        "KVROUTER_LEASE_S": str(LEASE_S),
+        **planes.environ,
+        **(environ or {}),
+    }
+    async with fleet(settings) as processes:
+        yield await FileFleet.begin(processes, text, flags=planes.flags, module=module)

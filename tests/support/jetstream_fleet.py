@@ -5,20 +5,17 @@ The truth is what the engines find in their own caches.
 
 import random
 from array import array
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from uuid import uuid4
 
 from nats.aio.client import Client
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot
+from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.words import FeedState
-from kvrouter.index.naive import NaiveBlockIndex
 from kvrouter.index.native import BlockIndex
 from kvrouter.mock import MockConfig, MockEngine
 from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
@@ -29,22 +26,13 @@ from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
+from tests.support.blocks import Blocks, blocks, blocks_of_cache
 from tests.support.event_ends_jetstream import Notes
 from tests.support.event_ends_nats import connect
 from tests.support.waits import until
 
 BLOCK_SIZE = 4
 DP_SIZE = 2
-
-Blocks = Counter[tuple[int, int]]
-
-
-def blocks(events: Iterable[Held]) -> Blocks:
-    counted: Blocks = Counter()
-    for event in events:
-        pairs = zip(unpack_hashes(event.engine_hashes), unpack_hashes(event.sequence_hashes), strict=True)
-        counted.update(pairs)
-    return counted
 
 
 class Worker:
@@ -90,10 +78,7 @@ class Worker:
 
     def holds(self, rank: WorkerRank) -> Blocks:
         """What the engine's own cache holds, by a walk of its blocks."""
-        index = NaiveBlockIndex()
-        applied = index.apply(Slot(0), self.engine.snapshot(rank.dp_rank))
-        assert (applied.orphaned, applied.repeated) == (0, 0)
-        return blocks(index.dump(Slot(0)))
+        return blocks_of_cache(self.engine.snapshot(rank.dp_rank))
 
     def die(self) -> None:
         self.publisher.kv.close()
@@ -251,6 +236,32 @@ class Fleet:
         replica = Replica(self, await connect(self.url), name, refused=refused, resets=resets)
         self._replicas.append(replica)
         return replica
+
+    async def knows(self, name: str, *workers: Worker, refused: bool = False) -> Replica:
+        """A router starts, and its index is right."""
+        replica = await self.replica(name, refused=refused)
+        replica.join(*workers)
+        await replica.until_right(*workers)
+        return replica
+
+    async def knows_from_nats(self, name: str, *workers: Worker) -> Replica:
+        """A router starts, and its index is right without a question to a worker."""
+        replica = await self.knows(name, *workers, refused=True)
+        assert replica.asking.asked == 0
+        return replica
+
+    async def known(
+        self, *names: str, serves: int, refused: bool = False
+    ) -> tuple[Worker, tuple[Replica, ...]]:
+        """A worker that has served, and routers that followed it."""
+        worker = self.worker(1)
+        replicas = tuple([await self.replica(name, refused=refused) for name in names])
+        for replica in replicas:
+            replica.join(worker)
+        worker.serve(serves)
+        for replica in replicas:
+            await replica.until_right(worker)
+        return worker, replicas
 
     async def published(self) -> None:
         """Wait until everything is in the stream."""

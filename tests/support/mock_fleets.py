@@ -2,8 +2,7 @@
 
 import asyncio
 from array import array
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -11,9 +10,7 @@ from msgspec.structs import replace
 
 from kvrouter.assembly import MockFleet, build_service
 from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
-from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.constraints import Pin, RoutingConstraints
-from kvrouter.core.events import Held
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
@@ -25,7 +22,7 @@ from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import Worker, new_incarnation
-from kvrouter.worker.mirror import RankMirror
+from tests.support.blocks import Blocks, blocks, blocks_of_cache, told_by
 from tests.support.waits import until
 
 MOCK = ModelName("mock")
@@ -323,19 +320,16 @@ class MockBench:
 
     # What the index believes, beside what the engines hold
 
-    def believed(self, rank: WorkerRank, model: ModelName = MOCK) -> Counter[tuple[int, int]]:
+    def believed(self, rank: WorkerRank, model: ModelName = MOCK) -> Blocks:
         """(engine hash, sequence hash) of each block of the rank in the index, as often as it was stored."""
         room = self.service.model(model)
         slot = room.fleet.slot_of(rank)
         assert slot is not None
-        return _blocks(self.cache_of(model).index.dump(slot))
+        return blocks(self.cache_of(model).index.dump(slot))
 
-    def held(self, rank: WorkerRank) -> Counter[tuple[int, int]]:
+    def held(self, rank: WorkerRank) -> Blocks:
         """The same from the engine's own cache."""
-        mirror = RankMirror()
-        mirror.apply(self.fleet.workers[rank.worker_id].engine.snapshot(rank.dp_rank))
-        assert not mirror.orphans
-        return _blocks(mirror.held())
+        return blocks_of_cache(told_by(self.fleet.workers[rank.worker_id], rank.dp_rank))
 
     def ranks(self) -> list[WorkerRank]:
         return [rank for worker in self.fleet.workers.values() for rank in worker.card.ranks()]
@@ -367,14 +361,6 @@ class MockBench:
         for model in self.service.models():
             assert len(model.ledger) == 0
             assert model.waiting == 0
-
-
-def _blocks(held: Sequence[Held]) -> Counter[tuple[int, int]]:
-    return Counter(
-        pair
-        for event in held
-        for pair in zip(unpack_hashes(event.engine_hashes), unpack_hashes(event.sequence_hashes), strict=True)
-    )
 
 
 @asynccontextmanager

@@ -93,6 +93,7 @@ class SyncGauges:
         counts = self._sync.counts()
         others = counts.others
         self._telemetry.replicas.set(others.replicas)
+        self._telemetry.replicas_behind.set(others.behind)
         self._telemetry.replica_leases.set(others.leases)
         for outcome, total in (
             ("gap", others.gaps),

@@ -278,6 +278,10 @@ class Telemetry:
     replicas = _gauge(
         "kvrouter_replicas", "Other routers whose requests are counted here; 0 without replica sync."
     )
+    replicas_behind = _gauge(
+        "kvrouter_replicas_behind",
+        "Other routers of whose requests something was missed: they were asked for all of them.",
+    )
     replica_leases = _gauge("kvrouter_replica_leases", "Open leases of other routers.")
     replica_sync = _counter(
         "kvrouter_replica_sync_events",

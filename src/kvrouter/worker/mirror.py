@@ -20,12 +20,11 @@ class _Blocks:
 class RankMirror:
     """Blocks by engine hash, counted per medium, with the sequence hash that each one chains to.
 
-    A name that stood for other content stands for the new one alone, as in the routers' index. ``orphans``
-    counts the stores whose parent the rank does not hold: no sequence hash, so they are left out.
+    A name that stood for other content stands for the new one alone, as in the routers' index. A store whose
+    parent the rank does not hold has no sequence hash: it is left out, and routers count it as an orphan.
     """
 
     def __init__(self) -> None:
-        self.orphans = 0
         self._media: dict[Medium, _Blocks] = {}
 
     def apply(self, events: tuple[KvEvent, ...]) -> None:
@@ -52,7 +51,6 @@ class RankMirror:
     def _store(self, event: Stored) -> None:
         chained = self._chain(event)
         if chained is None:
-            self.orphans += 1
             return
         blocks = self._media.setdefault(event.medium, _Blocks())
         sequences, stores = blocks.sequences, blocks.stores
