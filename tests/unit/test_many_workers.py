@@ -13,6 +13,7 @@ from kvrouter.planes.events.zmq import ZmqEventSubscriber
 from tests.support.event_waits import card
 
 LIBZMQ_DEFAULT = 1_023
+FILES = 4 * LIBZMQ_DEFAULT
 
 
 def source(number: int) -> EventSource:
@@ -33,8 +34,8 @@ def follow(subscriber: ZmqEventSubscriber, n_workers: int) -> None:
 
 async def test_more_worker_processes_can_be_asked_than_libzmq_has_sockets_for_by_default() -> None:
     allow_many_files()
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 4 * LIBZMQ_DEFAULT:
-        return  # this system lets no process open so many files
+    files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert files_max >= FILES, f"{FILES} open files are needed, {files_max} allowed: raise ulimit -Hn"
     subscriber = ZmqEventSubscriber(on_malformed=never)
     follow(subscriber, LIBZMQ_DEFAULT + 10)
     await subscriber.close()

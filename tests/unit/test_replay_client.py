@@ -4,7 +4,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
+import pytest
+
+from benchmarks.replay import client
 from benchmarks.replay.client import DECODE_WORKER_HEADER, PREFILL_WORKER_HEADER, Answer, Target, replay
 from benchmarks.replay.schedule import PlannedRequest
 
@@ -136,30 +140,45 @@ async def test_a_turn_waits_for_the_answer_before_it_and_others_do_not() -> None
     assert events.index("begin prompt 1 0") < events.index("end prompt 0 0")
 
 
-async def test_waiting_for_the_answer_before_is_not_the_clients_delay() -> None:
-    answered = asyncio.Event()
+class HandClock:
+    """Stands still until a test turns it."""
 
+    now_s = 1_000.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    clock = HandClock()
+    monkeypatch.setattr(client, "time", clock)
+    return clock
+
+
+async def test_waiting_for_the_answer_before_is_not_the_clients_delay(clock: HandClock) -> None:
     async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
-        asyncio.get_running_loop().call_later(0.3, answered.set)
-        await answered.wait()
+        clock.now_s += 60.0
         await good(body, writer)
 
     first, second = await ask(handler, [request(), request(turn=1)])
-    assert first.ttft_s is not None
-    assert first.ttft_s >= 0.3
-    assert second.late_s < 0.3
+    assert (first.ttft_s, first.late_s, second.late_s) == (60.0, 0.0, 0.0)
 
 
-async def test_requests_are_sent_when_they_are_due_divided_by_the_speedup() -> None:
-    loop = asyncio.get_running_loop()
-    came: list[float] = []
+async def test_requests_are_sent_when_they_are_due_divided_by_the_speedup(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests_s: list[float] = []
 
-    async def handler(body: Body, writer: asyncio.StreamWriter) -> None:
-        came.append(loop.time())
-        await good(body, writer)
+    async def rest(delay_s: float) -> None:
+        rests_s.append(delay_s)
+        clock.now_s += delay_s
 
-    await ask(handler, [request(), request(turn=1, due_s=20.0)])
-    assert 0.1 < came[1] - came[0] < 2.0
+    ours = SimpleNamespace(sleep=rest, TaskGroup=asyncio.TaskGroup, timeout=asyncio.timeout)
+    monkeypatch.setattr(client, "asyncio", ours)
+    answers = await ask(good, [request(), request(turn=1, due_s=20_000.0), request(turn=2, due_s=19_000.0)])
+    assert rests_s == [0.0, 200.0, 0.0]
+    assert [answer.late_s for answer in answers] == [0.0, 0.0, 0.0]
 
 
 async def test_a_refusal_is_an_error_and_the_conversation_goes_on() -> None:
