@@ -76,7 +76,7 @@ async def caches_of(fleet: Fleet) -> AsyncIterator[Caches]:
         "DYN_EVENT_PLANE", "zmq"
     ) in ("nats", "jetstream")
     zmq = ZmqEventSubscriber(token=fleet.environ.get("KVROUTER_PLANE_TOKEN"), on_malformed=_never)
-    client = await nats.connect(fleet.environ["NATS_SERVER"]) if needs_nats else None
+    client = await nats.connect(fleet.environ["NATS_SERVER"].split(",")) if needs_nats else None
     recovery = None
     discovery: Discovery
     if client is not None:

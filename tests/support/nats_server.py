@@ -51,6 +51,8 @@ class NatsServer:
         tls: TlsFiles | None = None,
         max_payload_bytes: int | None = None,
         has_jetstream: bool = True,
+        store_max_bytes: int | None = None,
+        more_config: str = "",
     ) -> None:
         self.folder = folder
         self.name = f"test-{random.getrandbits(64):016x}"
@@ -59,6 +61,8 @@ class NatsServer:
         self._tls = tls
         self._max_payload_bytes = max_payload_bytes
         self._has_jetstream = has_jetstream
+        self._store_max_bytes = store_max_bytes
+        self._more_config = more_config
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -134,7 +138,8 @@ class NatsServer:
     def _config(self, port: int) -> Iterator[str]:
         yield f'host: "127.0.0.1"\nport: {port}\nserver_name: "{self.name}"'
         if self._has_jetstream:
-            yield f'jetstream {{ store_dir: "{self.folder / "store"}" }}'
+            room = "" if self._store_max_bytes is None else f"max_file_store: {self._store_max_bytes}"
+            yield f'jetstream {{ store_dir: "{self.folder / "store"}", {room} }}'
         if self._token is not None:
             yield f'authorization {{ token: "{self._token}" }}'
         if self._max_payload_bytes is not None:
@@ -143,6 +148,7 @@ class NatsServer:
             ca = self._tls.client_ca
             verify = "" if ca is None else f'ca_file: "{ca}", verify: true'
             yield f'tls {{ cert_file: "{self._tls.cert}", key_file: "{self._tls.key}", {verify} }}'
+        yield self._more_config
 
     def _answers(self, port: int) -> bool:
         """Whether this very server says hello there."""
@@ -169,11 +175,19 @@ def running_nats(
     tls: TlsFiles | None = None,
     max_payload_bytes: int | None = None,
     has_jetstream: bool = True,
+    store_max_bytes: int | None = None,
+    more_config: str = "",
 ) -> Iterator[NatsServer]:
     """A server that runs now; at the end it is killed and its store removed."""
     folder = Path(tempfile.mkdtemp(prefix="kvrouter-nats-"))
     server = NatsServer(
-        folder, token=token, tls=tls, max_payload_bytes=max_payload_bytes, has_jetstream=has_jetstream
+        folder,
+        token=token,
+        tls=tls,
+        max_payload_bytes=max_payload_bytes,
+        has_jetstream=has_jetstream,
+        store_max_bytes=store_max_bytes,
+        more_config=more_config,
     )
     try:
         server.start()

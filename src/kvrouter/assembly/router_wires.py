@@ -18,7 +18,7 @@ from kvrouter.planes.discovery.file import FileDiscovery
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Discovery, GoneSink
 from kvrouter.planes.discovery.static import StaticDiscovery
-from kvrouter.planes.events.jetstream import JetStreamSubscriber
+from kvrouter.planes.events.jetstream import JetStreamSubscriber, StreamLimits
 from kvrouter.planes.events.nats import NatsEventSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventSubscriber, SnapshotStore
@@ -125,10 +125,16 @@ def make_discovery(
         wanted(nats),
         namespace=planes.namespace,
         lease_s=planes.lease_s,
+        replicas=planes.nats_replicas,
         on_lost=on_lost,
         on_trouble=on_trouble,
         on_refused=on_refused,
     )
+
+
+def stream_limits(planes: PlaneSettings) -> StreamLimits:
+    """What a stream of KV events is made with."""
+    return StreamLimits(replicas=planes.nats_replicas)
 
 
 def wanted(nats: Client | None) -> Client:
@@ -203,6 +209,7 @@ def _stream(
         recovery,
         namespace=namespace,
         replica_name=replica_name(settings, http_port=http_port),
+        limits=stream_limits(settings.planes),
         observer=StreamTold(telemetry),
         resets_states=settings.router.reset_states,
     )

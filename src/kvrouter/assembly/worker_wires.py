@@ -9,7 +9,7 @@ from typing import Protocol
 from nats.aio.client import Client
 
 from kvrouter.assembly.nats import nats_connection, revealed
-from kvrouter.assembly.router_wires import make_discovery, wanted
+from kvrouter.assembly.router_wires import make_discovery, stream_limits, wanted
 from kvrouter.assembly.tls import Tls, advertised, tls_of
 from kvrouter.assembly.told import StreamTold, drops_on, refusals_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
@@ -211,7 +211,11 @@ async def _events(
         stack.push_async_callback(core.close)
         return core, recovery
     stream = JetStreamPublisher(
-        wanted(nats), namespace=planes.namespace, component=component, observer=StreamTold()
+        wanted(nats),
+        namespace=planes.namespace,
+        component=component,
+        limits=stream_limits(planes),
+        observer=StreamTold(),
     )
     stack.push_async_callback(stream.close)
     return stream, recovery

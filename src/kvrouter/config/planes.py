@@ -96,6 +96,15 @@ class PlaneSettings(Section):
     )
     """The NATS servers, with commas between; ``tls://`` encrypts."""
 
+    nats_replicas: Annotated[
+        Annotated[Whole, Interval(ge=1, le=5)],
+        Setting(
+            flag="--nats-replicas", variable="KVROUTER_NATS_REPLICAS", group=Group.PLANES, unit="servers"
+        ),
+    ] = 1
+    """How many servers of a NATS cluster keep each stream and bucket: with 3, one of them may die and nothing
+    is lost. Whoever makes a stream or bucket decides; those that are there already stay as they are."""
+
     nats_username: Annotated[
         str | None, Setting(flag=None, variable="NATS_AUTH_USERNAME", group=Group.PLANES)
     ] = None

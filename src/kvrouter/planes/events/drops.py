@@ -1,10 +1,10 @@
-"""Batches that were dropped, told together: the first at once, the others once a second."""
+"""Batches that were dropped, told together: the first at once, the others once a minute."""
 
 import asyncio
 
 from kvrouter.planes.events.port import DropSink
 
-TELL_EVERY_S = 1.0
+TELL_EVERY_S = 60.0
 
 
 class Drops:

@@ -23,6 +23,7 @@ from nats.js.errors import (
 from nats.js.kv import KV_MARKER_REASON, KV_OP, KeyValue
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.planes.discovery.nats.majority import check_majority
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
 
 UNREAD_MAX_MESSAGES = 65_536
@@ -71,7 +72,10 @@ class Bucket:
         self._kv: KeyValue | None = None
 
     async def identify(self) -> datetime.datetime:
-        """Make the bucket where it is missing. Returns when it was made: one that was lost is another."""
+        """Make the bucket where it is missing. Returns when it was made: one that was lost is another.
+
+        Raises ConnectionError, which is among STORE_ERRORS, while most of the servers that keep it are away.
+        """
         try:
             self._kv = await self._js.key_value(self.name)
         except BucketNotFoundError:
@@ -82,6 +86,7 @@ class Bucket:
                     raise
                 self._kv = await self._js.key_value(self.name)
         info = (await self._kv.status()).stream_info
+        check_majority(self.name, info.cluster)
         repeats = info.config.republish
         if repeats is None or repeats.dest != f"{self.live}.>":
             raise ProtocolError(
