@@ -33,7 +33,7 @@ class NatsEventPublisher:
     """Publishes for the workers of one component. Make it on the event loop.
 
     Publishing never waits: while the connection is down, or ``queue_max_bytes`` wait to be sent, events are
-    let go, and ``on_dropped`` is told, once a second at most.
+    let go, and ``on_dropped`` is told, once a minute at most.
     """
 
     def __init__(
