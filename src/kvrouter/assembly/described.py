@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from kvrouter.assembly.texts import MOCK_TOKENIZER
@@ -54,7 +55,6 @@ def worker_card(
 ) -> WorkerCard:
     """What the worker publishes; ``bootstrap`` is where its handoffs meet, where they do."""
     model = fleet.model_of(group)
-    policy = fleet.kv_transfer
     return WorkerCard(
         worker_id=worker_id,
         incarnation=incarnation,
@@ -67,13 +67,8 @@ def worker_card(
         component="prefill" if group.role is Role.PREFILL else "backend",
         serves=ModelType.Prefill if group.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=group.engine.kv_events,
-        runtime_config=ModelRuntimeConfig(
-            topology_domains=dict(group.domains),
-            topology_levels=fleet.topology.levels if group.domains else (),
-            kv_transfer_domain=None if policy is None else policy.domain,
-            kv_transfer_enforcement=None if policy is None else policy.enforcement,
-            kv_transfer_preferred_weight=None if policy is None else policy.preferred_weight,
-            taints=frozenset(map(Taint, group.taints)),
+        runtime_config=replace(
+            placed_config(fleet, group),
             total_kv_blocks=group.engine.total_kv_blocks,
             max_num_seqs=group.engine.max_num_seqs,
             max_num_batched_tokens=group.engine.max_num_batched_tokens,
@@ -81,6 +76,19 @@ def worker_card(
             bootstrap_host=None if bootstrap is None else bootstrap.host,
             bootstrap_port=None if bootstrap is None else bootstrap.port,
         ),
+    )
+
+
+def placed_config(fleet: FleetFile, group: WorkerGroup) -> ModelRuntimeConfig:
+    """What a group's workers publish of their place, their taints and their transfer policy."""
+    policy = fleet.kv_transfer
+    return ModelRuntimeConfig(
+        topology_domains=dict(group.domains),
+        topology_levels=fleet.topology.levels if group.domains else (),
+        kv_transfer_domain=None if policy is None else policy.domain,
+        kv_transfer_enforcement=None if policy is None else policy.enforcement,
+        kv_transfer_preferred_weight=None if policy is None else policy.preferred_weight,
+        taints=frozenset(map(Taint, group.taints)),
     )
 
 

@@ -1,15 +1,13 @@
 """``kvrouter worker mock``: one mock engine as a process of its own."""
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import uvloop
 from msgspec.structs import replace
 
 from kvrouter.assembly.described import (
@@ -21,33 +19,23 @@ from kvrouter.assembly.described import (
     numbered_workers,
     worker_card,
 )
-from kvrouter.assembly.lifetime import (
-    LOST_PLACE,
-    ToldToStop,
-    settle_memory,
-    told_to_stop,
-    unless_told,
-)
 from kvrouter.assembly.nats import revealed
 from kvrouter.assembly.standby import until_free
 from kvrouter.assembly.texts import MOCK_TOKENIZER
-from kvrouter.assembly.tls import advertised, doubts, tls_of
+from kvrouter.assembly.tls import advertised, tls_of
+from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import FleetFile, Settings, WorkerGroup
-from kvrouter.config.static_endpoint import STATIC_INCARNATION, static_text
-from kvrouter.config.version import installed_version
+from kvrouter.config.static_endpoint import STATIC_INCARNATION
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.engines.mock import MockCluster, TransferSettings
-from kvrouter.planes.discovery.leases import lost_why
-from kvrouter.planes.discovery.port import Gone, GoneSink
+from kvrouter.planes.discovery.port import GoneSink
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.encode_pool import EncodePool
 from kvrouter.worker import EngineDoor, Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
-
-logger = logging.getLogger("kvrouter.worker")
 
 FETCHED_LOOK_S = 0.05
 """How often a worker that drains looks whether its KV was fetched."""
@@ -242,50 +230,8 @@ def serve_mock_worker(
 
     Returns the exit code, LOST_PLACE when another has the place.
     """
-    return uvloop.run(_serve(settings, spec, environ, drain_limit_s=drain_limit_s))
-
-
-async def _serve(
-    settings: Settings, spec: MockWorkerSpec, environ: Mapping[str, str], *, drain_limit_s: float
-) -> int:
-    log_event(
-        logger,
-        Event.START,
-        version=installed_version(),
-        worker=str(spec.worker_id),
-        role=spec.group.role.value,
-    )
-    for doubt in doubts(settings):
-        log_event(logger, Event.CONFIG_WARNING, worker=str(spec.worker_id), detail=doubt)
-    code = 0
-    async with AsyncExitStack() as stack:
-        stopping = stack.enter_context(told_to_stop())
-
-        def on_lost(worker_id: WorkerId, _: Epoch, lost: Gone) -> None:
-            nonlocal code
-            code = LOST_PLACE
-            log_event(
-                logger, Event.WORKER_REPLACED, worker=str(worker_id), reason=f"{lost_why(lost)}: ending"
-            )
-            stopping.set()
-
-        try:
-            async with unless_told(stopping):
-                running = await stack.enter_async_context(
-                    mock_worker(settings, spec, environ, on_lost=on_lost)
-                )
-        except ToldToStop:
-            log_event(logger, Event.STOP, worker=str(spec.worker_id))
-            return code
-        worker = running.worker
-        settle_memory()
-        address = static_text(worker.card) if spec.is_static else worker.card.address
-        log_event(logger, Event.READY, worker=str(spec.worker_id), address=address)
-        await stopping.wait()
-        log_event(logger, Event.DRAIN, worker=str(spec.worker_id), running_requests=worker.running_legs)
-        await running.drain(drain_limit_s)
-        log_event(logger, Event.STOP, worker=str(spec.worker_id))
-    return code
+    process = WorkerProcess(settings, spec.worker_id, role=spec.group.role.value, drain_limit_s=drain_limit_s)
+    return process.serve(lambda on_lost: mock_worker(settings, spec, environ, on_lost=on_lost))
 
 
 def _topology(group: WorkerGroup, environ: Mapping[str, str]) -> TopologyEnv | None:

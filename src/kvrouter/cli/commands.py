@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvrouter.cli.engines import worker_vllm
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.processes import begin, frontend, warn, worker
 from kvrouter.cli.standalone import router
@@ -77,6 +78,7 @@ up.params.extend(setting_options())
 
 kvrouter.add_command(frontend)
 kvrouter.add_command(worker)
+worker.add_command(worker_vllm)
 kvrouter.add_command(router)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
+from kvrouter.cli.place import place_options
 from kvrouter.config.document import read_document
 from kvrouter.config.fleet_checks import load_fleet, settings_document
 from kvrouter.config.one_worker import FLAGS, fleet_of_one
@@ -91,20 +92,7 @@ def worker() -> None:
 @click.option("--block-size", type=int, metavar="INT", help="Tokens in a KV block.  [default: 64]")
 @click.option("--context-length", type=int, metavar="INT", help="Prompt and answer.  [default: 32768 tokens]")
 @click.option("--dp-size", type=int, metavar="INT", help="Data-parallel ranks.  [default: 1]")
-@click.option(
-    "--domain",
-    multiple=True,
-    metavar="LEVEL=VALUE",
-    help="Where it is, the broadest level first: --domain zone=a --domain rack=r7.",
-)
-@click.option("--taint", multiple=True, metavar="TEXT", help="A taint of its own; may be repeated.")
-@click.option("--kv-transfer-domain", metavar="LEVEL", help="The domain that its KV transfers keep to.")
-@click.option(
-    "--kv-transfer-enforcement",
-    metavar="required|preferred|fallback",
-    help="How strictly.  [default: required]",
-)
-@click.option("--kv-transfer-preferred-weight", type=float, metavar="NUMBER", help="From 0 to 1.")
+@place_options
 @click.option("--total-kv-blocks", type=int, metavar="INT", help="KV blocks of a rank.  [default: 16384]")
 @click.option("--max-num-seqs", type=int, metavar="INT", help="Sequences in a batch.  [default: 256]")
 @click.option("--max-num-batched-tokens", type=int, metavar="INT", help="Tokens in a step.  [default: 8192]")
@@ -156,7 +144,7 @@ def worker_mock(
     start of its id took its place: let nothing start it again then, unless with --standby. After SIGTERM it
     takes no new legs and waits for those that run.
     """
-    described = _described({name: flags.pop(name) for name in tuple(flags) if name in FLAGS})
+    said = described({name: flags.pop(name) for name in tuple(flags) if name in FLAGS})
     setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
     document = None if fleet is None else read_document(fleet)
     loaded = load_settings(
@@ -172,11 +160,11 @@ def worker_mock(
     if document is None:
         if group is not None or index:
             raise click.UsageError("--group and --index are about the workers of --fleet")
-        of_fleet = fleet_of_one(described)
+        of_fleet = fleet_of_one(said)
         group = of_fleet.workers[0].name
     else:
-        if described:
-            given = ", ".join(f"--{name.replace('_', '-')}" for name in described)
+        if said:
+            given = ", ".join(f"--{name.replace('_', '-')}" for name in said)
             raise click.UsageError(f"{given}: the fleet file says so already")
         of_fleet = load_fleet(document).fleet
     from kvrouter.assembly.worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
@@ -211,7 +199,7 @@ def warn(warnings: Iterable[str]) -> None:
         click.echo(f"kvrouter: warning: {warning}", err=True)
 
 
-def _described(flags: Mapping[str, object]) -> dict[str, object]:
+def described(flags: Mapping[str, object]) -> dict[str, object]:
     """The flags that were given: neither unset nor an empty list."""
     return {name: list(value) if isinstance(value, tuple) else value
             for name, value in flags.items() if value is not None and value != ()}  # fmt: skip

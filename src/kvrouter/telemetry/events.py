@@ -20,6 +20,7 @@ class Event(StrEnum):
     REFUSAL = "refusal"
     FALLBACK = "fallback"
     DOMAIN_WAIT = "domain_wait"
+    KV_LOST = "kv_lost"
     RETRY = "retry"
     RESUME = "resume"
     CANCELLED = "cancelled"
@@ -50,6 +51,7 @@ class Event(StrEnum):
     ENGINE_JOINED = "engine_joined"
     ENGINE_LEFT = "engine_left"
     ENGINE_REFUSED = "engine_refused"
+    ENGINE_AWAITED = "engine_awaited"
     ENGINE_SILENT = "engine_silent"
     ENGINE_ANSWERS = "engine_answers"
     CACHE_PARTIAL = "cache_partial"
@@ -145,6 +147,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "A handoff crosses its domain: no decode worker was left in it."
     ),
     Event.DOMAIN_WAIT: EventSpec(logging.INFO, "A request waited for a decode worker to join its domain."),
+    Event.KV_LOST: EventSpec(
+        logging.WARNING, "A decode worker did not get a prefill worker's KV; the request is prefilled again."
+    ),
     Event.RETRY: EventSpec(logging.WARNING, "A worker failed a request, which is sent elsewhere."),
     Event.RESUME: EventSpec(
         logging.WARNING, "A worker was lost in mid-answer; the answer goes on elsewhere."
@@ -209,6 +214,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "An engine of another process is gone; what it told of is cleared."
     ),
     Event.ENGINE_REFUSED: EventSpec(logging.WARNING, "Who knocked at the engine door was not let in."),
+    Event.ENGINE_AWAITED: EventSpec(
+        logging.INFO, "The engine that this worker is to stand beside does not answer yet."
+    ),
     Event.ENGINE_SILENT: EventSpec(
         logging.ERROR, "The engine beside this worker does not answer: the worker takes no new requests."
     ),

@@ -1,0 +1,145 @@
+"""``kvrouter worker vllm``: the worker beside an engine that runs already."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvrouter.assembly.attached import Attached, EngineAt, attach
+from kvrouter.assembly.standby import until_free
+from kvrouter.assembly.worker_process import WorkerProcess, logger
+from kvrouter.assembly.worker_wires import worker_wires
+from kvrouter.config import Settings
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.workers import EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
+from kvrouter.planes.discovery.port import GoneSink
+from kvrouter.telemetry import Event, log_event
+from kvrouter.worker import Worker, new_incarnation
+from kvrouter.worker.topology_env import parse_topology_env
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineWorkerSpec:
+    """Which worker a process is: its engine, and what no engine knows of itself.
+
+    ``runtime_config`` has its place, its taints and its transfer policy.
+    """
+
+    at: EngineAt
+    worker_id: WorkerId
+    role: Role
+    tokenizer: Path | None
+    runtime_config: ModelRuntimeConfig
+    enable_local_indexer: bool = False
+    is_standby: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngineWorker:
+    """A worker that serves."""
+
+    worker: Worker
+
+    async def drain(self, limit_s: float) -> bool:
+        """Take no new legs, and wait up to ``limit_s`` seconds for those that run."""
+        return await self.worker.drain(limit_s)
+
+
+@asynccontextmanager
+async def engine_worker(
+    settings: Settings,
+    spec: EngineWorkerSpec,
+    environ: Mapping[str, str],
+    *,
+    on_lost: GoneSink | None = None,
+) -> AsyncIterator[RunningEngineWorker]:
+    """Run the worker on this event loop: inside, it serves; ``on_lost`` hears when another has its place.
+
+    Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
+    """
+    topology = parse_topology_env(environ)
+    attached = await attach(spec.at, spec.worker_id)
+    try:
+        for warning in attached.warnings:
+            log_event(logger, Event.CONFIG_WARNING, worker=str(spec.worker_id), detail=warning)
+        async with worker_wires(
+            settings,
+            component="prefill" if spec.role is Role.PREFILL else "backend",
+            has_local_indexer=spec.enable_local_indexer,
+            publishes_kv_events=attached.publishes_kv_events,
+            on_lost=on_lost,
+        ) as wires:
+            if spec.is_standby:
+                await until_free(wires.discovery, spec.worker_id)
+            incarnation = new_incarnation()
+            worker = Worker(
+                attached.engine,
+                engine_card(
+                    spec,
+                    attached,
+                    incarnation=incarnation,
+                    address=wires.requests.address_of(spec.worker_id, incarnation),
+                    namespace=settings.planes.namespace,
+                    event_source=wires.events.source,
+                ),
+                discovery=wires.discovery,
+                events=wires.events,
+                requests=wires.requests,
+                recovery=wires.recovery,
+                topology=topology if topology.enabled else None,
+            )
+            await worker.start()
+            try:
+                yield RunningEngineWorker(worker)
+            finally:
+                await worker.stop()
+    finally:
+        await attached.engine.stop()
+
+
+def engine_card(
+    spec: EngineWorkerSpec,
+    attached: Attached,
+    *,
+    incarnation: Epoch,
+    address: str,
+    namespace: str,
+    event_source: EventSource,
+) -> WorkerCard:
+    """What the worker publishes."""
+    tokenizer = spec.tokenizer or (Path(attached.root) if Path(attached.root).is_dir() else None)
+    return WorkerCard(
+        worker_id=spec.worker_id,
+        incarnation=incarnation,
+        model=ModelName(attached.model),
+        role=spec.role,
+        block_size=attached.block_size,
+        context_length=attached.context_length,
+        address=address,
+        dp_size=attached.dp_size,
+        namespace=namespace,
+        component="prefill" if spec.role is Role.PREFILL else "backend",
+        serves=ModelType.Prefill if spec.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
+        publishes_kv_events=attached.publishes_kv_events,
+        event_source=event_source,
+        tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
+        takes_calls=True,
+        runtime_config=replace(
+            spec.runtime_config,
+            total_kv_blocks=attached.total_kv_blocks,
+            enable_local_indexer=spec.enable_local_indexer,
+        ),
+    )
+
+
+def serve_engine_worker(
+    settings: Settings, spec: EngineWorkerSpec, environ: Mapping[str, str], *, drain_limit_s: float
+) -> int:
+    """Serve until SIGTERM or SIGINT, or until another has the worker's place; then drain.
+
+    Returns the exit code, LOST_PLACE when another has the place.
+    """
+    process = WorkerProcess(settings, spec.worker_id, role=spec.role.value, drain_limit_s=drain_limit_s)
+    return process.serve(lambda on_lost: engine_worker(settings, spec, environ, on_lost=on_lost))

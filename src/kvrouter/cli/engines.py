@@ -1,0 +1,135 @@
+"""``kvrouter worker vllm``: the worker beside an engine that runs already."""
+
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import click
+
+from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
+from kvrouter.cli.place import place_options
+from kvrouter.cli.processes import begin, described
+from kvrouter.config.one_worker import FLAGS, fleet_of_one
+from kvrouter.config.sources import load_settings
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import WorkerId
+
+API_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
+
+WORKER_IDS = 2**63
+
+
+@click.command("vllm", cls=SettingsCommand, short_help="Beside a vLLM server that runs already.")
+@click.option("--url", required=True, metavar="URL", help="The engine's server, as http://127.0.0.1:8000.")
+@click.option("--model", metavar="NAME", help="Which of the names that it serves.  [default: the first]")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="FOLDER",
+    help="The model's tokenizer folder, for frontends on this host.  [default: the engine's own]",
+)
+@click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]")
+@click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]")
+@click.option("--block-size", type=int, metavar="INT", help="What its KV blocks must have.  [default: asked]")
+@click.option(
+    "--kv-events",
+    metavar="ADDRESS",
+    help="Where rank 0 publishes its KV events, tcp://HOST:PORT.  [default: asked]",
+)
+@click.option(
+    "--kv-events-replay",
+    metavar="ADDRESS",
+    help="Where rank 0 replays them; with --kv-events.  [default: asked]",
+)
+@click.option("--no-kv-events", is_flag=True, help="Do not listen to its KV events.")
+@place_options
+@click.option(
+    "--enable-local-indexer",
+    is_flag=True,
+    help="Answer routers that missed KV events, which then travel over NATS Core instead of JetStream.",
+)
+@click.option("--standby", "is_standby", is_flag=True, help="Wait until no other start of its id serves.")
+@click.option(
+    "--engine-wait-s",
+    type=float,
+    default=600.0,
+    show_default=True,
+    help="How long the engine may take to answer: it loads its model first.",
+)
+@click.option(
+    "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
+)
+def worker_vllm(
+    *,
+    url: str,
+    model: str | None,
+    tokenizer: Path | None,
+    role: str | None,
+    worker_id: int | None,
+    block_size: int | None,
+    kv_events: str | None,
+    kv_events_replay: str | None,
+    no_kv_events: bool,
+    enable_local_indexer: bool,
+    is_standby: bool,
+    engine_wait_s: float,
+    drain_limit_s: float,
+    **flags: object,
+) -> None:
+    """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
+
+    Its model, block size, capacity, ranks and event sources are asked of it. Start it with prefix caching and
+    KV events, as the page on vLLM shows. A key that it asks for is taken from KVROUTER_ENGINE_API_KEY.
+    """
+    said = described({"role": role, **{name: flags.pop(name) for name in tuple(flags) if name in FLAGS}})
+    setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
+    loaded = load_settings(flags=given_flags(dict(setting_flags)), environ=os.environ, document=None)
+    begin(loaded)
+    if kv_events_replay is not None and kv_events is None:
+        raise click.UsageError("--kv-events-replay: only together with --kv-events")
+    if no_kv_events and kv_events is not None:
+        raise click.UsageError("--no-kv-events and --kv-events contradict each other")
+    of_fleet = fleet_of_one(said)
+    from kvrouter.assembly.attached import EngineAt, EngineKind  # noqa: PLC0415
+    from kvrouter.assembly.described import placed_config  # noqa: PLC0415
+    from kvrouter.assembly.engine_worker import EngineWorkerSpec, serve_engine_worker  # noqa: PLC0415
+
+    group = of_fleet.workers[0]
+    spec = EngineWorkerSpec(
+        at=EngineAt(
+            kind=EngineKind.VLLM,
+            url=_checked_url(url),
+            model=model,
+            block_size=block_size,
+            kv_events=kv_events,
+            kv_events_replay=kv_events_replay,
+            publishes_kv_events=not no_kv_events,
+            api_key=os.environ.get(API_KEY_VARIABLE) or None,
+            wait_s=engine_wait_s,
+        ),
+        worker_id=_id_of(worker_id),
+        role=group.role,
+        tokenizer=tokenizer,
+        runtime_config=placed_config(of_fleet, group),
+        enable_local_indexer=enable_local_indexer,
+        is_standby=is_standby,
+    )
+    sys.exit(serve_engine_worker(loaded.settings, spec, os.environ, drain_limit_s=drain_limit_s))
+
+
+worker_vllm.params.extend(setting_options("planes", "log"))
+
+
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url: must begin with http:// or https://, not {url!r}", param="url")
+    return url
+
+
+def _id_of(worker_id: int | None) -> WorkerId:
+    if worker_id is None:
+        return WorkerId(secrets.randbelow(2**53))
+    if not 0 <= worker_id < WORKER_IDS:
+        raise ConfigError(f"--worker-id: must be in 0..2**63-1, not {worker_id}", param="worker_id")
+    return WorkerId(worker_id)

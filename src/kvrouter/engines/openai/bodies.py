@@ -1,0 +1,68 @@
+"""A client's call, changed in what must change and in nothing else: every other value keeps its bytes."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest
+
+Body = dict[str, msgspec.Raw]
+
+_decoder = msgspec.json.Decoder(Body)
+_encoder = msgspec.json.Encoder()
+_objects = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+
+
+def body_of(data: bytes) -> Body:
+    """Return the fields of a call, each as it was written; raise InvalidRequest for no JSON object."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not a JSON object: {error}") from error
+
+
+def put(body: Body, **fields: object) -> None:
+    """Set fields of a body."""
+    for name, value in fields.items():
+        body[name] = msgspec.Raw(_encoder.encode(value))
+
+
+def put_inside(body: Body, name: str, **fields: object) -> None:
+    """Set fields of the object that ``body`` holds under ``name``, or of a new one."""
+    inner = _inner(body, name)
+    put(inner, **fields)
+    body[name] = msgspec.Raw(_encoder.encode(inner))
+
+
+def drop_inside(body: Body, name: str, field: str) -> None:
+    """Take a field out of the object that ``body`` holds under ``name``, where it is."""
+    if name in body:
+        inner = _inner(body, name)
+        if inner.pop(field, None) is not None:
+            body[name] = msgspec.Raw(_encoder.encode(inner))
+
+
+def is_set_inside(body: Body, name: str, field: str) -> bool:
+    """Whether the object that ``body`` holds under ``name`` says ``true`` for ``field``."""
+    return name in body and bytes(_inner(body, name).get(field, b"")) == b"true"
+
+
+def drop(body: Body, *names: str) -> None:
+    """Take fields out, where they are."""
+    for name in names:
+        body.pop(name, None)
+
+
+def bytes_of(body: Mapping[str, msgspec.Raw]) -> bytes:
+    """Return the JSON of a body."""
+    return _encoder.encode(body)
+
+
+def _inner(body: Body, name: str) -> Body:
+    raw = body.get(name)
+    if raw is None:
+        return {}
+    try:
+        return _objects.decode(raw) or {}
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"{name}: must be an object", param=name) from error

@@ -1,0 +1,173 @@
+"""The engine's HTTP server, as the worker beside it reaches it."""
+
+from collections.abc import Mapping
+
+import aiohttp
+import msgspec
+
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+
+CONNECT_LIMIT_S = 5.0
+"""How long the engine's server may take to accept a connection."""
+
+LOOK_LIMIT_S = 10.0
+"""How long a small question, such as for the engine's models or metrics, may take."""
+
+READ_BYTES = 256 * 1024
+"""How much of an answer is held here before the engine is made to wait."""
+
+ANSWER_MAX_BYTES = 64 * 1024 * 1024
+"""The longest answer to a question, or to a call that is not streamed."""
+
+SAID_MAX_CHARS = 500
+"""What an error quotes of an engine's own words is cut here."""
+
+_FULL = frozenset({429, 503})
+"""The statuses with which an engine says that it takes no more for now."""
+
+_CONTEXT_WORDS = ("maximum context length", "max_model_len", "context length", "too long")
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What engines say of a mistake: OpenAI's form, or the older flat one."""
+
+    message: str = ""
+    param: str | None = None
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    error: _Said | None = None
+    message: str = ""
+    detail: object = None
+    param: str | None = None
+
+
+_failure = msgspec.json.Decoder(_Failure)
+
+
+class EngineServer:
+    """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        connect_limit_s: float = CONNECT_LIMIT_S,
+        look_limit_s: float = LOOK_LIMIT_S,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._connect_limit_s = connect_limit_s
+        self._look_limit_s = look_limit_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Be ready to ask; nothing is sent yet."""
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
+            read_bufsize=READ_BYTES,
+            auto_decompress=True,
+        )
+
+    async def close(self) -> None:
+        """Close every connection; open answers break. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def look(self, path: str) -> bytes | None:
+        """Ask a small question; None when the engine does not know the path.
+
+        Raises WorkerUnreachable when it does not answer, or with an error.
+        """
+        limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
+        try:
+            async with self._opened().get(f"{self.url}{path}", timeout=limit) as answer:
+                if answer.status in (404, 405):
+                    return None
+                body = await _read_whole(answer)
+                if answer.status != 200:
+                    raise failure_of(answer.status, body, f"{self.url}{path}")
+                return body
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    async def post(
+        self, path: str, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> aiohttp.ClientResponse:
+        """Send a call; return its answer, whose body is not read yet, once the engine accepted it.
+
+        Raises WorkerUnreachable when the engine cannot be reached or fails, WorkerFull when it takes no more,
+        InvalidRequest or ContextLengthExceeded when the call is at fault.
+        """
+        try:
+            answer = await self._opened().post(
+                f"{self.url}{path}",
+                data=body,
+                headers={"content-type": "application/json", **(headers or {})},
+            )
+            if answer.status == 200:
+                return answer
+            async with answer:
+                raise failure_of(answer.status, await _read_whole(answer), f"{self.url}{path}")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from error
+
+    async def ask(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
+        """Send a call; return its whole answer. Raises as :meth:`post` does, StreamBroken once it was
+        accepted.
+        """
+        answer = await self.post(path, body, headers)
+        try:
+            async with answer:
+                return await _read_whole(answer)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise StreamBroken(f"engine {self.url}: {type(error).__name__}: {error}") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the engine's server was not opened")
+        return self._session
+
+    def _unreachable(self, error: Exception) -> WorkerUnreachable:
+        return WorkerUnreachable(f"engine {self.url}: {type(error).__name__}: {error}")
+
+
+def failure_of(status: int, body: bytes, where: str) -> KvrouterError:
+    """Return what an engine's error answer means: the call's fault, a full engine, or a failed one."""
+    message, param = said(body)
+    if status in _FULL:
+        return WorkerFull(f"{where} answered {status}: {message}")
+    if status in (400, 404, 413, 422):
+        if any(words in message for words in _CONTEXT_WORDS):
+            return ContextLengthExceeded(message, param=param)
+        return InvalidRequest(message or f"the engine answered {status}", param=param)
+    return WorkerUnreachable(f"{where} answered {status}: {message}")
+
+
+def said(body: bytes) -> tuple[str, str | None]:
+    """Return the message of an error answer, and the field that it is about where the engine tells."""
+    try:
+        failure = _failure.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
+    if failure.error is not None:
+        return failure.error.message[:SAID_MAX_CHARS], failure.error.param
+    message = failure.message or ("" if failure.detail is None else str(failure.detail))
+    return message[:SAID_MAX_CHARS], failure.param
+
+
+async def _read_whole(answer: aiohttp.ClientResponse) -> bytes:
+    """Read a body up to :data:`ANSWER_MAX_BYTES`. Raises StreamBroken for a longer one."""
+    pieces: list[bytes] = []
+    size_bytes = 0
+    async for piece in answer.content.iter_any():
+        pieces.append(piece)
+        size_bytes += len(piece)
+        if size_bytes > ANSWER_MAX_BYTES:
+            raise StreamBroken(f"{answer.url}: the answer is over the {ANSWER_MAX_BYTES} bytes allowed")
+    return b"".join(pieces)

@@ -1,0 +1,194 @@
+"""The answer to one leg, read from the engine's HTTP answer as far as its reader wants."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+import aiohttp
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
+from kvrouter.engines.openai.events import AnswerEvent, read_event, without_token_ids
+from kvrouter.engines.openai.sse import DONE, EventCutter
+from kvrouter.planes.requests.port import StreamBroken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How an answer is read.
+
+    ``passes_raw``: the client gets the engine's bytes, else only tokens are wanted. ``added_token_ids`` and
+    ``added_usage``: asked for the router's sake, so cut out again.
+    """
+
+    passes_raw: bool
+    added_token_ids: bool = False
+    added_usage: bool = False
+
+
+class SseStream:
+    """A streamed answer as an :class:`EngineStream`: a chunk for every read, with all events that came in it.
+
+    What is not read yet waits at the engine.
+    """
+
+    def __init__(self, answer: aiohttp.ClientResponse, reading: Reading) -> None:
+        self._answer = answer
+        self._reading = reading
+        self._cutter = EventCutter()
+        self._finish: FinishReason | None = None
+        self._params: KvTransferParams | None = None
+        self._cancelled: str | None = None
+        self._is_over = False
+
+    def __aiter__(self) -> "SseStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._is_over:
+            raise StopAsyncIteration
+        chunk: EngineChunk | None = None
+        broken: StreamBroken | None = None
+        if self._cancelled is None:
+            try:
+                chunk = await self._next()
+            except StreamBroken as error:
+                broken = error
+            except (aiohttp.ClientError, OSError, ProtocolError) as error:
+                broken = StreamBroken(f"{self._answer.url}: {type(error).__name__}: {error}")
+        if self._cancelled is not None:
+            chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
+        if chunk is None or chunk.finish is not None:
+            self._end()
+        if chunk is None:
+            raise broken or StreamBroken("the engine's answer is gone")
+        return chunk
+
+    def cancel(self, reason: str) -> None:
+        """Close the connection: the engine aborts what it runs for it. Idempotent."""
+        if self._cancelled is None and not self._is_over:
+            self._cancelled = reason
+            self._answer.close()
+
+    async def _next(self) -> EngineChunk:
+        while True:
+            piece = await self._answer.content.readany()
+            if not piece:
+                return self._last()
+            gathered = _Gathered(self._reading)
+            for raw, data in self._cutter.push(piece):
+                if data == DONE:
+                    gathered.done(raw)
+                    return gathered.chunk(self._last_finish(), self._params)
+                if data:
+                    self._take(read_event(data), raw, gathered)
+            if not gathered.is_empty:
+                return gathered.chunk(None, None)
+
+    def _take(self, event: AnswerEvent, raw: bytes, gathered: "_Gathered") -> None:
+        if event.error is not None:
+            raise StreamBroken(f"the engine failed: {event.error.message}")
+        self._finish = event.finish or self._finish
+        self._params = event.kv_transfer_params or self._params
+        gathered.take(event, raw)
+
+    def _last(self) -> EngineChunk:
+        if not self._cutter.is_between:
+            raise StreamBroken("the engine closed the connection in the middle of an event")
+        return EngineChunk(finish=self._last_finish(), kv_transfer_params=self._params)
+
+    def _last_finish(self) -> FinishReason:
+        if self._finish is None:
+            raise StreamBroken("the engine's answer ended without a finish reason")
+        return self._finish
+
+    def _end(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._answer.close()
+
+
+class WholeStream:
+    """An answer that comes at once, as an :class:`EngineStream`.
+
+    The call is sent from here: an engine answers it not before it is done, and the router waits less for the
+    word that it was accepted. What the engine refuses is raised by the read.
+    """
+
+    def __init__(self, send: Coroutine[None, None, bytes], reading: Reading) -> None:
+        self._reading = reading
+        self._cancelled: str | None = None
+        self._is_over = False
+        self._answering = asyncio.create_task(send)
+
+    def __aiter__(self) -> "WholeStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._is_over:
+            raise StopAsyncIteration
+        await asyncio.wait({self._answering})
+        self._is_over = True
+        if self._answering.cancelled():
+            return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
+        return self._chunk(self._answering.result())
+
+    def cancel(self, reason: str) -> None:
+        """Close the connection: the engine aborts what it runs for it. Idempotent."""
+        if self._cancelled is None:
+            self._cancelled = reason
+            self._answering.cancel()
+
+    def _chunk(self, body: bytes) -> EngineChunk:
+        try:
+            event = read_event(body)
+        except ProtocolError as error:
+            raise StreamBroken(error.message) from error
+        if event.error is not None:
+            raise StreamBroken(f"the engine failed: {event.error.message}")
+        if event.finish is None:
+            raise StreamBroken("the engine's answer has no finish reason")
+        gathered = _Gathered(self._reading)
+        gathered.take(event, body)
+        return gathered.chunk(event.finish, event.kv_transfer_params)
+
+
+class _Gathered:
+    """What the events of one read come to."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._raw: list[bytes] = []
+        self._token_ids: list[int] = []
+        self._text_chars: int | None = 0
+        self._cached_tokens: int | None = None
+        self.is_empty = True
+
+    def take(self, event: AnswerEvent, raw: bytes) -> None:
+        """Another event came."""
+        self.is_empty = False
+        self._token_ids.extend(event.token_ids)
+        chars = event.text_chars
+        self._text_chars = None if chars is None or self._text_chars is None else self._text_chars + chars
+        if event.usage is not None and event.usage.cached_tokens is not None:
+            self._cached_tokens = event.usage.cached_tokens
+        if self._reading.passes_raw and not (self._reading.added_usage and event.is_usage_alone):
+            self._raw.append(without_token_ids(raw) if self._reading.added_token_ids else raw)
+
+    def done(self, raw: bytes) -> None:
+        """The stream said that it is over."""
+        if self._reading.passes_raw:
+            self._raw.append(raw)
+
+    def chunk(self, finish: FinishReason | None, params: KvTransferParams | None) -> EngineChunk:
+        """Return all of it as one chunk."""
+        reading = self._reading
+        tells_text = reading.passes_raw and reading.added_token_ids
+        return EngineChunk(
+            token_ids=tuple(self._token_ids),
+            finish=finish,
+            cached_tokens=self._cached_tokens,
+            kv_transfer_params=params,
+            raw=b"".join(self._raw),
+            text_chars=self._text_chars if tells_text else None,
+        )

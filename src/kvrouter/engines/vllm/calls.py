@@ -1,0 +1,177 @@
+"""A leg as vLLM's server takes it: the client's call where it can go as it was written, else token ids."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
+from kvrouter.engines.openai.bodies import (
+    Body,
+    body_of,
+    bytes_of,
+    drop,
+    drop_inside,
+    is_set_inside,
+    put,
+    put_inside,
+)
+from kvrouter.engines.openai.streams import Reading
+
+KvParams = Mapping[str, object]
+
+ASK_FOR_KV: KvParams = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What asks a prefill worker to keep its KV for a decode worker: the words of vLLM's NIXL connector."""
+
+RANK_HEADER = "X-data-parallel-rank"
+REQUEST_ID_HEADER = "X-Request-Id"
+
+_CHAT_ONLY = (
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "reasoning_effort",
+    "include_reasoning",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "echo",
+)
+"""Fields of a chat that a completion of tokens has no use for, or reads otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmCall:
+    """What is sent to the engine, and how its answer is read."""
+
+    path: str
+    body: bytes
+    headers: Mapping[str, str]
+    streams: bool
+    reading: Reading
+
+
+def call_of(request: EngineRequest, *, model: str, n_ranks: int = 1) -> VllmCall:
+    """Return how vLLM is asked for a leg; ``model`` is what the engine calls it.
+
+    Raises InvalidRequest naming a field that is no object where it must be one.
+    """
+    headers = {REQUEST_ID_HEADER: request.engine_key}
+    if n_ranks > 1:
+        headers[RANK_HEADER] = str(request.dp_rank)
+    if request.leg is Leg.PREFILL:
+        return _prefill(request, model, headers)
+    if request.call is not None and not request.resumed_tokens:
+        return _as_written(request, request.call, model, headers)
+    return _tokens(request, model, headers)
+
+
+def _as_written(request: EngineRequest, call: ClientCall, model: str, headers: Mapping[str, str]) -> VllmCall:
+    body = _common(request, model)
+    adds_tokens = call.resumable and "return_token_ids" not in body
+    if adds_tokens:
+        put(body, return_token_ids=True)
+    adds_usage = call.stream and not is_set_inside(body, "stream_options", "include_usage")
+    if adds_usage:
+        put_inside(body, "stream_options", include_usage=True)
+    if request.kv_transfer_params is not None:
+        put(body, kv_transfer_params=request.kv_transfer_params)
+    return VllmCall(
+        path=call.route.value,
+        body=bytes_of(body),
+        headers=headers,
+        streams=call.stream,
+        reading=Reading(passes_raw=True, added_token_ids=adds_tokens, added_usage=adds_usage),
+    )
+
+
+def _prefill(request: EngineRequest, model: str, headers: Mapping[str, str]) -> VllmCall:
+    """One token of the same prompt, whose KV the engine then keeps for the decode worker."""
+    body = _common(request, model)
+    path = CallRoute.COMPLETION.value
+    if request.call is not None and not request.resumed_tokens:
+        path = request.call.route.value
+        if request.call.route is CallRoute.CHAT:
+            drop(body, "max_completion_tokens")
+    else:
+        _put_prompt(body, request)
+    drop(body, "stream_options", "min_tokens", "n", "best_of")
+    put(body, stream=False, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
+    return VllmCall(
+        path=path,
+        body=bytes_of(body),
+        headers=headers,
+        streams=False,
+        reading=Reading(passes_raw=False),
+    )
+
+
+def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> VllmCall:
+    """A completion of token ids: for what comes without a client's call, or goes on from another worker.
+
+    Stop strings stay with the router: only it knows the text before these tokens.
+    """
+    body = _common(request, model)
+    _put_prompt(body, request)
+    drop(body, "stop", "n", "best_of")
+    put(
+        body,
+        stream=True,
+        stream_options={"include_usage": True},
+        return_token_ids=True,
+        max_tokens=request.sampling.max_tokens,
+        min_tokens=request.sampling.min_tokens,
+    )
+    if request.kv_transfer_params is not None:
+        put(body, kv_transfer_params=request.kv_transfer_params)
+    return VllmCall(
+        path=CallRoute.COMPLETION.value,
+        body=bytes_of(body),
+        headers=headers,
+        streams=True,
+        reading=Reading(passes_raw=False),
+    )
+
+
+def _common(request: EngineRequest, model: str) -> Body:
+    body = body_of(request.call.body) if request.call is not None else _sampled(request.sampling)
+    put(body, model=request.lora_name or model)
+    if request.cache_namespace is not None:
+        put(body, cache_salt=request.cache_namespace)
+    drop_inside(body, "vllm_xargs", "kv_cache_report_mode")  # it repeats stores that no removal takes back
+    return body
+
+
+def _put_prompt(body: Body, request: EngineRequest) -> None:
+    drop(body, *_CHAT_ONLY)
+    put(body, prompt=list(request.token_ids))
+
+
+def _sampled(sampling: Sampling) -> Body:
+    """The body of a request that no client wrote."""
+    body: Body = {}
+    put(
+        body,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        ignore_eos=sampling.ignore_eos,
+        stop_token_ids=list(sampling.stop_token_ids),
+    )
+    if sampling.seed is not None:
+        put(body, seed=sampling.seed)
+    return body
