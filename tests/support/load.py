@@ -18,6 +18,18 @@ BEGINNINGS = 40
 
 BEGINNING_TOKENS = 256
 ANSWER_TOKENS = 8
+RETRY_S = 0.05
+"""A client rests for so long after an error."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An answer that ended with an error; when it was asked for and had ended, by the loop's clock."""
+
+    code: str
+    message: str
+    began_s: float
+    ended_s: float
 
 
 @dataclass
@@ -26,13 +38,17 @@ class Answers:
 
     whole: int = 0
     wrong: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     """Some of what was asked."""
 
     @property
     def total(self) -> int:
-        return self.whole + self.wrong + self.errors.total()
+        return self.whole + self.wrong + len(self.failures)
+
+    @property
+    def errors(self) -> Counter[str]:
+        return Counter(f"{each.code}: {each.message}" for each in self.failures)
 
 
 class Load:
@@ -48,6 +64,7 @@ class Load:
         self._model = model
         self._left = 0
         self._number = 0
+        self._failed = asyncio.Event()
 
     async def ask(self, n: int) -> None:
         """Ask ``n`` times and read every answer to its end."""
@@ -60,6 +77,14 @@ class Load:
     def stop(self) -> None:
         """Begin no more requests."""
         self._left = 0
+
+    async def until_failures(self, n: int) -> None:
+        """Return once so many answers more than now have ended with an error."""
+        n += len(self.answers.failures)
+        async with asyncio.timeout(ANSWERED_WITHIN_S):
+            while len(self.answers.failures) < n:
+                self._failed.clear()
+                await self._failed.wait()
 
     async def _go_on(self, session: aiohttp.ClientSession) -> None:
         while self._left > 0:
@@ -83,12 +108,17 @@ class Load:
             "temperature": 0,
             "stream": streams,
         }
+        clock_s = asyncio.get_running_loop().time
+        began_s = clock_s()
         try:
             async with session.post(f"{frontend.url}/v1/completions", json=body) as response:
                 page = await response.read()
                 text = _streamed(page) if streams and response.status == 200 else _told(page)
         except (aiohttp.ClientError, TimeoutError, _ToldError) as error:
-            self.answers.errors[f"{type(error).__name__}: {error}"] += 1
+            code = error.code if isinstance(error, _ToldError) else type(error).__name__
+            self.answers.failures.append(Failure(code, str(error), began_s, clock_s()))
+            self._failed.set()
+            await asyncio.sleep(RETRY_S)
             return
         if text == expected_text(prompt, ANSWER_TOKENS):
             self.answers.whole += 1
@@ -99,16 +129,20 @@ class Load:
 class _ToldError(Exception):
     """The frontend answered with an error."""
 
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
 
 def _told(page: bytes) -> str:
     answer = msgspec.json.decode(page)
     if "error" in answer:
-        raise _ToldError(answer["error"]["message"])
+        raise _ToldError(answer["error"]["code"], answer["error"]["message"])
     return str(answer["choices"][0]["text"])
 
 
 def _streamed(page: bytes) -> str:
     events = [line.removeprefix(b"data: ") for line in page.split(b"\n") if line.startswith(b"data: ")]
-    if events[-1] != b"[DONE]":
-        return _told(events[-1])
-    return "".join(_told(event) for event in events[:-1] if b'"choices":[{' in event)
+    *pieces, last = events
+    text = "".join(_told(event) for event in pieces if b'"choices":[{' in event)
+    return text if last == b"[DONE]" else text + _told(last)

@@ -13,7 +13,7 @@ from kvrouter.planes.events.zmq import ZmqEventSubscriber
 from tests.support.event_waits import card
 
 LIBZMQ_DEFAULT = 1_023
-FILES = 4 * LIBZMQ_DEFAULT
+FILES = 2_200
 
 
 def source(number: int) -> EventSource:

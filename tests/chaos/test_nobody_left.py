@@ -1,0 +1,48 @@
+"""A fleet that loses its last worker again and again: a client gets one error then, and never else."""
+
+import asyncio
+
+import pytest
+
+from tests.support.file_fleet import file_fleet
+from tests.support.load import Load
+from tests.support.nats_server import NatsServer
+from tests.support.process_planes import FILE_TCP_ZMQ, NATS_NATS_CORE, Planes
+
+FLEET = """
+version: 1
+models: [{name: mock, block_size: 64}]
+workers: [{name: worker, replicas: 2}]
+"""
+LOSSES = 4
+NOBODY = "no_eligible_worker"
+
+
+@pytest.mark.parametrize("planes", [FILE_TCP_ZMQ, NATS_NATS_CORE], ids=str)
+async def test_a_request_fails_once_and_only_while_nobody_may_take_it(
+    planes: Planes, shared_nats: NatsServer
+) -> None:
+    clock_s = asyncio.get_running_loop().time
+    async with file_fleet(FLEET, planes, shared_nats) as here:
+        load = Load(here.frontends, at_once=4)
+        loading = asyncio.create_task(load.ask(1_000_000))
+        without: list[tuple[float, float]] = []
+        for number in range(LOSSES):
+            first, last = (1, 2) if number % 2 else (2, 1)
+            await here.workers[first].kill()
+            begins_s = clock_s()
+            await here.workers[last].kill()
+            await load.until_failures(8)
+            await here.start_worker(last)
+            await here.is_known(last)
+            without.append((begins_s, clock_s()))
+            await here.start_worker(first)
+            await here.is_known(first)
+        load.stop()
+        await loading
+        answers = load.answers
+        assert answers.wrong == 0
+        for failure in answers.failures:
+            assert failure.code == NOBODY, failure
+            assert any(begin <= failure.ended_s and failure.began_s <= end for begin, end in without), failure
+        await here.is_well(answers.prompts)
