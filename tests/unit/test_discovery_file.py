@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import re
 import signal
 import stat
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -323,6 +325,30 @@ async def test_an_update_that_cannot_be_written_is_written_later(store: FileStor
     assert [what for what, _ in store.troubles] == ["worker 1"]
     await store.bring_back(is_empty=False)
     await ear.until_heard(card(), False, True, card(draining=True))
+
+
+async def test_a_full_disk_is_told_with_the_file_and_what_was_meant_is_written_later(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, fdopen = store.end(), os.fdopen
+    await end.publish(card())
+    ear = await listen(store.end())
+
+    def on_a_full_disk(file: int, mode: str) -> IO[bytes]:
+        if mode != "wb":
+            return fdopen(file, "rb")
+        os.close(file)
+        return Path("/dev/full").open("wb")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fdopen", on_a_full_disk)
+        with pytest.raises(ConfigError, match=r"No space left on device: .*worker-2"):
+            await store.end().publish(card(2))
+        await end.publish(card(draining=True))
+    [(what, why)] = store.troubles
+    assert what == "worker 1"
+    assert re.search(r"cannot be written: .*No space left on device: .*worker-1", why)
+    await ear.until_heard(card(), card(draining=True))
 
 
 async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:

@@ -8,6 +8,8 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -108,15 +110,17 @@ class Folder:
 
     def renew(self, held: Held) -> Held | Gone:
         """Renew the lease; a file that is gone is written again. Or return how the card lost its place."""
+        path = self.path / card_name(held.record.card.worker_id)
         try:
-            file = os.open(self.path / card_name(held.record.card.worker_id), _READ)
+            file = os.open(path, _READ)
         except FileNotFoundError:
             self.open()
             return self._write(held.record)
         try:
             if stamp_of(os.fstat(file)) == held.stamp:
                 renewed_ns = max(time.time_ns(), held.stamp.modified_ns + _RENEWED_BY_NS)
-                os.utime(file, ns=(renewed_ns, renewed_ns))
+                with _naming(path):
+                    os.utime(file, ns=(renewed_ns, renewed_ns))
                 return Held(held.record, stamp_of(os.fstat(file)))
         finally:
             os.close(file)
@@ -135,7 +139,7 @@ class Folder:
         half = self.path / f".{name.removesuffix('.json')}.{secrets.token_hex(8)}.half"
         file = os.open(half, _WRITE, 0o600)
         try:
-            with os.fdopen(file, "wb") as opened:
+            with _naming(half), os.fdopen(file, "wb") as opened:
                 opened.write(encode_record(record))
                 opened.flush()
                 stamp = stamp_of(os.fstat(opened.fileno()))
@@ -144,6 +148,17 @@ class Folder:
             half.unlink(missing_ok=True)
             raise
         return Held(record, stamp)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say of an error of the system which file it is about, where the system does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _check(path: Path) -> None:
