@@ -13,6 +13,7 @@ from kvrouter.assembly.described import (
     numbered_workers,
     worker_card,
 )
+from kvrouter.assembly.mock_account import tell_mock_account
 from kvrouter.config import FleetFile, WorkerGroup
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
@@ -61,6 +62,7 @@ class MockFleet:
         for worker in self.workers.values():
             await worker.stop()
         await self.requests.close()
+        tell_mock_account(self.cluster)
         self._encode_pool.close()
 
     async def _start(self, worker_id: WorkerId, group: WorkerGroup) -> None:

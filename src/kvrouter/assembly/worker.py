@@ -19,6 +19,7 @@ from kvrouter.assembly.described import (
     numbered_workers,
     worker_card,
 )
+from kvrouter.assembly.mock_account import tell_mock_account
 from kvrouter.assembly.nats import revealed
 from kvrouter.assembly.standby import until_free
 from kvrouter.assembly.texts import MOCK_TOKENIZER
@@ -199,6 +200,7 @@ async def mock_worker(
                 await worker.stop()
     finally:
         await cluster.close()
+        tell_mock_account(cluster)
         pool.close()
 
 

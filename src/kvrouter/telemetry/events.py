@@ -54,6 +54,7 @@ class Event(StrEnum):
     ENGINE_AWAITED = "engine_awaited"
     ENGINE_SILENT = "engine_silent"
     ENGINE_ANSWERS = "engine_answers"
+    MOCK_ENDED = "mock_ended"
     CACHE_PARTIAL = "cache_partial"
     FEED_STATE = "feed_state"
     KV_EVENTS_MISSING = "kv_events_missing"
@@ -221,6 +222,11 @@ EVENTS: dict[Event, EventSpec] = {
         logging.ERROR, "The engine beside this worker does not answer: the worker takes no new requests."
     ),
     Event.ENGINE_ANSWERS: EventSpec(logging.INFO, "The engine beside this worker answers again."),
+    Event.MOCK_ENDED: EventSpec(
+        logging.INFO,
+        "What mock engines did, as their process ends: KV carried between domains, pulls, connections that "
+        "were refused, and how long their clock stood still on a machine too slow for them.",
+    ),
     Event.CACHE_PARTIAL: EventSpec(
         logging.WARNING, "Some of an engine's KV events are lost for good: it holds more than is known."
     ),
