@@ -270,7 +270,10 @@ class Told:
     async def silent(self, request: Request, responder: Responder) -> None:
         """A long prefill: nothing is written before the client goes."""
         self.began.set()
-        self.reasons.append(await responder.wait_disconnected())
+        gone = asyncio.Event()
+        responder.on_disconnect(self.reasons.append)
+        responder.on_disconnect(lambda _: gone.set())
+        await gone.wait()
 
     async def silent_stream(self, request: Request, responder: Responder) -> None:
         """A stream whose first token is far away."""

@@ -2,7 +2,7 @@
 
 Bytes written in one turn of the event loop leave together, in one chunk and one send. When the client goes
 away nothing is raised into a handler that only writes: it asks (``responder.disconnected``,
-``stream.ready``), waits (``wait_disconnected``, ``wait_ready``), or is told (``on_disconnect``).
+``stream.ready``), waits (``wait_ready``), or is told (``on_disconnect``).
 """
 
 import asyncio
@@ -194,15 +194,6 @@ class Responder:
             self._on_disconnect.append(callback)
         else:
             asyncio.get_running_loop().call_soon(callback, self.disconnected)
-
-    async def wait_disconnected(self) -> Disconnect:
-        """Returns when the client goes before the end of the answer, else never; may be cancelled safely."""
-        gone = asyncio.Event()
-        self.on_disconnect(lambda _: gone.set())
-        await gone.wait()
-        if self.disconnected is None:
-            raise RuntimeError("told of a disconnect that did not happen")
-        return self.disconnected
 
     async def send(self, status: int, headers: ResponseHeaders = (), body: bytes = b"") -> None:
         """The whole answer; returns when the client has taken all but what the high-water mark allows.
