@@ -21,7 +21,7 @@ from benchmarks.workload import (
     random_tokens,
 )
 from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import KvBatch, KvEvent, Stored
+from kvrouter.core.events import Cleared, KvBatch, KvEvent, Stored
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.index.native import BlockIndex as NativeIndex
@@ -189,4 +189,4 @@ class Memory:
 
     def _drop(self) -> None:
         for worker in range(self._params["n_workers"]):
-            self._index.drop(Slot(worker))
+            self._index.apply(Slot(worker), [Cleared()])

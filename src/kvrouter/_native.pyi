@@ -6,7 +6,7 @@ hash column is ``bytes``: unsigned 64-bit integers, little-endian, 8 bytes each.
 writable, C-contiguous buffer of unsigned 32-bit integers over slots.
 
 Short calls keep the interpreter lock: a call of one microsecond that gave it up could wait milliseconds to
-get it back. Big batches, ``dump``, ``load`` and ``drop`` give it up.
+get it back. Big batches and ``dump`` give it up.
 """
 
 from collections.abc import Sequence
@@ -138,12 +138,12 @@ class BlockIndex:
     def __new__(cls, *, blocks_per_rank_max: int = ...) -> BlockIndex: ...
     def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
         """Apply events of one rank, in order; more than 4,096 blocks give the interpreter lock up."""
-    def load(self, slot: Slot, events: Sequence[Held]) -> Applied:
-        """Replace what the rank holds by a snapshot."""
+    def drop_some(self, slot: Slot) -> Applied:
+        """Forget some of what the rank holds, a few thousand blocks: none when nothing is left."""
     def dump(self, slot: Slot) -> list[Held]:
         """A snapshot of the rank, at most 4,096 blocks an event, by medium and rising engine hash."""
-    def drop(self, slot: Slot) -> int:
-        """Forget the rank; return how many blocks it held."""
+    def dump_some(self, slot: Slot, place: int = 0) -> tuple[list[Held], int] | None:
+        """Some of a snapshot, a few thousand blocks, and the place of what follows; None after the last."""
     def overlap(self, prompt: Prompt, out: U32Buffer, medium: Medium = ...) -> None:
         """Fill ``out`` with the longest contiguous prefix of the prompt's blocks that each slot holds.
 

@@ -57,7 +57,8 @@ def test_an_empty_index_overlaps_nothing(index: BlockIndex) -> None:
     assert overlap(index, prompt(3)) == {}
     assert overlap(index, prompt(0)) == {}
     assert index.held(A) == 0
-    assert index.drop(A) == 0
+    assert index.drop_some(A).cleared == 0
+    assert index.dump_some(A) is None
     assert index.dump(A) == []
     assert index.stats().ranks == 0
 
@@ -189,7 +190,7 @@ def test_a_snapshot_gives_an_equal_rank(make: Callable[..., BlockIndex]) -> None
     snapshot = index.dump(A)
     assert sum(event.n_blocks for event in snapshot) == 6
     for other in (make(), index):
-        applied = other.load(C, snapshot)
+        applied = other.apply(C, [Cleared(), *snapshot])
         assert (applied.stored, applied.repeated) == (4, 2)
         assert other.dump(C) == snapshot
         other.apply(C, [removed(2, 3)])
@@ -199,19 +200,31 @@ def test_a_snapshot_gives_an_equal_rank(make: Callable[..., BlockIndex]) -> None
         assert overlap(other, p, Medium.EXTERNAL).get(C) == 1
 
 
-def test_load_replaces_what_was_there(index: BlockIndex) -> None:
-    p = prompt(2)
-    index.apply(A, [stored([1, 2], p)])
-    applied = index.load(A, [Held(pack_hashes([9]), p.sequence_hashes[:8])])
-    assert (applied.cleared, applied.stored) == (2, 1)
-    assert overlap(index, p) == {A: 1}
-    assert index.load(A, []).cleared == 1
-    assert index.stats().ranks == 0
+def test_a_rank_is_emptied_and_listed_part_by_part(make: Callable[..., BlockIndex]) -> None:
+    n_blocks = 20_000
+    names, sequences = (np.arange(n_blocks, dtype=np.uint64) * 3 + first for first in (5, 7))
+    index, other = make(), make()
+    for medium in (Medium.GPU, Medium.DISK):
+        index.apply(A, [Held(names.tobytes(), sequences.tobytes(), medium)])
+    index.apply(A, [Held(names[:9].tobytes(), sequences[:9].tobytes())])
+    index.apply(B, [Held(names.tobytes(), sequences.tobytes())])
+    place = 0
+    while (some := index.dump_some(A, place)) is not None:
+        events, place = some
+        other.apply(C, events)
+    assert other.dump(C) == index.dump(A)
+    dropped = []
+    while (applied := index.drop_some(A)).cleared:
+        dropped.append(applied.cleared)
+        assert sum(dropped) + index.held(A) + index.held(A, Medium.DISK) == 2 * n_blocks
+    assert (len(dropped) > 1, sum(dropped)) == (True, 2 * n_blocks)
+    assert index.dump(A) == []
+    assert index.stats().blocks == (n_blocks, 0, 0, 0), "nobody else's blocks went"
 
 
 def test_a_child_finds_a_parent_that_came_by_snapshot(index: BlockIndex) -> None:
     p = prompt(3)
-    index.load(A, [Held(pack_hashes([5, 6]), p.sequence_hashes[:16])])
+    index.apply(A, [Held(pack_hashes([5, 6]), p.sequence_hashes[:16])])
     assert index.apply(A, [stored([7], p, 2, parent=6)]).stored == 1
     assert overlap(index, p) == {A: 3}
 
@@ -230,7 +243,7 @@ def test_many_holders(index: BlockIndex) -> None:
         index.apply(Slot(slot), [stored(list(range(1 + slot % 8)), p)])
     assert overlap(index, p) == {slot: 1 + slot % 8 for slot in range(0, 900, 3)}
     for slot in range(0, 900, 6):
-        index.drop(Slot(slot))
+        index.apply(Slot(slot), [Cleared()])
     assert overlap(index, p) == {slot: 1 + slot % 8 for slot in range(3, 900, 6)}
 
 
@@ -240,7 +253,7 @@ def test_out_has_a_place_for_each_slot_in_use(index: BlockIndex) -> None:
     with pytest.raises(ValueError, match="out: a place for each of the 701 slots in use, not 700"):
         index.overlap(p, np.zeros(700, np.uint32))
     index.overlap(p, np.zeros(701, np.uint32))
-    index.drop(C)
+    index.apply(C, [Cleared()])
     index.overlap(p, np.zeros(0, np.uint32))
 
 
@@ -258,6 +271,6 @@ def test_sizes_are_counted(index: BlockIndex) -> None:
     assert stats.blocks == (12, 0, 0, 0)
     assert stats.sequences == (4, 0, 0, 0)
     assert stats.ranks == 3
-    assert [index.drop(slot) for slot in (A, B, C)] == [4, 4, 4]
+    assert [index.apply(slot, [Cleared()]).cleared for slot in (A, B, C)] == [4, 4, 4]
     stats = index.stats()
     assert (stats.blocks, stats.sequences, stats.ranks, stats.bytes) == ((0,) * 4, (0,) * 4, 0, 0)

@@ -225,8 +225,13 @@ class FeedMachine(RuleBasedStateMachine):
     def discover(self) -> None:
         self.do(self.feed.on_new_epoch(self.publisher.epoch, now_s=self.now_s))
 
+    @precondition(lambda self: self.asks)
+    @rule(which=INDEXES)
+    def a_question_goes_out(self, which: int) -> None:
+        self.feed.on_asked(self.asks[which % len(self.asks)].ticket, now_s=self.now_s)
+
     @precondition(lambda self: self.feed.next_timeout_s is not None)
-    @rule(passed_s=st.sampled_from([1.0, 6.0, 11.0]))
+    @rule(passed_s=st.sampled_from([1.0, 6.0, 11.0, 61.0]))
     def pass_time(self, passed_s: float) -> None:
         self.now_s += passed_s
         self.do(self.feed.on_timeout(now_s=self.now_s))

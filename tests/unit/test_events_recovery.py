@@ -142,6 +142,25 @@ def test_an_answer_that_never_comes_is_none_in_time() -> None:
     assert run_in_virtual_time(timed()) == pytest.approx(5.0)
 
 
+def test_a_large_answer_may_take_long_as_long_as_its_pieces_come() -> None:
+    wire = Wire()
+    n_pieces = 3
+
+    async def slow(question: bytes) -> bytes | None:
+        nonlocal n_pieces
+        await asyncio.sleep(4.0 if n_pieces else 6.0)
+        n_pieces -= 1
+        return await wire.ask(question)
+
+    async def timed() -> float:
+        assert await recover_snapshot(slow, RANK, timeout_s=5.0) is None
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(timed()) == pytest.approx(17.0), "it falls silent after the third piece"
+    n_pieces = 10_000
+    assert run_in_virtual_time(recover_snapshot(slow, RANK, timeout_s=5.0)) == wire.source.snapshot
+
+
 def test_a_worker_with_too_many_transfers_does_no_work_and_is_asked_again() -> None:
     wire = Wire()
     begun = [wire.begin() for _ in range(3)]

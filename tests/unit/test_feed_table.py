@@ -280,11 +280,27 @@ def test_an_orphan_during_recovery_makes_the_range_a_snapshot() -> None:
 def test_an_answer_that_takes_too_long_is_none() -> None:
     feed = live_feed()
     feed.on_batch(stores(5, 1), now_s=1.0)
+    feed.on_asked(2, now_s=1.0)
     assert feed.next_timeout_s == 6.0
     assert feed.on_timeout(now_s=5.9) == []
     assert deeds(feed.on_timeout(now_s=6.0)) == [AskSnapshot(3)]
-    assert deeds(feed.on_timeout(now_s=11.0)) == [Empty(), Apply(stores(5, 1).events)]
+    feed.on_asked(3, now_s=6.0)
+    assert feed.next_timeout_s == 66.0, "a whole state may be long: who asks gives up when nothing comes"
+    assert feed.is_asking
+    assert deeds(feed.on_timeout(now_s=66.0)) == [Empty(), Apply(stores(5, 1).events)]
     assert state(feed) is FeedState.PARTIAL
+    assert not feed.is_asking
+
+
+def test_the_time_for_an_answer_begins_when_its_question_goes_out() -> None:
+    feed = live_feed()
+    feed.on_batch(stores(5, 1), now_s=1.0)
+    assert feed.next_timeout_s is None
+    assert feed.on_timeout(now_s=100.0) == []
+    feed.on_asked(1, now_s=100.0)  # given up long ago
+    assert feed.next_timeout_s is None
+    feed.on_asked(2, now_s=200.0)
+    assert feed.next_timeout_s == 205.0
 
 
 def test_a_full_inbox_keeps_the_newest_batch_and_asks_for_a_snapshot() -> None:

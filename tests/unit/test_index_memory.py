@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Removed, Stored
+from kvrouter.core.events import Cleared, Removed, Stored
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
 from kvrouter.index.native import BlockIndex
@@ -30,7 +30,7 @@ def test_memory_is_small_and_returns(shared: bool, bytes_max: float) -> None:
     assert index.stats().blocks[0] == N_RANKS * BLOCKS_A_RANK
     assert index.stats().bytes / (N_RANKS * BLOCKS_A_RANK) < bytes_max
     for rank in range(N_RANKS):
-        assert index.drop(Slot(rank)) == BLOCKS_A_RANK
+        assert index.apply(Slot(rank), [Cleared()]).cleared == BLOCKS_A_RANK
     assert index.stats().bytes == 0
 
 

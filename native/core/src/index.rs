@@ -4,6 +4,7 @@
 //! engine's hashes to sequence hashes. Engine hashes are opaque: two ranks may call one block by two names,
 //! and two blocks by one.
 
+pub use crate::events::{Applied, Event, HeldColumns};
 use crate::hashing::chain;
 pub use crate::holders::SLOTS_MAX;
 use crate::holders::{HolderSets, Holders};
@@ -11,6 +12,7 @@ use crate::overlap::{overlap, Mixer};
 use crate::pages::PagePool;
 use crate::rank::{Placed, Rank, TakenBack};
 use crate::table::Table;
+use std::ops::Range;
 
 /// GPU, CPU, disk, external.
 pub const MEDIA: usize = 4;
@@ -18,58 +20,9 @@ pub const MEDIA: usize = 4;
 /// Blocks whose places are fetched together before they are written.
 const TOGETHER: usize = 32;
 
-/// What became of the events that were applied, in blocks.
-#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
-pub struct Applied {
-    pub stored: u64,
-    pub repeated: u64,
-    pub replaced: u64,
-    pub removed: u64,
-    pub unknown_removed: u64,
-    pub orphaned: u64,
-    pub cleared: u64,
-    pub over_limit: u64,
-}
-
-/// One KV event; hashes are columns of equal length.
-pub enum Event<'a> {
-    Stored {
-        parent: Option<u64>,
-        engine_hashes: &'a [u64],
-        block_hashes: &'a [u64],
-        medium: usize,
-    },
-    Removed {
-        engine_hashes: &'a [u64],
-        medium: usize,
-    },
-    Cleared,
-    /// Blocks named by sequence hash, as in a snapshot.
-    Held {
-        engine_hashes: &'a [u64],
-        sequence_hashes: &'a [u64],
-        medium: usize,
-    },
-}
-
-impl Event<'_> {
-    /// The blocks that the event names.
-    pub fn n_blocks(&self) -> usize {
-        match self {
-            Event::Stored { engine_hashes, .. }
-            | Event::Removed { engine_hashes, .. }
-            | Event::Held { engine_hashes, .. } => engine_hashes.len(),
-            Event::Cleared => 0,
-        }
-    }
-}
-
-/// The blocks of one medium at one rank, as a snapshot lists them.
-pub struct HeldColumns {
-    pub medium: usize,
-    pub engine_hashes: Vec<u64>,
-    pub sequence_hashes: Vec<u64>,
-}
+/// A place within a dump: the medium, and in so many low bits the part of its table.
+const PART_BITS: u32 = 32;
+const PART_MAX: u64 = 1 << PART_BITS;
 
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct IndexStats {
@@ -221,28 +174,16 @@ impl BlockIndex {
     /// Removes everything that the rank at `slot` holds; returns how many blocks that were.
     pub fn drop_rank(&mut self, slot: u32) -> usize {
         let mut n_blocks = 0;
-        for medium in &mut self.media {
-            let Some(mut rank) = medium.ranks.get_mut(slot as usize).and_then(Option::take) else { continue };
-            n_blocks += rank.names.len();
-            let (pages, blocks, sets) = (&mut self.pages, &mut medium.blocks, &mut medium.sets);
-            let mut sequences = Vec::with_capacity(rank.names.len());
-            rank.names.for_each(|_, sequence| sequences.push(sequence));
-            rank.names.clear(pages);
-            for chunk in sequences.chunks(TOGETHER) {
-                for &sequence in chunk {
-                    blocks.prefetch_for_change(sequence);
-                }
-                for &sequence in chunk {
-                    rank.give_up(pages, blocks, sets, slot, sequence);
-                }
+        loop {
+            match self.drop_some(slot) {
+                0 => return n_blocks,
+                n_dropped => n_blocks += n_dropped,
             }
-            medium.forget_rank(slot);
         }
-        n_blocks
     }
 
-    /// Removes some of what the rank at `slot` holds, a few thousand blocks at most; returns how many, 0 when it holds
-    /// nothing any more.
+    /// Removes some of what the rank at `slot` holds, a few thousand blocks at most; returns how many, 0 when it
+    /// holds nothing any more.
     pub fn drop_some(&mut self, slot: u32) -> usize {
         for medium in &mut self.media {
             let Some(rank) = medium.ranks.get_mut(slot as usize).and_then(Option::as_deref_mut) else {
@@ -286,19 +227,41 @@ impl BlockIndex {
     /// The blocks of the rank at `slot`, by medium and rising engine hash; a block stored n times is listed n
     /// times.
     pub fn dump(&self, slot: u32) -> Vec<HeldColumns> {
-        let mut columns = Vec::new();
-        for (medium, held) in self.media.iter().enumerate() {
-            let Some(rank) = held.rank(slot) else { continue };
-            let mut pairs = Vec::with_capacity(rank.names.len());
-            rank.names.for_each(|name, sequence| {
+        let parts_of = |medium: &Medium| medium.rank(slot).map_or(0, |rank| rank.names.n_parts());
+        let each = self.media.iter().enumerate().filter(|(_, held)| held.rank(slot).is_some());
+        each.map(|(medium, held)| self.listed(slot, medium, 0..parts_of(held))).collect()
+    }
+
+    /// Some of what the rank at `slot` holds, a few thousand names at most, and the place where the rest begins;
+    /// None after the last part. The first place is 0. All parts together are what `dump` gives, in another order,
+    /// if nothing was applied to the rank meanwhile.
+    pub fn dump_some(&self, slot: u32, place: u64) -> Option<(HeldColumns, u64)> {
+        let (first_medium, mut part) = ((place >> PART_BITS) as usize, (place & (PART_MAX - 1)) as usize);
+        for medium in first_medium..MEDIA {
+            let n_parts = self.media[medium].rank(slot).map_or(0, |rank| rank.names.n_parts());
+            if part < n_parts {
+                let place = (medium as u64) << PART_BITS | (part as u64 + 1);
+                return Some((self.listed(slot, medium, part..part + 1), place));
+            }
+            part = 0;
+        }
+        None
+    }
+
+    /// What the rank at `slot`, which holds something in the medium, has in some parts of its table, by rising
+    /// engine hash.
+    fn listed(&self, slot: u32, medium: usize, parts: Range<usize>) -> HeldColumns {
+        let rank = self.media[medium].rank(slot).expect("the rank holds blocks in the medium");
+        let mut pairs = Vec::new();
+        for part in parts {
+            rank.names.for_each_in(part, |name, sequence| {
                 let pair = (self.mixer.name(name), self.mixer.hash(sequence));
                 pairs.extend(std::iter::repeat_n(pair, rank.n_stores(name)));
             });
-            pairs.sort_unstable();
-            let (engine_hashes, sequence_hashes) = pairs.into_iter().unzip();
-            columns.push(HeldColumns { medium, engine_hashes, sequence_hashes });
         }
-        columns
+        pairs.sort_unstable();
+        let (engine_hashes, sequence_hashes) = pairs.into_iter().unzip();
+        HeldColumns { medium, engine_hashes, sequence_hashes }
     }
 
     /// How many blocks the rank at `slot` holds in the medium.

@@ -263,16 +263,28 @@ impl<V: Copy> Table<V> {
         entries
     }
 
+    /// Into how many parts of a few thousand entries the table falls; 0 when it is empty.
+    pub fn n_parts(&self) -> usize {
+        if self.is_empty() {
+            return 0;
+        }
+        self.shards.len().max(1)
+    }
+
+    /// Calls `f` with every key and value of one part, in no order.
+    pub fn for_each_in(&self, part: usize, mut f: impl FnMut(u64, V)) {
+        if let Some(shard) = self.shards.get(part) {
+            shard.for_each(&mut f);
+        }
+        if let (0, Some(value)) = (part, self.of_reserved_key) {
+            f(RESERVED_KEY, value);
+        }
+    }
+
     /// Calls `f` with every key and value, in no order.
     pub fn for_each(&self, mut f: impl FnMut(u64, V)) {
-        let mut last = None;
-        for &index in &self.directory {
-            if last.replace(index) != Some(index) {
-                self.shards[index as usize].for_each(&mut f);
-            }
-        }
-        if let Some(value) = self.of_reserved_key {
-            f(RESERVED_KEY, value);
+        for part in 0..self.n_parts() {
+            self.for_each_in(part, &mut f);
         }
     }
 }

@@ -113,30 +113,34 @@ impl BlockIndex {
         Ok(self.apply_batch(py, slot, &batch).into())
     }
 
-    fn load(&self, py: Python<'_>, slot: i64, events: &Bound<'_, PyAny>) -> PyResult<Applied> {
-        let slot = checked_slot(slot)?;
-        let batch = events::decode(events)?;
-        let cleared = self.drop_blocks(py, slot) as u64;
-        let applied = self.apply_batch(py, slot, &batch);
-        Ok(index::Applied { cleared: applied.cleared + cleared, ..applied }.into())
-    }
-
     fn dump<'py>(&self, py: Python<'py>, slot: i64) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let slot = checked_slot(slot)?;
         let columns = py.detach(|| self.wait().dump(slot));
         let mut held = Vec::new();
         for column in &columns {
-            let chunks = column.engine_hashes.chunks(events::HELD_BLOCKS_MAX);
-            for (names, sequences) in chunks.zip(column.sequence_hashes.chunks(events::HELD_BLOCKS_MAX)) {
-                held.push(events::held(to_column(py, names)?, to_column(py, sequences)?, column.medium)?);
-            }
+            extend_held(py, &mut held, column)?;
         }
         Ok(held)
     }
 
-    fn drop(&self, py: Python<'_>, slot: i64) -> PyResult<usize> {
+    #[pyo3(signature = (slot, place=0))]
+    fn dump_some<'py>(
+        &self,
+        py: Python<'py>,
+        slot: i64,
+        place: u64,
+    ) -> PyResult<Option<(Vec<Bound<'py, PyAny>>, u64)>> {
         let slot = checked_slot(slot)?;
-        Ok(self.drop_blocks(py, slot))
+        let Some((column, next)) = self.lock(py).dump_some(slot, place) else { return Ok(None) };
+        let mut held = Vec::new();
+        extend_held(py, &mut held, &column)?;
+        Ok(Some((held, next)))
+    }
+
+    fn drop_some(&self, py: Python<'_>, slot: i64) -> PyResult<Applied> {
+        let slot = checked_slot(slot)?;
+        let cleared = self.lock(py).drop_some(slot) as u64;
+        Ok(index::Applied { cleared, ..index::Applied::default() }.into())
     }
 
     #[pyo3(signature = (prompt, out, medium=0))]
@@ -213,28 +217,19 @@ impl BlockIndex {
             applied
         })
     }
+}
 
-    fn drop_blocks(&self, py: Python<'_>, slot: u32) -> usize {
-        {
-            let mut index = self.lock(py);
-            if (0..MEDIA).map(|medium| index.held(slot, medium)).sum::<usize>() <= DETACH_BLOCKS {
-                return index.drop_rank(slot);
-            }
-        }
-        py.detach(|| {
-            let mut n_blocks = 0;
-            loop {
-                let n_dropped = self.wait().drop_some(slot);
-                if n_dropped == 0 {
-                    return n_blocks;
-                }
-                n_blocks += n_dropped;
-                if self.n_waiting.load(Ordering::Relaxed) > 0 {
-                    std::thread::yield_now();
-                }
-            }
-        })
+/// Appends a column as events that are short enough to be applied in one turn.
+fn extend_held<'py>(
+    py: Python<'py>,
+    held: &mut Vec<Bound<'py, PyAny>>,
+    column: &index::HeldColumns,
+) -> PyResult<()> {
+    let chunks = column.engine_hashes.chunks(events::HELD_BLOCKS_MAX);
+    for (names, sequences) in chunks.zip(column.sequence_hashes.chunks(events::HELD_BLOCKS_MAX)) {
+        held.push(events::held(to_column(py, names)?, to_column(py, sequences)?, column.medium)?);
     }
+    Ok(())
 }
 
 pub fn checked_slot(slot: i64) -> PyResult<u32> {

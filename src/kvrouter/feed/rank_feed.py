@@ -44,8 +44,8 @@ class RankFeed:
     """Turns what arrives from one worker rank into commands for its driver.
 
     ``now_s`` is any clock that never goes back, the same one for every call. The driver carries the commands
-    out in order before its next call, and hands in the answer to every ask, with its ticket, or lets it time
-    out.
+    out in order before its next call. It says when each ask goes out, and hands in its answer, with its
+    ticket, or lets it time out.
     """
 
     __slots__ = ("_track", "rank")
@@ -75,16 +75,26 @@ class RankFeed:
         return self._track.next_event_id
 
     @property
+    def is_asking(self) -> bool:
+        """Whether an answer is awaited: without it, the open question is of no use any more."""
+        return self._track.ask is not None
+
+    @property
     def next_timeout_s(self) -> float | None:
         """When to call :meth:`on_timeout` next; None while only an input can change anything."""
         track = self._track
         if track.ask is not None:
-            return track.ask.asked_s + track.limits.answer_timeout_s
+            return track.ask.due_s
         return track.retry_s if track.state is FeedState.PARTIAL else None
 
     def on_batch(self, batch: KvBatch, *, now_s: float) -> list[Command]:
         """A batch arrived. An empty one tells how far the ids have come: it reveals a lost tail."""
         return self._handle(batch, now_s)
+
+    def on_asked(self, ticket: int, *, now_s: float) -> None:
+        """An ask went out, perhaps long after it was made: the time for its answer begins."""
+        self._track.now_s = now_s
+        self._track.went_out(ticket)
 
     def on_range(self, ticket: int, batch: KvBatch | None, *, now_s: float) -> list[Command]:
         """The answer to :class:`AskRange`."""

@@ -1,7 +1,7 @@
 """Where one feed stands in its stream, and the moves from there; the table says which input makes which."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from kvrouter.core.events import Cleared, KvBatch, KvEvent, KvSnapshot
@@ -30,11 +30,14 @@ class Asked(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The one question that is open; an answer with another ticket is to a question given up."""
+    """The one question that is open; an answer with another ticket is to a question given up.
+
+    ``due_s``: when its answer is taken for none; None until the question went out.
+    """
 
     ticket: int
     what: Asked
-    asked_s: float
+    due_s: float | None = None
 
 
 class Track:
@@ -91,7 +94,14 @@ class Track:
 
     def is_ask_overdue(self) -> bool:
         """Whether the open ask waits for too long."""
-        return self.ask is not None and self.now_s >= self.ask.asked_s + self.limits.answer_timeout_s
+        return self.ask is not None and self.ask.due_s is not None and self.now_s >= self.ask.due_s
+
+    def went_out(self, ticket: int) -> None:
+        """The question goes out now: its answer's time counts from here."""
+        if self.ask is not None and self.ask.ticket == ticket:
+            is_range = self.ask.what is Asked.RANGE
+            timeout_s = self.limits.range_timeout_s if is_range else self.limits.snapshot_timeout_s
+            self.ask = replace(self.ask, due_s=self.now_s + timeout_s)
 
     def advance(self, batch: KvBatch) -> None:
         """Apply what is new in a batch that begins at or before the next id."""
@@ -239,7 +249,7 @@ class Track:
 
     def _open(self, what: Asked) -> int:
         self.tickets += 1
-        self.ask = Ask(self.tickets, what, self.now_s)
+        self.ask = Ask(self.tickets, what)
         return self.tickets
 
     def count(self, name: FeedCount, n: int = 1) -> None:

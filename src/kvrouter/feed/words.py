@@ -44,7 +44,8 @@ class FeedLimits:
 
     ``inbox_events_max``: events kept while an answer is awaited; when full, all but the newest batch are let
     go and a snapshot brings them back. ``range_events_max``: a longer gap is asked for as a snapshot at once;
-    the size of a publisher's ring. ``answer_timeout_s``: an answer that takes longer is taken for none.
+    the size of a publisher's ring. ``range_timeout_s``, ``snapshot_timeout_s``: an answer that takes longer,
+    from when its question went out, is taken for none; who asks gives up earlier when nothing comes any more.
     ``snapshot_retry_s``: how long a partial feed waits before it asks again, and the least time between two
     snapshots for orphans. ``epochs_max``: how many ended epochs are remembered, and how many unconfirmed ones
     are kept apart.
@@ -52,7 +53,8 @@ class FeedLimits:
 
     inbox_events_max: int = 8192
     range_events_max: int = 1024
-    answer_timeout_s: float = 5.0
+    range_timeout_s: float = 5.0
+    snapshot_timeout_s: float = 60.0
     snapshot_retry_s: float = 10.0
     epochs_max: int = 8
 

@@ -66,7 +66,7 @@ class NaiveBlockIndex:
                 for name in unpack_hashes(event.engine_hashes):
                     self._remove(slot, event.medium, EngineHash(name), applied)
             else:
-                applied.cleared += self.drop(slot)
+                applied.cleared += sum(len(ranks.pop(slot, {})) for ranks in self._media.values())
         return applied
 
     def _stored(self, slot: Slot, event: Stored, applied: NaiveApplied) -> None:
@@ -119,13 +119,6 @@ class NaiveBlockIndex:
         if not rank:
             del self._media[medium][slot]
 
-    def load(self, slot: Slot, events: Sequence[Held]) -> NaiveApplied:
-        """Replace what the rank holds by a snapshot."""
-        cleared = self.drop(slot)
-        applied = self.apply(slot, events)
-        applied.cleared += cleared
-        return applied
-
     def dump(self, slot: Slot) -> list[Held]:
         """Return a snapshot of the rank."""
         _check(slot)
@@ -141,10 +134,16 @@ class NaiveBlockIndex:
                 events.append(Held(pack_hashes(names), pack_hashes(sequences), medium))
         return events
 
-    def drop(self, slot: Slot) -> int:
-        """Forget the rank; return how many blocks it held."""
+    def dump_some(self, slot: Slot, place: int = 0) -> tuple[list[Held], int] | None:
+        """Return one event of the snapshot, and the number of the next."""
+        events = self.dump(slot)[place : place + 1]
+        return (events, place + 1) if events else None
+
+    def drop_some(self, slot: Slot) -> NaiveApplied:
+        """Forget one medium of the rank."""
         _check(slot)
-        return sum(len(ranks.pop(slot, {})) for ranks in self._media.values())
+        n_blocks = next((len(ranks.pop(slot)) for ranks in self._media.values() if slot in ranks), 0)
+        return NaiveApplied(cleared=n_blocks)
 
     def overlap(self, prompt: Prompt, out: OverlapColumn, medium: Medium = Medium.GPU) -> None:
         """Fill ``out`` with the longest contiguous prefix of the prompt's blocks that each slot holds."""

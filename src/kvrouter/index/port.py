@@ -76,17 +76,27 @@ class IndexStats(Protocol):
 class BlockIndex(Protocol):
     """Who holds which blocks, as the engines' events say."""
 
-    def apply(self, slot: Slot, events: Sequence[KvEvent]) -> Applied:
-        """Apply events of one rank, in order; nothing is applied when one of them is malformed."""
+    def apply(self, slot: Slot, events: Sequence[KvEvent | Held]) -> Applied:
+        """Apply events of one rank, or parts of its snapshot, in order; none of them if one is malformed."""
 
-    def load(self, slot: Slot, events: Sequence[Held]) -> Applied:
-        """Replace what the rank holds by a snapshot."""
+    def drop_some(self, slot: Slot) -> Applied:
+        """Forget some of what the rank holds, a few thousand blocks at most: ``cleared`` says how many.
+
+        Again and again until that is 0: then the rank holds nothing. No call takes long, however much it
+        holds; where time is no matter, apply ``Cleared``.
+        """
 
     def dump(self, slot: Slot) -> list[Held]:
-        """Return a snapshot of the rank: loaded anywhere, it gives an equal rank, store counts included."""
+        """Return a snapshot of the rank: applied to an empty rank anywhere, it gives an equal one, store
+        counts included. Takes as long as the rank is big.
+        """
 
-    def drop(self, slot: Slot) -> int:
-        """Forget the rank; return how many blocks it held."""
+    def dump_some(self, slot: Slot, place: int = 0) -> tuple[list[Held], int] | None:
+        """Return some of what the rank holds, a few thousand blocks, and the place of what follows.
+
+        From place 0 on until None comes, this is what :meth:`dump` gives, in another order, if nothing was
+        applied to the rank meanwhile.
+        """
 
     def overlap(self, prompt: Prompt, out: OverlapColumn, medium: Medium = Medium.GPU) -> None:
         """Fill ``out`` with the longest contiguous prefix of the prompt's blocks that each slot holds.

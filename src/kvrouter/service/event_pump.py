@@ -2,15 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Coroutine, Generator, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.events import KvBatch, KvEvent
+from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
 from kvrouter.feed.words import (
@@ -20,15 +19,23 @@ from kvrouter.feed.words import (
     Command,
     Count,
     Empty,
+    FeedCount,
     FeedState,
     Load,
 )
-from kvrouter.index.port import BlockIndex
+from kvrouter.index.port import Applied, BlockIndex
 from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.service.entrance import Entrance
+from kvrouter.service.index_work import STEP_EVENTS, IndexWork, Steps, apply, empty, is_short, listed, place
 from kvrouter.service.observed import ModelObserved
+
+T = TypeVar("T")
 
 SILENT_AFTER_S = 15.0
 """A rank that was not heard for this long publishes no events: workers send heartbeats every 5 s."""
+
+SNAPSHOTS_ASKED_MAX = 32
+"""Workers that are asked for their whole state at once; the next is asked when the index has an answer."""
 
 
 class FeedReading(NamedTuple):
@@ -45,23 +52,9 @@ class FeedReading(NamedTuple):
     is_missing: bool
 
 
-@dataclass(slots=True)
-class _Entrance:
-    """One rank's feed, and what runs for it."""
-
-    feed: RankFeed
-    slot: Slot
-    heard_s: float
-    is_missing: bool = False
-    told: FeedState | None = None
-    stale_since_s: float | None = None
-    lag_s: float = 0.0
-    timer: asyncio.TimerHandle | None = None
-    ask: asyncio.Task[None] | None = None
-
-
 class EventPump:
-    """Feeds one model's index. Runs on the event loop; nothing here waits for a request.
+    """Feeds one model's index. Runs on the event loop; nothing here waits for a request, and a request waits
+    for one step of it at most, however much a rank holds.
 
     ``scores`` tells per slot whether its blocks count now: a rank whose feed recovers scores nothing.
     """
@@ -70,8 +63,10 @@ class EventPump:
         self._index = index
         self._subscriber = subscriber
         self._observed = observed
-        self._entrances: dict[WorkerRank, _Entrance] = {}
-        self._by_slot: dict[Slot, _Entrance] = {}
+        self._work = IndexWork(self._caught_up)
+        self._snapshots = asyncio.Semaphore(SNAPSHOTS_ASKED_MAX)
+        self._entrances: dict[WorkerRank, Entrance] = {}
+        self._by_slot: dict[Slot, Entrance] = {}
         self._scores: npt.NDArray[np.bool_] = np.zeros(16, np.bool_)
         self._silent = 0
         self._silence_timer: asyncio.TimerHandle | None = None
@@ -103,7 +98,7 @@ class EventPump:
             yield (
                 entrance.slot,
                 FeedReading(
-                    entrance.feed.state,
+                    entrance.state,
                     stale_s=now_s - since_s,
                     lag_s=entrance.lag_s,
                     silent_s=now_s - entrance.heard_s,
@@ -115,10 +110,10 @@ class EventPump:
         """A worker rank was discovered: ask it for what it holds."""
         self._grow(slot + 1)
         now_s = self._now_s()
-        entrance = self._entrances[rank] = self._by_slot[slot] = _Entrance(RankFeed(rank), slot, now_s)
+        entrance = self._entrances[rank] = self._by_slot[slot] = Entrance(RankFeed(rank), slot, now_s)
         self._silent += 1
         self._watch_silence()
-        self._after(entrance, entrance.feed.on_new_epoch(epoch, now_s=now_s))
+        self._run(entrance, self._begin(entrance, epoch))
 
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: its blocks go, and so does what runs for it."""
@@ -127,26 +122,51 @@ class EventPump:
             self._stop(entrance)
             if self._entrances.get(entrance.feed.rank) is entrance:  # else the rank is at another slot by now
                 del self._entrances[entrance.feed.rank]
-            if not self._scores[slot]:
+            if not entrance.is_scoring:
                 self._silent -= 1
             self._scores[slot] = False
-        self._index.drop(slot)
+        self._work.run(slot, empty(self._index, slot, _let_go))
 
     def on_batch(self, batch: KvBatch) -> None:
         """A batch arrived; of a rank that is not known yet it is let go: a snapshot will have it."""
         entrance = self._entrances.get(batch.rank)
-        if entrance is not None:
-            if batch.published_s:
-                entrance.lag_s = max(0.0, time.time() - batch.published_s)
-            entrance.heard_s = now_s = self._now_s()
-            entrance.is_missing = False
+        if entrance is None:
+            return
+        if batch.published_s:
+            entrance.lag_s = max(0.0, time.time() - batch.published_s)
+        entrance.heard_s = now_s = self._now_s()
+        entrance.is_missing = False
+        if entrance.idle.is_set():
             self._after(entrance, entrance.feed.on_batch(batch, now_s=now_s))
+        elif not entrance.waiting.add(batch):
+            self._observed.feed_counted(FeedCount.INBOX_FULL, 1)
+
+    async def snapshot(self, slot: Slot) -> KvSnapshot | None:
+        """What the rank at the slot holds now, read step by step; what it publishes meanwhile waits.
+
+        None where that is not known for sure, or the rank goes away.
+        """
+        entrance = self._by_slot.get(slot)
+        if entrance is None or not entrance.idle.is_set():
+            return None
+        feed, held = entrance.feed, list[Held]()
+        epoch, next_event_id = feed.epoch, feed.next_event_id
+        if feed.state is not FeedState.LIVE or epoch is None:
+            return None
+        if not self._work.run(slot, listed(self._index, slot, held)):
+            entrance.idle.clear()
+            await entrance.idle.wait()
+            if self._by_slot.get(slot) is not entrance:
+                return None
+        return KvSnapshot(feed.rank, epoch, next_event_id, tuple(held))
 
     def close(self) -> None:
         """Stop everything that runs."""
         for entrance in self._entrances.values():
             self._stop(entrance)
         self._entrances.clear()
+        self._by_slot.clear()
+        self._work.close()
         if self._silence_timer is not None:
             self._silence_timer.cancel()
             self._silence_timer = None
@@ -155,28 +175,77 @@ class EventPump:
     def _now_s() -> float:
         return asyncio.get_running_loop().time()
 
-    def _after(self, entrance: _Entrance, commands: list[Command]) -> None:
+    def _after(self, entrance: Entrance, commands: list[Command]) -> None:
         """Do what a feed said, until it says nothing more; then set its next timer."""
-        orphaned = 0
-        for command in commands:
-            match command:
-                case Apply(events):
-                    orphaned += self._apply(entrance, events)
-                case Empty():
-                    self._index.drop(entrance.slot)
-                case Load(snapshot):
-                    self._observed.events_applied(self._index.load(entrance.slot, snapshot.events))
-                case AskRange() | AskSnapshot():
-                    self._ask(entrance, command)
-                case Count(name, n):
-                    self._observed.feed_counted(name, n)
-        if orphaned:
-            self._after(entrance, entrance.feed.on_orphan(now_s=self._now_s()))
+        self._run(entrance, self._carry_out(entrance, commands))
+
+    def _run(self, entrance: Entrance, steps: Steps) -> None:
+        """Do the first step now; if that is not all, the rank scores nothing until the last."""
+        if self._work.run(entrance.slot, steps):
+            self._settle(entrance)
             return
+        entrance.idle.clear()
+        entrance.is_behind = True
+        if entrance.is_scoring:
+            self._score(entrance, False)
+
+    def _caught_up(self, slot: Slot) -> None:
+        """The index is where the slot's feed is, and what came meanwhile has its turn."""
+        entrance = self._by_slot.get(slot)
+        if entrance is None:
+            return
+        entrance.is_behind = False
+        entrance.idle.set()
+        self._after(entrance, [])
+
+    def _settle(self, entrance: Entrance) -> None:
+        if entrance.ask is not None and not entrance.feed.is_asking:
+            entrance.ask.cancel()
+            entrance.ask = None
         self._note_state(entrance)
         self._set_timer(entrance)
 
-    def _apply(self, entrance: _Entrance, events: tuple[KvEvent, ...]) -> int:
+    def _begin(self, entrance: Entrance, epoch: Epoch) -> Steps:
+        """The feed begins once what was at its slot before is forgotten."""
+        yield from empty(self._index, entrance.slot, _let_go)
+        yield from self._carry_out(entrance, entrance.feed.on_new_epoch(epoch, now_s=self._now_s()))
+
+    def _carry_out(self, entrance: Entrance, commands: list[Command]) -> Steps:
+        """Do what the feed said, then hand it what waits."""
+        slot, note = entrance.slot, self._observed.events_applied
+        n_events = 0
+        while True:
+            orphaned = 0
+            for command in commands:
+                match command:
+                    case Apply(events):
+                        if is_short(events):
+                            orphaned += self._apply(entrance, events)
+                        else:
+                            orphaned += yield from self._apply_in_steps(entrance, events)
+                    case Empty():
+                        yield from empty(self._index, slot, _let_go)
+                    case Load(snapshot):
+                        yield from empty(self._index, slot, note)
+                        yield from place(self._index, slot, snapshot.events, note)
+                    case AskRange() | AskSnapshot():
+                        self._ask(entrance, command)
+                    case Count(name, n):
+                        self._observed.feed_counted(name, n)
+            if orphaned:
+                commands = entrance.feed.on_orphan(now_s=self._now_s())
+                continue
+            if not entrance.waiting:
+                return
+            if n_events >= STEP_EVENTS:
+                yield
+                n_events = 0
+            batch = entrance.waiting.take()
+            n_events += 1 + len(batch.events)
+            commands = entrance.feed.on_batch(batch, now_s=self._now_s())
+
+    def _apply(self, entrance: Entrance, events: tuple[KvEvent, ...]) -> int:
+        """Apply what one step is enough for; return how many blocks have no parent."""
         try:
             applied = self._index.apply(entrance.slot, events)
         except ValueError as error:  # nothing of it was applied: as unknown as after a lost parent
@@ -185,22 +254,39 @@ class EventPump:
         self._observed.events_applied(applied)
         return applied.orphaned
 
-    def _note_state(self, entrance: _Entrance) -> None:
-        if entrance.feed.state is FeedState.LIVE:
+    def _apply_in_steps(self, entrance: Entrance, events: tuple[KvEvent, ...]) -> Generator[None, None, int]:
+        orphaned = 0
+
+        def note(applied: Applied) -> None:
+            nonlocal orphaned
+            orphaned += applied.orphaned
+            self._observed.events_applied(applied)
+
+        try:
+            yield from apply(self._index, entrance.slot, events, note)
+        except ValueError as error:
+            self._observed.mistaken_events(entrance.feed.rank, str(error))
+            return 1
+        return orphaned
+
+    def _note_state(self, entrance: Entrance) -> None:
+        state = entrance.feed.state
+        if state is FeedState.LIVE:
             entrance.stale_since_s = None
         elif entrance.stale_since_s is None:
             entrance.stale_since_s = self._now_s()
-        state = entrance.feed.state
-        if state is entrance.told:
-            return
-        entrance.told = state
-        self._observed.feed_changed(entrance.feed.rank, state)
-        scores = state is not FeedState.RECOVERING
-        if scores != self._scores[entrance.slot]:
-            self._scores[entrance.slot] = scores
-            self._silent += -1 if scores else 1
+        if state is not entrance.told:
+            entrance.told = state
+            self._observed.feed_changed(entrance.feed.rank, state)
+        if entrance.scores is not entrance.is_scoring:
+            self._score(entrance, entrance.scores)
 
-    def _set_timer(self, entrance: _Entrance) -> None:
+    def _score(self, entrance: Entrance, scores: bool) -> None:
+        entrance.is_scoring = scores
+        self._scores[entrance.slot] = scores
+        self._silent += -1 if scores else 1
+
+    def _set_timer(self, entrance: Entrance) -> None:
         due_s = entrance.feed.next_timeout_s
         if entrance.timer is not None:
             if due_s is not None and entrance.timer.when() == due_s:
@@ -211,32 +297,51 @@ class EventPump:
             loop = asyncio.get_running_loop()
             entrance.timer = loop.call_at(due_s, self._timed_out, entrance)
 
-    def _timed_out(self, entrance: _Entrance) -> None:
+    def _timed_out(self, entrance: Entrance) -> None:
         entrance.timer = None
-        self._after(entrance, entrance.feed.on_timeout(now_s=self._now_s()))
+        if entrance.idle.is_set():  # else it is set again once the index has done its work
+            self._after(entrance, entrance.feed.on_timeout(now_s=self._now_s()))
 
-    def _ask(self, entrance: _Entrance, command: AskRange | AskSnapshot) -> None:
+    def _ask(self, entrance: Entrance, command: AskRange | AskSnapshot) -> None:
         """Ask the worker; an older question that is still open has been given up by the feed."""
         if entrance.ask is not None:
             entrance.ask.cancel()
         entrance.ask = asyncio.get_running_loop().create_task(self._answer(entrance, command))
         entrance.ask.add_done_callback(self._answered)
 
-    async def _answer(self, entrance: _Entrance, command: AskRange | AskSnapshot) -> None:
-        feed = entrance.feed
+    async def _answer(self, entrance: Entrance, command: AskRange | AskSnapshot) -> None:
+        feed, ticket, subscriber = entrance.feed, command.ticket, self._subscriber
+        if isinstance(command, AskRange):
+            asked = subscriber.recover_range(feed.rank, command.first, command.last)
+            batch = await self._asked(entrance, ticket, asked)
+            await self._is_ready(entrance)
+            self._after(entrance, feed.on_range(ticket, batch, now_s=self._now_s()))
+            return
+        async with self._snapshots:
+            snapshot = await self._asked(entrance, ticket, subscriber.recover_snapshot(feed.rank))
+            await self._is_ready(entrance)
+            self._after(entrance, feed.on_snapshot(ticket, snapshot, now_s=self._now_s()))
+            await entrance.idle.wait()  # the next whole state is asked for when this one has its place
+
+    async def _asked(
+        self, entrance: Entrance, ticket: int, question: Coroutine[None, None, T | None]
+    ) -> T | None:
+        """The answer to ``question``, which goes out now; one that cannot be read is none."""
+        entrance.feed.on_asked(ticket, now_s=self._now_s())
+        self._set_timer(entrance)
         try:
-            if isinstance(command, AskRange):
-                batch = await self._subscriber.recover_range(feed.rank, command.first, command.last)
-                commands = feed.on_range(command.ticket, batch, now_s=self._now_s())
-            else:
-                snapshot = await self._subscriber.recover_snapshot(feed.rank)
-                commands = feed.on_snapshot(command.ticket, snapshot, now_s=self._now_s())
+            return await question
         except (KvrouterError, OSError, ValueError) as error:
-            self._observed.recovery_failed(feed.rank, str(error))
-            return  # the feed's own timer asks again
+            self._observed.recovery_failed(entrance.feed.rank, str(error))
+            return None
+
+    @staticmethod
+    async def _is_ready(entrance: Entrance) -> None:
+        """Return once the feed may be handed the answer that the current task has."""
+        while not entrance.idle.is_set():
+            await entrance.idle.wait()
         if entrance.ask is asyncio.current_task():
             entrance.ask = None
-        self._after(entrance, commands)
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         """A mistake of ours in the task must not vanish; the feed's timer asks again."""
@@ -264,9 +369,14 @@ class EventPump:
             grown[: len(self._scores)] = self._scores
             self._scores = grown
 
-    @staticmethod
-    def _stop(entrance: _Entrance) -> None:
+    def _stop(self, entrance: Entrance) -> None:
         if entrance.timer is not None:
             entrance.timer.cancel()
         if entrance.ask is not None:
             entrance.ask.cancel()
+        self._work.give_up(entrance.slot)
+        entrance.idle.set()
+
+
+def _let_go(_applied: Applied) -> None:
+    """Blocks of a rank that is gone, or starts anew, are not counted as cleared by it."""

@@ -6,9 +6,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.events import KvSnapshot
-from kvrouter.core.ids import Slot
-from kvrouter.feed.words import FeedState
 from kvrouter.planes.background import go_on
 from kvrouter.planes.events.port import SnapshotStore, SnapshotTaking
 from kvrouter.service.cache_view import EventCacheView
@@ -32,9 +29,9 @@ def fed_caches(models: Iterable[ModelRouter]) -> Iterator[EventCacheView]:
 class IndexSnapshots:
     """Takes a snapshot of each component whose stream holds more than ``messages_max`` messages.
 
-    Of all replicas one takes it. Routing goes on meanwhile: one rank is read between two turns of the event
-    loop, which takes as long as copying its blocks. A rank whose feed is not live is left out: who starts
-    from the snapshot asks its worker.
+    Of all replicas one takes it. Routing goes on meanwhile: a few thousand blocks are read between two turns
+    of the event loop. A rank whose feed is not live is left out: who starts from the snapshot asks its
+    worker.
     """
 
     def __init__(
@@ -112,17 +109,12 @@ class IndexSnapshots:
         for cache in list(self._caches()):
             for slot, _ in list(cache.pump.feeds()):
                 await asyncio.sleep(0)
-                snapshot = _snapshot_at(cache, slot)
-                if snapshot is not None and taking.covers(snapshot.rank):
+                feed = cache.pump.feed_at(slot)  # another rank may be there by now
+                if feed is None or not taking.covers(feed.rank):
+                    continue
+                snapshot = await cache.pump.snapshot(slot)
+                if snapshot is not None:
                     await taking.add(snapshot)
                     ranks += 1
                     blocks += sum(event.n_blocks for event in snapshot.events)
         return ranks, blocks
-
-
-def _snapshot_at(cache: EventCacheView, slot: Slot) -> KvSnapshot | None:
-    """The rank that is at the slot now, if its feed is live; its blocks and its next id fit together."""
-    feed = cache.pump.feed_at(slot)
-    if feed is None or feed.state is not FeedState.LIVE or feed.epoch is None:
-        return None
-    return KvSnapshot(feed.rank, feed.epoch, feed.next_event_id, tuple(cache.index.dump(slot)))

@@ -38,7 +38,7 @@ from kvrouter.planes.events.wire import (
 )
 
 ANSWER_TIMEOUT_S = 5.0
-"""How long a router waits for a whole answer."""
+"""How long a router waits for an answer, and for each further piece of it: a large one may take longer."""
 
 ENVELOPE_BYTES = 256
 """More than an answer's frame needs besides its body."""
@@ -141,7 +141,7 @@ class AnswerDesk:
 async def recover_range(
     ask: Ask, rank: WorkerRank, first: EventId, last: EventId, *, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> KvBatch | None:
-    """Ask for the events ``first`` to ``last``; None when they are gone or no answer comes in time."""
+    """Ask for the events ``first`` to ``last``; None when they are gone or the worker falls silent."""
     body = await _recover(ask, RangeQuestion(rank, first, last), timeout_s)
     return None if body is None else decode_range(body)
 
@@ -149,14 +149,15 @@ async def recover_range(
 async def recover_snapshot(
     ask: Ask, rank: WorkerRank, *, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> KvSnapshot | None:
-    """Ask for all that the rank holds; None when there is no one to ask or no whole answer comes in time."""
+    """Ask for all that the rank holds; None when there is no one to ask or the worker falls silent."""
     body = await _recover(ask, SnapshotQuestion(rank), timeout_s)
     return None if body is None else decode_snapshot(body)
 
 
 async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | None:
+    clock_s = asyncio.get_running_loop().time
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(timeout_s) as limit:
             while True:
                 frame = await ask(encode_question(question))
                 if frame is None:
@@ -165,7 +166,7 @@ async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | No
                     case Whole(body):
                         return body
                     case FirstPiece() as first:
-                        return await _pull(ask, first)
+                        return await _pull(ask, first, lambda: limit.reschedule(clock_s() + timeout_s))
                     case Busy():
                         await asyncio.sleep(BUSY_RETRY_S)
                     case Piece() | Gone():
@@ -174,14 +175,16 @@ async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | No
         return None
 
 
-async def _pull(ask: Ask, first: FirstPiece) -> bytes | None:
+async def _pull(ask: Ask, first: FirstPiece, heard: Callable[[], None]) -> bytes | None:
+    """The whole answer that begins with ``first``; ``heard`` is called for each piece that came."""
     piece_bytes = len(first.body)
     if not 0 < piece_bytes < first.total_bytes <= SNAPSHOT_MAX_BYTES:
         raise ProtocolError(
             f"answer: total_bytes: {first.total_bytes} in pieces of {piece_bytes}", param="total_bytes"
         )
-    pieces = [first.body]
+    pieces, crc32 = [first.body], zlib.crc32(first.body)
     for number in range(1, -(-first.total_bytes // piece_bytes)):
+        heard()
         frame = await ask(encode_question(PieceQuestion(first.transfer, number)))
         piece = Gone() if frame is None else decode_answer(frame)
         if isinstance(piece, Gone):
@@ -190,7 +193,7 @@ async def _pull(ask: Ask, first: FirstPiece) -> bytes | None:
         if not isinstance(piece, Piece) or piece.number != number or len(piece.body) != length:
             raise ProtocolError(f"answer: not piece {number} of {length} bytes", param="piece")
         pieces.append(piece.body)
-    body = b"".join(pieces)
-    if zlib.crc32(body) != first.crc32:
+        crc32 = zlib.crc32(piece.body, crc32)
+    if crc32 != first.crc32:
         raise ProtocolError("answer: its pieces do not make the whole that was announced", param="crc32")
-    return body
+    return b"".join(pieces)

@@ -1,0 +1,80 @@
+"""What the event pump keeps for one rank: its feed, and what waits and runs for it."""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import Slot
+from kvrouter.feed.rank_feed import RankFeed
+from kvrouter.feed.words import FeedState
+
+WAITING_EVENTS_MAX = 8192
+"""Events of one rank that wait while the index works for it. When full, those that come are let go, and the
+feed sees a gap.
+"""
+
+
+class Waiting:
+    """Batches in the order of arrival, of so many events at most; an empty batch counts as one event."""
+
+    __slots__ = ("_batches", "_n_events")
+
+    def __init__(self) -> None:
+        self._batches: deque[KvBatch] = deque()
+        self._n_events = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def add(self, batch: KvBatch) -> bool:
+        """Keep ``batch``; False where there is no room for it."""
+        n_events = self._n_events + max(1, len(batch.events))
+        if n_events > WAITING_EVENTS_MAX:
+            return False
+        self._batches.append(batch)
+        self._n_events = n_events
+        return True
+
+    def take(self) -> KvBatch:
+        """Take out the one that waits for longest."""
+        batch = self._batches.popleft()
+        self._n_events -= max(1, len(batch.events))
+        return batch
+
+
+@dataclass(slots=True)
+class Entrance:
+    """One rank's feed, and what runs for it.
+
+    ``idle`` is set unless the index is at work for the rank: then the feed is handed nothing, and batches
+    wait. ``is_behind``: the index is not yet where the feed is, so nothing of it scores. ``is_scoring``: what
+    the pump's mask says.
+    """
+
+    feed: RankFeed
+    slot: Slot
+    heard_s: float
+    is_missing: bool = False
+    told: FeedState | None = None
+    stale_since_s: float | None = None
+    lag_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    ask: asyncio.Task[None] | None = None
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    is_behind: bool = False
+    is_scoring: bool = False
+    waiting: Waiting = field(default_factory=Waiting)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @property
+    def state(self) -> FeedState:
+        """How far what the index has of the rank can be trusted."""
+        return FeedState.RECOVERING if self.is_behind else self.feed.state
+
+    @property
+    def scores(self) -> bool:
+        """Whether what the index has of the rank may count."""
+        return not self.is_behind and self.feed.scores

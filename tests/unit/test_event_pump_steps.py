@@ -1,0 +1,250 @@
+"""What a rank of many blocks does to everybody else: nothing, because the index works for it step by step."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvrouter.core.columns import pack_hashes
+from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Stored
+from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
+from kvrouter.feed.words import FeedState
+from kvrouter.service import entrance, event_pump
+from kvrouter.service.index_work import STEP_BLOCKS
+from tests.support.waits import until
+from tests.unit.test_service_event_pump import (
+    EPOCH,
+    OTHER,
+    OTHER_SLOT,
+    PROMPT,
+    RANK,
+    SLOT,
+    Bench,
+    batch,
+    stored,
+)
+
+N_BLOCKS = 40 * STEP_BLOCKS
+SHARD_BLOCKS = 2 * STEP_BLOCKS
+"""More than the index forgets in one call."""
+
+
+def many(seed: int = 1, n_blocks: int = N_BLOCKS) -> Held:
+    names, sequences = np.random.default_rng(seed).integers(0, 2**64, (2, n_blocks), dtype=np.uint64)
+    return Held(names.tobytes(), sequences.tobytes())
+
+
+async def big(bench: Bench, held: Held, rank: WorkerRank = RANK, slot: Slot = SLOT) -> None:
+    """A rank joins and tells of more than one step can place."""
+    asked = len(bench.subscriber.snapshots)
+    bench.pump.joined(rank, slot, EPOCH)
+    await until(lambda: len(bench.subscriber.snapshots) > asked)
+    bench.subscriber.snapshots[-1][1].set_result(KvSnapshot(rank, EPOCH, EventId(5), (held,)))
+    await until(lambda: bench.index.held(slot) > 0)
+    assert bench.index.held(slot) < held.n_blocks
+
+
+class Turns:
+    """Watches the index from one turn of the event loop to the next, asking for overlaps as requests do."""
+
+    def __init__(self, bench: Bench, slot: Slot = SLOT) -> None:
+        self.bench = bench
+        self.slot = slot
+        self.turns = 0
+        self.largest_step = 0
+
+    async def until_live(self) -> None:
+        held = self.bench.index.held(self.slot)
+        while self.bench.state(self.slot) is not FeedState.LIVE:
+            assert self.bench.overlap()[self.slot] == 0, "what is half done scores nothing"
+            await asyncio.sleep(0)
+            self.turns += 1
+            held, before = self.bench.index.held(self.slot), held
+            self.largest_step = max(self.largest_step, abs(held - before))
+
+
+async def test_others_are_routed_to_between_two_steps_of_a_big_load() -> None:
+    bench = Bench()
+    await bench.join(OTHER, OTHER_SLOT)
+    bench.pump.on_batch(batch(0, stored(0, 3), rank=OTHER))
+    held = many()
+    await big(
+        bench, Held(held.engine_hashes + pack_hashes([7]), held.sequence_hashes + PROMPT.sequence_hashes[:8])
+    )
+    n_others = 0
+    while bench.state() is not FeedState.LIVE:
+        assert bench.overlap() == [0, 3]
+        bench.pump.on_batch(batch(1 + n_others, Cleared(), stored(0, 3), rank=OTHER))
+        n_others += 2
+        before = bench.index.held(SLOT)
+        await asyncio.sleep(0)
+        assert bench.index.held(SLOT) - before <= STEP_BLOCKS
+    assert n_others / 2 >= N_BLOCKS // STEP_BLOCKS - 2, "a turn of the others for each step"
+    assert bench.index.held(SLOT) == N_BLOCKS + 1
+    assert bench.overlap() == [1, 3]
+    assert bench.telemetry.feed_events.value("mock", "blocks_stored") >= N_BLOCKS
+
+
+async def test_what_comes_while_a_state_is_loaded_follows_it() -> None:
+    bench = Bench()
+    await big(bench, many())
+    bench.pump.on_batch(batch(5, stored(0, 2)))
+    bench.pump.on_batch(batch(6, stored(2, 1, parent=101)))
+    assert bench.overlap() == [0, 0]
+    await until(lambda: bench.state() is FeedState.LIVE)
+    assert bench.overlap() == [3, 0]
+    assert bench.index.held(SLOT) == N_BLOCKS + 3
+
+
+async def test_a_big_rank_that_is_cleared_scores_nothing_until_it_is_empty() -> None:
+    bench = Bench()
+    await big(bench, many())
+    await until(lambda: bench.state() is FeedState.LIVE)
+    bench.pump.on_batch(batch(5, stored(0, 4)))
+    assert bench.overlap() == [4, 0]
+    bench.pump.on_batch(batch(6, Cleared(), stored(0, 1)))
+    assert bench.state() is FeedState.RECOVERING
+    turns = Turns(bench)
+    await turns.until_live()
+    assert bench.overlap() == [1, 0]
+    assert (turns.turns > N_BLOCKS / SHARD_BLOCKS, turns.largest_step <= SHARD_BLOCKS) == (True, True)
+    assert bench.telemetry.feed_events.value("mock", "blocks_cleared") == N_BLOCKS + 4
+
+
+async def test_a_big_state_replaces_another_step_by_step() -> None:
+    bench = Bench()
+    await big(bench, many())
+    await until(lambda: bench.state() is FeedState.LIVE)
+    bench.pump.on_batch(batch(7, stored(0, 1)))
+    (await bench.asked_range())[2].set_result(None)
+    await until(lambda: len(bench.subscriber.snapshots) == 2)
+    held = many(seed=2)
+    (await bench.asked_snapshot()).set_result(KvSnapshot(RANK, EPOCH, EventId(9), (held,)))
+    turns = Turns(bench)
+    await turns.until_live()
+    assert turns.largest_step <= SHARD_BLOCKS
+    assert bench.index.held(SLOT) == N_BLOCKS
+    assert bench.telemetry.feed_events.value("mock", "blocks_cleared") == N_BLOCKS
+
+
+async def test_a_slot_is_free_for_the_next_rank_while_the_last_one_is_forgotten() -> None:
+    bench = Bench()
+    await big(bench, many())
+    await until(lambda: bench.state() is FeedState.LIVE)
+    bench.pump.freed(SLOT)
+    assert 0 < bench.index.held(SLOT) < N_BLOCKS
+    assert bench.pump.all_score
+    bench.pump.joined(OTHER, SLOT, EPOCH)
+    bench.pump.on_batch(batch(0, stored(0, 2), rank=OTHER))  # its stream from the beginning
+    turns = Turns(bench)
+    await turns.until_live()
+    assert bench.index.held(SLOT) == 2
+    assert bench.overlap() == [2, 0]
+    bench.pump.close()
+
+
+async def test_a_rank_that_goes_while_it_is_loaded_leaves_nothing() -> None:
+    bench = Bench()
+    await big(bench, many())
+    bench.pump.freed(SLOT)
+    await until(lambda: bench.index.stats().blocks[0] == 0)
+    assert bench.pump.all_score
+    await bench.join(OTHER, OTHER_SLOT)
+    assert bench.index.stats().blocks[0] == 0
+
+
+async def test_a_worker_that_starts_anew_while_it_is_loaded_begins_empty() -> None:
+    bench = Bench()
+    await big(bench, many())
+    bench.pump.freed(SLOT)
+    bench.pump.joined(RANK, SLOT, Epoch(8))
+    bench.pump.on_batch(batch(5, stored(0, 3)))  # of the start that is over
+    bench.pump.on_batch(batch(0, stored(0, 1), epoch=Epoch(8)))
+    held = Held(pack_hashes([100]), PROMPT.sequence_hashes[:8])
+    for n_asked in (2, 3):  # once more, because a batch of another start came after the question
+        await until(lambda: len(bench.subscriber.snapshots) == n_asked)  # noqa: B023 - at once
+        (await bench.asked_snapshot()).set_result(KvSnapshot(RANK, Epoch(8), EventId(1), (held,)))
+    await until(lambda: bench.state() is FeedState.LIVE)
+    assert bench.overlap() == [1, 0]
+    bench.pump.close()
+
+
+async def test_when_too_much_waits_the_newest_is_let_go_and_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(entrance, "WAITING_EVENTS_MAX", 3)
+    bench = Bench()
+    await big(bench, many())
+    events: list[KvEvent] = [stored(0, 1), stored(1, 1, parent=100), Cleared(), stored(0, 2)]
+    for number, event in enumerate(events):
+        bench.pump.on_batch(batch(5 + number, event))
+    assert bench.telemetry.feed_events.value("mock", "inbox_full") == 1
+    await until(lambda: bench.state() is FeedState.LIVE)
+    bench.pump.on_batch(batch(9))
+    assert bench.state() is FeedState.RECOVERING
+    first, last, answer = await bench.asked_range()
+    assert (first, last) == (8, 8)
+    answer.set_result(batch(8, stored(0, 2)))
+    await until(lambda: bench.state() is FeedState.LIVE)
+    assert bench.overlap() == [2, 0]
+
+
+async def test_a_snapshot_is_of_one_moment_though_it_is_read_step_by_step() -> None:
+    bench = Bench()
+    held = many()
+    await big(bench, held)
+    await until(lambda: bench.state() is FeedState.LIVE)
+    taking = asyncio.create_task(bench.pump.snapshot(SLOT))
+    await asyncio.sleep(0)
+    bench.pump.on_batch(batch(5, stored(0, 2)))
+    assert bench.state() is FeedState.LIVE, "it scores what it is known to hold"
+    assert bench.overlap() == [0, 0]
+    assert await bench.pump.snapshot(SLOT) is None, "one at a time"
+    taken = await taking
+    assert taken is not None
+    assert (taken.rank, taken.epoch, taken.next_event_id) == (RANK, EPOCH, 5)
+    assert sum(part.n_blocks for part in taken.events) == N_BLOCKS
+    names = np.concatenate([np.frombuffer(part.engine_hashes, np.uint64) for part in taken.events])
+    assert sorted(names) == sorted(np.frombuffer(held.engine_hashes, np.uint64))
+    await until(lambda: bench.overlap() == [2, 0])
+
+
+async def test_a_rank_that_goes_while_it_is_read_has_no_snapshot() -> None:
+    bench = Bench()
+    await big(bench, many())
+    assert await bench.pump.snapshot(SLOT) is None, "not while it is loaded"
+    await until(lambda: bench.state() is FeedState.LIVE)
+    taking = asyncio.create_task(bench.pump.snapshot(SLOT))
+    await asyncio.sleep(0)
+    bench.pump.freed(SLOT)
+    assert await taking is None
+
+
+async def test_only_so_many_whole_states_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_pump, "SNAPSHOTS_ASKED_MAX", 2)
+    bench = Bench()
+    ranks = [WorkerRank(WorkerId(10 + number), DpRank(0)) for number in range(5)]
+    for slot, rank in enumerate(ranks):
+        bench.pump.joined(rank, Slot(slot), EPOCH)
+    await until(lambda: len(bench.subscriber.snapshots) == 2)
+    await asyncio.sleep(0.01)
+    assert len(bench.subscriber.snapshots) == 2
+    feeds = dict(bench.pump.feeds())
+    assert [feeds[Slot(slot)].next_timeout_s is None for slot in range(5)] == [False, False, True, True, True]
+    for n_answered, rank in enumerate(ranks, start=1):
+        asked, answer = bench.subscriber.snapshots[n_answered - 1]
+        assert asked == rank, "in the order of joining"
+        answer.set_result(KvSnapshot(rank, EPOCH, EventId(1), (many(seed=n_answered),)))
+        await until(lambda: bench.state(Slot(n_answered - 1)) is FeedState.LIVE)  # noqa: B023 - at once
+        await until(lambda: len(bench.subscriber.snapshots) == min(5, 2 + n_answered))  # noqa: B023
+    assert bench.pump.all_score
+
+
+async def test_a_question_that_nobody_waits_for_is_taken_back() -> None:
+    bench = Bench()
+    await bench.join()
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (Stored(None, pack_hashes([1]), pack_hashes([1])),)))
+    _, _, answer = await bench.asked_range()
+    bench.pump.on_batch(batch(0, stored(0, 1)))  # it was only late
+    assert bench.state() is FeedState.LIVE
+    await until(answer.cancelled)
