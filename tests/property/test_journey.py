@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import NoEligibleWorker, WorkerFailed
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import FinishReason, Leg, Sampling
+from kvrouter.core.requests import FinishReason, KvLoss, Leg, Sampling
 from kvrouter.journey.journey import Journey, JourneyError
 from kvrouter.journey.words import (
     Abandon,
@@ -17,6 +17,7 @@ from kvrouter.journey.words import (
     Finished,
     FirstTokens,
     Input,
+    KvLost,
     LegLost,
     LegRefused,
     NoteFirstToken,
@@ -28,6 +29,7 @@ from kvrouter.journey.words import (
     SendPrefill,
     Shape,
     State,
+    Way,
 )
 
 REFUSED = NoEligibleWorker("nobody", refusals={})
@@ -81,6 +83,45 @@ def test_a_worker_lost_before_the_first_token_is_replaced_and_never_asked_again(
     assert journey.handle(lost(2))[-1] == Place(2, frozenset({WorkerId(1), WorkerId(2)}))
 
 
+def kv_lost(sender: int) -> KvLost:
+    return KvLost(WorkerId(sender), WorkerId(9), KvLoss.BROKEN, "connection reset")
+
+
+def test_kv_that_got_lost_is_prefilled_again_and_nobody_is_excluded() -> None:
+    journey = Journey(SEEDED)
+    journey.handle(Placed(Shape.BOOTSTRAP))
+    again, whole = frozenset({WorkerId(1)}), frozenset({WorkerId(1), WorkerId(2)})
+    assert journey.handle(kv_lost(1)) == [
+        Abandon("worker 9 did not get its KV: connection reset"),
+        Place(1, frozenset(), again, (Way.OTHER_PREFILL, Way.USUAL, Way.WHOLE)),
+    ]
+    journey.handle(Placed(Shape.BOOTSTRAP))
+    last = journey.handle(kv_lost(2))[-1]
+    assert last == Place(2, frozenset(), whole, (Way.WHOLE, Way.OTHER_PREFILL, Way.USUAL))
+    journey.handle(Placed(Shape.AGGREGATED))
+    assert kinds(journey.handle(lost(9))) == ["Abandon", "Fail"]
+
+
+def test_a_last_try_after_another_loss_prefers_a_prefill_worker_that_was_not_tried() -> None:
+    journey = Journey(SEEDED)
+    for event in (lost(8), kv_lost(1)):
+        journey.handle(Placed(Shape.BOOTSTRAP))
+        commands = journey.handle(event)
+    last = Place(
+        2, frozenset({WorkerId(8)}), frozenset({WorkerId(1)}), (Way.OTHER_PREFILL, Way.WHOLE, Way.USUAL)
+    )
+    assert commands[-1] == last
+
+
+def test_with_tries_left_a_second_loss_of_kv_still_prefers_a_prefill_worker_that_was_not_tried() -> None:
+    journey = Journey(SEEDED, redispatches_max=5)
+    for sender in (1, 1):
+        journey.handle(Placed(Shape.BOOTSTRAP))
+        commands = journey.handle(kv_lost(sender))
+    assert isinstance(commands[-1], Place)
+    assert commands[-1].ways == (Way.OTHER_PREFILL, Way.WHOLE, Way.USUAL)
+
+
 def test_a_poisonous_prompt_meets_three_workers_at_most() -> None:
     journey = Journey(GREEDY)
     for worker in range(3):
@@ -129,7 +170,10 @@ def possible(state: State) -> st.SearchStrategy[Input]:
             st.just(LegRefused(REFUSED)),
         ]
     elif state is State.DECODING:
-        ends += [legs, st.just(FirstTokens()), st.just(Finished(FinishReason.STOP))]
+        kv = st.builds(
+            KvLost, st.integers(0, 5), st.integers(6, 9), st.sampled_from(KvLoss), st.just("no way")
+        )
+        ends += [legs, kv, st.just(FirstTokens()), st.just(Finished(FinishReason.STOP))]
     else:
         ends += [legs, st.just(Finished(FinishReason.STOP)), st.just(LegRefused(REFUSED))]
     return st.one_of(ends)
@@ -141,10 +185,12 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
     commands = journey.begin()
     sent = 0
     left = False
+    events: list[Input] = []
     for _ in range(30):
         if journey.state is State.DONE:
             break
         event = data.draw(possible(journey.state))
+        events.append(event)
         left = isinstance(event, ClientLeft)
         if journey.state is State.STREAMING:
             journey.tokens(range(data.draw(st.integers(0, max(0, journey.remaining_tokens)))))
@@ -163,4 +209,11 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
     assert names[-1] in {"Abandon", "End", "Fail"}
     places = [command for command in commands if isinstance(command, Place)]
     assert [place.attempt for place in places] == list(range(len(places)))
+    assert all(Way.USUAL in place.ways for place in places)
+    blamed = {event.worker_id for event in events if isinstance(event, LegLost | PrefillDone)}
+    senders = {event.prefill_worker_id for event in events if isinstance(event, KvLost)}
+    if places[-1].ways != (Way.USUAL,):
+        assert senders >= places[-1].kv_lost_from != frozenset()
+    for place in places:
+        assert place.excluded <= blamed, "nobody is excluded for KV that got lost on its way"
     assert journey.handle(Finished(FinishReason.STOP)) == []

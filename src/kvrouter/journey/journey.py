@@ -5,7 +5,7 @@
                  Placed(aggregated | bootstrap)
     ROUTING ───────────────────────────────────────▶ DECODING ──FirstTokens──▶ STREAMING ──Finished──▶ DONE
        │  ▲  └─Placed(synchronous)─▶ PREFILLING ──PrefillDone──▶ ▲                 │
-       │  └────────────LegLost (another worker, a new pair)──────┴─────────────────┘  (resumable only)
+       │  └─LegLost (a new worker or pair), KvLost (prefilled again)─┴─────────────┘  (resumable only)
        └─NotPlaced─▶ DONE          ClientLeft, LegRefused, tries used up: from anywhere ─▶ DONE
 
 Tokens are the one input that comes thousands of times: :meth:`Journey.tokens` notes them without a row.
@@ -26,6 +26,7 @@ from kvrouter.journey.words import (
     Finished,
     FirstTokens,
     Input,
+    KvLost,
     LegLost,
     LegRefused,
     NoteFirstToken,
@@ -37,6 +38,7 @@ from kvrouter.journey.words import (
     SendPrefill,
     Shape,
     State,
+    Way,
 )
 
 REDISPATCHES_MAX = 2
@@ -54,6 +56,7 @@ class Journey:
 
     __slots__ = (
         "_excluded",
+        "_kv_losses",
         "_losses",
         "_redispatches_max",
         "_sampling",
@@ -72,6 +75,8 @@ class Journey:
         self._redispatches_max = redispatches_max
         self._excluded: frozenset[WorkerId] = frozenset()
         self._losses: list[LegLost] = []
+        self._kv_losses: list[WorkerId] = []
+        """The prefill workers whose KV was lost, one by one."""
 
     @property
     def remaining_tokens(self) -> int:
@@ -80,7 +85,7 @@ class Journey:
 
     def begin(self) -> list[Command]:
         """The first command."""
-        return [Place(self.attempt, self._excluded)]
+        return [self._place()]
 
     def tokens(self, token_ids: Sequence[int]) -> None:
         """Note output tokens; they are what a resumed attempt goes on from."""
@@ -142,6 +147,17 @@ class Journey:
 
     def _lost(self, event: LegLost) -> list[Command]:
         self._excluded |= {event.worker_id}
+        return self._again(event)
+
+    def _kv_lost(self, event: KvLost) -> list[Command]:
+        """Prefill again. Nobody is excluded: the decode worker did its part, and the prefill worker may be
+        the only one.
+        """
+        self._kv_losses.append(event.prefill_worker_id)
+        why = f"worker {event.decode_worker_id} did not get its KV: {event.why}"
+        return self._again(LegLost(Leg.PREFILL, event.prefill_worker_id, why))
+
+    def _again(self, event: LegLost) -> list[Command]:
         self._losses.append(event)
         if self.attempt >= self._redispatches_max:
             return self._fail(
@@ -152,7 +168,23 @@ class Journey:
             )
         self.attempt += 1
         self.state = State.ROUTING
-        return [Abandon(event.why), Place(self.attempt, self._excluded)]
+        return [Abandon(event.why), self._place()]
+
+    def _place(self) -> Place:
+        return Place(self.attempt, self._excluded, frozenset(self._kv_losses), self._ways())
+
+    def _ways(self) -> tuple[Way, ...]:
+        """The best way first: after a first loss of KV another prefill worker, or the same once more while
+        that is not the last try. Who lost it twice rarely has a third pair that works; one worker alone does.
+        """
+        if not self._kv_losses:
+            return (Way.USUAL,)
+        is_first, is_last = len(self._kv_losses) == 1, self.attempt >= self._redispatches_max
+        if is_first and not is_last:
+            return (Way.OTHER_PREFILL, Way.USUAL, Way.WHOLE)
+        if is_first or not is_last:
+            return (Way.OTHER_PREFILL, Way.WHOLE, Way.USUAL)
+        return (Way.WHOLE, Way.OTHER_PREFILL, Way.USUAL)
 
     def _lost_while_streaming(self, event: LegLost) -> list[Command]:
         if event.leg is Leg.PREFILL:
@@ -195,6 +227,7 @@ _TABLE: dict[tuple[State, type[Input]], _Row] = {
     (State.DECODING, FirstTokens): Journey._first_tokens,
     (State.DECODING, Finished): Journey._finished,
     (State.DECODING, LegLost): Journey._lost,
+    (State.DECODING, KvLost): Journey._kv_lost,
     (State.DECODING, LegRefused): Journey._refused,
     (State.DECODING, ClientLeft): Journey._left,
     (State.STREAMING, Finished): Journey._finished,

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import FinishReason, KvTransferParams, Leg
+from kvrouter.core.requests import FinishReason, KvLoss, KvTransferParams, Leg
 
 
 class State(Enum):
@@ -76,6 +76,18 @@ class LegLost:
 
 
 @dataclass(frozen=True, slots=True)
+class KvLost:
+    """The decode worker did not get the prefill worker's KV. Nothing is wrong with the decode worker, and the
+    prefill worker may serve others: its way to this one is what failed.
+    """
+
+    prefill_worker_id: WorkerId
+    decode_worker_id: WorkerId
+    loss: KvLoss
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class LegRefused:
     """A worker refused the request for a reason that every worker would have: the client's mistake."""
 
@@ -89,15 +101,30 @@ class ClientLeft:
     reason: str
 
 
-Input = Placed | NotPlaced | PrefillDone | FirstTokens | Finished | LegLost | LegRefused | ClientLeft
+Input = Placed | NotPlaced | PrefillDone | FirstTokens | Finished | LegLost | KvLost | LegRefused | ClientLeft
+
+
+class Way(Enum):
+    """How an attempt may be placed."""
+
+    USUAL = auto()
+    """As routing decides: a pair where prefill workers are, else one worker for all of it."""
+    OTHER_PREFILL = auto()
+    """The same, without the prefill workers whose KV was lost."""
+    WHOLE = auto()
+    """One worker for all of it, although prefill workers are here: it needs nobody's KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Pick and book workers for a new attempt; never one of ``excluded``."""
+    """Pick and book workers for a new attempt; never one of ``excluded``. The first of ``ways`` in which it
+    can be placed is taken; ``kv_lost_from`` are the prefill workers whose KV was lost.
+    """
 
     attempt: int
-    excluded: frozenset[WorkerId]
+    excluded: frozenset[WorkerId] = frozenset()
+    kv_lost_from: frozenset[WorkerId] = frozenset()
+    ways: tuple[Way, ...] = (Way.USUAL,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
 
     ``total_blocks`` counts a partial tail. ``pin`` is for the decode leg, or for the whole request when it is
     not split; ``prefill_pin`` for the prefill leg. ``excluded`` workers have failed this request before.
+    ``whole`` asks for one worker that does all of it, although prefill workers are here: no KV is handed on.
     """
 
     request_id: RequestId
@@ -24,6 +25,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     prefill_pin: Pin | None = None
     excluded: frozenset[WorkerId] = frozenset()
     attempt: int = 0
+    whole: bool = False
 
 
 class View(msgspec.Struct, frozen=True):

@@ -39,8 +39,8 @@ class _Picked(NamedTuple):
 
 
 def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decision:
-    """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there, or when
-    prefill is all that is decided here.
+    """Decide where ``request`` goes: to a pair of ranks, or to one when no prefill worker is there or the
+    request asks for one, or when prefill is all that is decided here.
 
     Raises NoEligibleWorker when nobody may take it, AllWorkersBusy when somebody could and everybody who
     could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
@@ -48,7 +48,7 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     """
     if view.settings.prefill_alone:
         return _route_prefill(request, view, explain=explain)
-    if view.fleet.has_prefill or request.prefill_pin is not None:
+    if request.prefill_pin is not None or (view.fleet.has_prefill and not request.whole):
         return _route_pair(request, view, explain=explain)
     return _route_whole(request, view, explain=explain)
 

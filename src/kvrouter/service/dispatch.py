@@ -19,7 +19,7 @@ from kvrouter.core.errors import (
     KvrouterError,
     RoutingRefused,
 )
-from kvrouter.core.requests import FinishReason, GenerateRequest, KvTransferParams
+from kvrouter.core.requests import FinishReason, GenerateRequest, KvLoss, KvTransferParams, Leg
 from kvrouter.journey.journey import Journey
 from kvrouter.journey.words import (
     Abandon,
@@ -28,6 +28,7 @@ from kvrouter.journey.words import (
     End,
     Fail,
     Input,
+    KvLost,
     LegLost,
     LegRefused,
     NoteFirstToken,
@@ -114,6 +115,24 @@ class Dispatch:
             pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
         await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why)))
 
+    async def lose_kv(self, attempt: Attempt, loss: KvLoss, why: str) -> None:
+        """The decode worker did not get the prefill worker's KV; the prefill leg's own failure, when there is
+        one, is the better reason.
+        """
+        decision = attempt.placement.decision
+        if decision.prefill is None or self.journey.state is not State.DECODING:
+            await self.lose(attempt, why)  # it had all that it needed: no KV was due any more
+            return
+        sender, receiver = decision.prefill.rank.worker_id, decision.decode.rank.worker_id
+        lost = KvLost(sender, receiver, loss, attempt.placement.without_addresses(why))
+        self._observed.kv_lost(self._request, lost)
+        if self.error is not None or attempt.lost:
+            await self.lose(attempt, why)
+            return
+        self._silence = None
+        self._lost_leg = LegLost(Leg.PREFILL, sender, lost.why)
+        await self._perform(self.journey.handle(lost))
+
     async def heard_prefill(self, attempt: Attempt) -> bool:
         """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
 
@@ -186,7 +205,12 @@ class Dispatch:
             token_ids = token_ids + array("I", generated)
         try:
             placement = await self._placer.place(
-                self._request, token_ids, attempt=command.attempt, excluded=command.excluded
+                self._request,
+                token_ids,
+                attempt=command.attempt,
+                excluded=command.excluded,
+                kv_lost_from=command.kv_lost_from,
+                ways=command.ways,
             )
         except (RoutingRefused, InvalidRequest) as error:
             return self.journey.handle(NotPlaced(error))

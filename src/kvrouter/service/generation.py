@@ -117,6 +117,9 @@ class Generation:
             except StopAsyncIteration:
                 await dispatch.lose(attempt, "the stream ended without a last chunk")
                 continue
+            if chunk.kv_lost is not None:
+                await dispatch.lose_kv(attempt, chunk.kv_lost, chunk.error or "it did not say why")
+                continue
             if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
                 await dispatch.prefill_worker_leaves(attempt)
                 await dispatch.lose(attempt, chunk.error or "the engine cancelled the request")

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet.fleet import Fleet
-from kvrouter.journey.words import Shape
+from kvrouter.journey.words import Shape, Way
 from kvrouter.ledger.port import Ledger
 from kvrouter.routing.decision import Decision, Pick
 from kvrouter.routing.request import RouteRequest, View
@@ -110,17 +111,23 @@ class ModelRouter:
         *,
         attempt: int,
         excluded: frozenset[WorkerId],
+        kv_lost_from: frozenset[WorkerId] = frozenset(),
+        ways: Sequence[Way] = (Way.USUAL,),
     ) -> Placement:
-        """Decide and book. Raises :class:`RoutingRefused` when waiting is not allowed or was in vain."""
+        """Decide, in the first of ``ways`` that is open, and book.
+
+        Raises :class:`RoutingRefused` when waiting is not allowed or was in vain.
+        """
         prompt = self.hash_prompt(
             token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
         )
-        wish = _route_request(request, prompt, attempt=attempt, excluded=excluded)
+        usual = _route_request(request, prompt, attempt=attempt, excluded=excluded)
+        wishes = {way: _wish_in(way, usual, kv_lost_from) for way in ways}
         with self._waiting.begin(request) as wait:
             while True:
                 started_s = time.perf_counter()
                 try:
-                    decision = self.decide(wish, prompt)
+                    wish, decision = self._decide_one_of(wishes, prompt)
                 except RoutingRefused as refused:
                     await wait.for_change(refused)
                     continue
@@ -129,6 +136,18 @@ class ModelRouter:
                 self.observed.placed(placement, decision_s=decision_s, waited_s=wait.was_for(placement))
                 self._decisions.record(decision, decided_at_s=time.time())
                 return placement
+
+    def _decide_one_of(
+        self, wishes: Mapping[Way, RouteRequest], prompt: Prompt
+    ) -> tuple[RouteRequest, Decision]:
+        """Decide for the first wish that is not refused; else raise the refusal of the usual one."""
+        refusals: dict[Way, RoutingRefused] = {}
+        for way, wish in wishes.items():
+            try:
+                return wish, self.decide(wish, prompt)
+            except RoutingRefused as refused:
+                refusals[way] = refused
+        raise refusals[Way.USUAL]
 
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
@@ -338,6 +357,16 @@ class ModelRouter:
             self.ledger.close(placement.prefill_lease)
         self.ledger.close(placement.decode_lease)
         self.load_changed()
+
+
+def _wish_in(way: Way, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
+    match way:
+        case Way.USUAL:
+            return usual
+        case Way.OTHER_PREFILL:
+            return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
+        case Way.WHOLE:
+            return structs.replace(usual, whole=True)
 
 
 def _route_request(

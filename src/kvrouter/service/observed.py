@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Unpack
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
 from kvrouter.core.ids import WorkerId, WorkerRank
@@ -9,10 +10,10 @@ from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedCount, FeedState
 from kvrouter.index.port import Applied
-from kvrouter.journey.words import LegLost
+from kvrouter.journey.words import KvLost, LegLost
 from kvrouter.service.attempt import Times
 from kvrouter.service.placement import Placement
-from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.telemetry import Event, Fields, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.router")
 
@@ -53,36 +54,20 @@ class ModelObserved:
 
     def feed_changed(self, rank: WorkerRank, state: FeedState) -> None:
         """A feed is in another state."""
-        log_event(
-            logger,
-            Event.FEED_STATE,
-            model=self._model,
-            worker=str(rank.worker_id),
-            dp_rank=rank.dp_rank,
-            state=state.name.lower(),
-        )
+        self._log_rank(Event.FEED_STATE, rank, state=state.name.lower())
 
     def kv_events_missing(self, rank: WorkerRank, silent_s: float) -> None:
         """A rank should publish KV events and was not heard, not even with a heartbeat."""
-        log_event(
-            logger,
-            Event.KV_EVENTS_MISSING,
-            model=self._model,
-            worker=str(rank.worker_id),
-            dp_rank=rank.dp_rank,
-            duration_s=silent_s,
-        )
+        self._log_rank(Event.KV_EVENTS_MISSING, rank, duration_s=silent_s)
 
     def recovery_failed(self, rank: WorkerRank, why: str) -> None:
         """Asking a worker for its events went wrong; the feed asks again."""
-        log_event(
-            logger,
-            Event.RECOVERY_FAILED,
-            model=self._model,
-            worker=str(rank.worker_id),
-            dp_rank=rank.dp_rank,
-            reason=why,
-        )
+        self._log_rank(Event.RECOVERY_FAILED, rank, reason=why)
+
+    def _log_rank(self, event: Event, rank: WorkerRank, **fields: Unpack[Fields]) -> None:
+        worker = str(rank.worker_id)
+        told: Fields = {"model": self._model, "worker": worker, "dp_rank": rank.dp_rank, **fields}
+        log_event(logger, event, **told)
 
     # Decisions
 
@@ -148,14 +133,7 @@ class ModelObserved:
 
     def mistaken_events(self, rank: WorkerRank, why: str) -> None:
         """A rank's events do not make sense; what it holds is asked for."""
-        log_event(
-            logger,
-            Event.EVENTS_MISTAKEN,
-            model=self._model,
-            worker=str(rank.worker_id),
-            dp_rank=rank.dp_rank,
-            reason=why,
-        )
+        self._log_rank(Event.EVENTS_MISTAKEN, rank, reason=why)
 
     def cached_tokens(self, *, predicted: int, actual: int) -> None:
         """An engine told how many prompt tokens it had cached."""
@@ -294,13 +272,7 @@ class ServiceObserved:
 
     def mistake(self, request: GenerateRequest, error: BaseException | None) -> None:
         """A mistake of ours ended a request."""
-        log_event(
-            logger,
-            Event.INTERNAL_ERROR,
-            exc_info=error,
-            request_id=request.request_id,
-            model=request.model,
-        )
+        _log_request(Event.INTERNAL_ERROR, request, exc_info=error)
 
     def sent_again(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
         """A worker failed a request, which goes on elsewhere."""
@@ -308,27 +280,25 @@ class ServiceObserved:
             self._telemetry.resumes.inc(request.model)
         else:
             self._telemetry.retries.inc(request.model, lost.leg.value)
-        log_event(
-            logger,
-            Event.RESUME if streaming else Event.RETRY,
-            request_id=request.request_id,
-            model=request.model,
-            worker=str(lost.worker_id),
-            stage=lost.leg.value,
-            reason=lost.why,
+        event = Event.RESUME if streaming else Event.RETRY
+        _log_request(event, request, worker=str(lost.worker_id), stage=lost.leg.value, reason=lost.why)
+
+    def kv_lost(self, request: GenerateRequest, lost: KvLost) -> None:
+        """A decode worker did not get a prefill worker's KV."""
+        prefill, decode = str(lost.prefill_worker_id), str(lost.decode_worker_id)
+        self._telemetry.kv_lost.inc(request.model, prefill, decode, lost.loss.value)
+        _log_request(
+            Event.KV_LOST,
+            request,
+            prefill_worker=prefill,
+            decode_worker=decode,
+            reason=lost.loss.value,
+            detail=lost.why,
         )
 
     def prefill_failed(self, request: GenerateRequest, worker_id: WorkerId, why: str) -> None:
         """A prefill leg whose decode leg is somebody else's failed while it ran."""
-        log_event(
-            logger,
-            Event.REQUEST_FAILED,
-            request_id=request.request_id,
-            model=request.model,
-            worker=str(worker_id),
-            stage="prefill",
-            reason=why,
-        )
+        _log_request(Event.REQUEST_FAILED, request, worker=str(worker_id), stage="prefill", reason=why)
 
     def booking_lapsed(self, model: str, placement: Placement) -> None:
         """Nobody freed a request that was booked by hand, and nobody said anything about it."""
@@ -366,20 +336,24 @@ class ServiceObserved:
         if error is not None:
             telemetry.errors.inc(model, error.code)
             if not isinstance(error, RoutingRefused):
-                log_event(
-                    logger,
-                    Event.REQUEST_FAILED,
-                    request_id=request.request_id,
-                    model=model,
-                    code=error.code,
-                    reason=error.message,
-                )
+                _log_request(Event.REQUEST_FAILED, request, code=error.code, reason=error.message)
         elif not finished:
             stage = "queued" if times.placed_s is None else "prefill"
             if times.first_token_s is not None:
                 stage = "decode"
             telemetry.cancellations.inc(model, stage)
-            log_event(logger, Event.CANCELLED, request_id=request.request_id, model=model, stage=stage)
+            _log_request(Event.CANCELLED, request, stage=stage)
+
+
+def _log_request(
+    event: Event,
+    request: GenerateRequest,
+    *,
+    exc_info: BaseException | None = None,
+    **fields: Unpack[Fields],
+) -> None:
+    told: Fields = {"request_id": request.request_id, "model": request.model, **fields}
+    log_event(logger, event, exc_info=exc_info, **told)
 
 
 def _shape_of(placement: Placement) -> str:

@@ -1,13 +1,13 @@
 """A placed attempt: the decision, and what was booked for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
-from kvrouter.journey.words import Shape
+from kvrouter.journey.words import Shape, Way
 from kvrouter.routing.decision import Decision, Pick
 from kvrouter.routing.request import RouteRequest
 
@@ -61,8 +61,12 @@ class Placer(Protocol):
         *,
         attempt: int,
         excluded: frozenset[WorkerId],
+        kv_lost_from: frozenset[WorkerId] = frozenset(),
+        ways: Sequence[Way] = (Way.USUAL,),
     ) -> Placement:
-        """Decide and book; wait as long as the settings allow when nobody may take the request now."""
+        """Decide and book, in the first of ``ways`` in which somebody may take the request; wait as long as
+        the settings allow when nobody may now. ``ways`` has ``Way.USUAL``.
+        """
 
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""

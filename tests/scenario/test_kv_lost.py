@@ -1,0 +1,194 @@
+"""A decode worker that does not get its KV keeps its good name, and the request is prefilled again."""
+
+import asyncio
+import logging
+
+import pytest
+from msgspec import structs
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import Pin
+from kvrouter.core.errors import WorkerFailed
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg, Sampling
+from kvrouter.core.workers import Enforcement, Role, WorkerCard
+from tests.support.fleets import Bench, card, generate_request, read_all
+from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+
+HANDOFFS = pytest.mark.parametrize("bootstrap", [False, True], ids=["synchronous", "bootstrap"])
+DECODE = card(2, Role.DECODE, zone="a")
+
+
+def prefill(worker_id: int, *, zone: str = "a", bootstrap: bool = False) -> WorkerCard:
+    return card(worker_id, Role.PREFILL, zone=zone, bootstrap=bootstrap, enforcement=Enforcement.REQUIRED)
+
+
+def kv_lost(stream: ScriptedStream, loss: KvLoss = KvLoss.UNREACHABLE) -> None:
+    stream.feed(EngineChunk(finish=FinishReason.ERROR, error=f"{stream.address}: no way", kv_lost=loss))
+
+
+def prefilled(stream: ScriptedStream) -> None:
+    stream.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+
+
+def losing(times: int) -> ScriptedPlane:
+    """Prefill legs end well, and so many decode legs do not get their KV; then answers are 5 and 6."""
+    seen: dict[int, set[Leg]] = {}
+
+    def script(stream: ScriptedStream) -> None:
+        request = stream.request
+        if request.leg is Leg.PREFILL:
+            prefilled(stream)
+        elif request.leg is Leg.AGGREGATED or request.attempt >= times:
+            stream.tokens(5, 6, finish=FinishReason.STOP)
+        legs = seen.setdefault(request.attempt, set())
+        legs.add(request.leg)
+        if request.attempt < times and legs == {Leg.PREFILL, Leg.DECODE}:  # in whatever order they came
+            kv_lost(next(each for each in reversed(plane.opened) if each.request.leg is Leg.DECODE))
+
+    plane = ScriptedPlane(script)
+    return plane
+
+
+@HANDOFFS
+async def test_another_prefill_worker_serves_the_same_decode_worker(
+    bootstrap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plane = losing(1)
+    bench = Bench(plane)
+    await bench.start(prefill(1, bootstrap=bootstrap), prefill(3, bootstrap=bootstrap), DECODE)
+    with caplog.at_level(logging.WARNING, "kvrouter.router"):
+        assert await read_all(bench) == [5, 6]
+    first, second = (address for leg, address in plane.legs() if leg is Leg.PREFILL)
+    assert {first, second} == {address_of(1), address_of(3)}
+    assert [address for leg, address in plane.legs() if leg is Leg.DECODE] == 2 * [address_of(2)]
+    sender = first.removeprefix("scripted://")
+    assert bench.telemetry.kv_lost.value("mock", sender, "2", "unreachable") == 1
+    assert bench.telemetry.retries.value("mock", "prefill") == 1
+    lost, sent_again = (getattr(record, "kvrouter_fields", {}) for record in caplog.records)
+    assert (lost["prefill_worker"], lost["decode_worker"], lost["reason"]) == (sender, "2", "unreachable")
+    assert (sent_again["worker"], sent_again["stage"]) == (sender, "prefill")
+    assert bench.booked() == 0
+
+
+@HANDOFFS
+async def test_a_lone_prefill_worker_is_asked_once_more_and_then_the_decode_worker_alone(
+    bootstrap: bool,
+) -> None:
+    plane = losing(2)
+    bench = Bench(plane)
+    await bench.start(prefill(1, bootstrap=bootstrap), DECODE)
+    assert await read_all(bench) == [5, 6]
+    legs = [leg for leg, _ in plane.legs()]
+    assert sorted(legs[:4]) == [Leg.DECODE, Leg.DECODE, Leg.PREFILL, Leg.PREFILL]
+    assert plane.legs()[4:] == [(Leg.AGGREGATED, address_of(2))]
+    last = plane.opened[-1].request
+    assert (last.kv_transfer_params, last.bootstrap, last.prefill_worker_id) == (None, None, None)
+    assert bench.booked() == 0
+
+
+async def test_the_last_try_is_one_that_needs_no_kv() -> None:
+    plane = losing(9)
+    bench = Bench(plane, KvRouterConfig(retries_max=1))
+    await bench.start(prefill(1), DECODE)
+    assert await read_all(bench) == [5, 6]
+    assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED]
+
+
+async def test_two_prefill_workers_that_cannot_be_reached_are_asked_once_each() -> None:
+    plane = losing(9)
+    bench = Bench(plane)
+    await bench.start(prefill(1), prefill(3), DECODE)
+    assert await read_all(bench) == [5, 6]
+    prefills = [address for leg, address in plane.legs() if leg is Leg.PREFILL]
+    assert sorted(prefills) == [address_of(1), address_of(3)]
+    assert plane.legs()[-1] == (Leg.AGGREGATED, address_of(2))
+
+
+async def test_a_prefill_worker_that_a_client_insists_on_is_asked_until_the_tries_are_used_up() -> None:
+    plane = losing(9)
+    bench = Bench(plane)
+    await bench.start(prefill(1), prefill(3), DECODE)
+    request = structs.replace(generate_request(), prefill_pin=Pin(WorkerId(1)))
+    async with bench.service.generate(request) as generation:
+        with pytest.raises(
+            WorkerFailed, match=r"worker 1 failed \(worker 2 did not get its KV.*try 3 of 3"
+        ) as failed:
+            await anext(generation)
+    assert address_of(2) not in failed.value.message
+    assert plane.legs() == 3 * [(Leg.PREFILL, address_of(1)), (Leg.DECODE, address_of(2))]
+    assert bench.booked() == 0
+
+
+async def test_retries_can_be_forbidden() -> None:
+    plane = losing(1)
+    bench = Bench(plane, KvRouterConfig(retries_max=0))
+    await bench.start(prefill(1), DECODE)
+    with pytest.raises(WorkerFailed, match="did not get its KV"):
+        await read_all(bench)
+
+
+async def test_the_next_pair_keeps_to_its_domain_too() -> None:
+    """The other prefill worker is in zone b: so is its decode worker, however free the one in zone a is."""
+    plane = losing(1)
+    bench = Bench(plane)
+    await bench.start(prefill(1), prefill(3, zone="b"), DECODE, card(4, Role.DECODE, zone="b"))
+    assert await read_all(bench) == [5, 6]
+    partner = {address_of(1): address_of(2), address_of(3): address_of(4)}
+    addresses = [address for _, address in plane.legs()]
+    assert addresses[1] == partner[addresses[0]]
+    assert addresses[3] == partner[addresses[2]]
+    assert addresses[0] != addresses[2]
+
+
+async def test_an_answer_that_goes_on_elsewhere_survives_it_too() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
+    reading = asyncio.create_task(read_all(bench, sampling=Sampling(max_tokens=6, temperature=0.0)))
+    prefilled(await plane.wait_for(Leg.PREFILL))
+    first = await plane.wait_for(Leg.DECODE)
+    first.tokens(1, 2, 3)
+    first.die()
+    prefilled(await plane.wait_for(Leg.PREFILL, nth=1))
+    second = await plane.wait_for(Leg.DECODE, nth=1)
+    kv_lost(second, KvLoss.TIMEOUT)
+    last = await plane.wait_for(Leg.AGGREGATED)
+    assert last.address == second.address
+    assert list(last.request.token_ids[-3:]) == [1, 2, 3]
+    last.tokens(4, 5, 6, finish=FinishReason.LENGTH)
+    assert await reading == [1, 2, 3, 4, 5, 6]
+    assert bench.booked() == 0
+
+
+async def test_after_the_first_token_no_kv_is_due_and_the_decode_worker_is_to_blame() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(prefill(1), DECODE, card(3, Role.DECODE, zone="a"))
+    reading = asyncio.create_task(read_all(bench, max_tokens=3))
+    prefilled(await plane.wait_for(Leg.PREFILL))
+    first = await plane.wait_for(Leg.DECODE)
+    first.tokens(1)
+    kv_lost(first)
+    prefilled(await plane.wait_for(Leg.PREFILL, nth=1))
+    second = await plane.wait_for(Leg.DECODE, nth=1)
+    assert second.address != first.address
+    second.tokens(2, 3, finish=FinishReason.LENGTH)
+    assert await reading == [1, 2, 3]
+    assert bench.telemetry.resumes.value("mock") == 1
+
+
+async def test_a_prefill_leg_that_failed_is_the_better_reason_of_a_bootstrap_handoff() -> None:
+    plane = ScriptedPlane()
+    bench = Bench(plane)
+    await bench.start(prefill(1, bootstrap=True), prefill(3, bootstrap=True), DECODE)
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    sender, receiver = await plane.wait_for(Leg.PREFILL), await plane.wait_for(Leg.DECODE)
+    sender.die()
+    kv_lost(receiver, KvLoss.BROKEN)
+    again = await plane.wait_for(Leg.PREFILL, nth=1)
+    assert again.address != sender.address
+    prefilled(again)
+    (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, finish=FinishReason.LENGTH)
+    assert await reading == [4]
+    assert bench.booked() == 0
