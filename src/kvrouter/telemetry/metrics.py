@@ -172,6 +172,14 @@ class Telemetry:
         "prefill_domain",
         "decode_domain",
     )
+    kv_lost = _counter(
+        "kvrouter_kv_lost",
+        "Handoffs whose KV did not arrive, by both workers and why: unreachable, broken, timeout or unknown.",
+        "model",
+        "prefill_worker",
+        "decode_worker",
+        "reason",
+    )
     fallbacks = _counter(
         "kvrouter_fallbacks",
         "Handoffs that crossed their domain because no decode worker was left in it.",
