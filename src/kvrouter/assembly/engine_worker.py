@@ -7,7 +7,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvrouter.assembly.attached import Attached, EngineAt, attach
+from kvrouter.assembly.attach_words import Attached, EngineAt
+from kvrouter.assembly.attached import attach
 from kvrouter.assembly.standby import until_free
 from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
@@ -29,7 +30,6 @@ class EngineWorkerSpec:
 
     at: EngineAt
     worker_id: WorkerId
-    role: Role
     tokenizer: Path | None
     runtime_config: ModelRuntimeConfig
     enable_local_indexer: bool = False
@@ -66,7 +66,7 @@ async def engine_worker(
             log_event(logger, Event.CONFIG_WARNING, worker=str(spec.worker_id), detail=warning)
         async with worker_wires(
             settings,
-            component="prefill" if spec.role is Role.PREFILL else "backend",
+            component="prefill" if spec.at.role is Role.PREFILL else "backend",
             has_local_indexer=spec.enable_local_indexer,
             publishes_kv_events=attached.publishes_kv_events,
             on_lost=on_lost,
@@ -109,19 +109,19 @@ def engine_card(
     event_source: EventSource,
 ) -> WorkerCard:
     """What the worker publishes."""
-    tokenizer = spec.tokenizer or (Path(attached.root) if Path(attached.root).is_dir() else None)
+    tokenizer = spec.tokenizer or (Path(attached.tokenizer) if Path(attached.tokenizer).is_dir() else None)
     return WorkerCard(
         worker_id=spec.worker_id,
         incarnation=incarnation,
         model=ModelName(attached.model),
-        role=spec.role,
+        role=spec.at.role,
         block_size=attached.block_size,
         context_length=attached.context_length,
         address=address,
         dp_size=attached.dp_size,
         namespace=namespace,
-        component="prefill" if spec.role is Role.PREFILL else "backend",
-        serves=ModelType.Prefill if spec.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
+        component="prefill" if spec.at.role is Role.PREFILL else "backend",
+        serves=ModelType.Prefill if spec.at.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=attached.publishes_kv_events,
         event_source=event_source,
         tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
@@ -130,6 +130,8 @@ def engine_card(
             spec.runtime_config,
             total_kv_blocks=attached.total_kv_blocks,
             enable_local_indexer=spec.enable_local_indexer,
+            bootstrap_host=None if attached.bootstrap is None else attached.bootstrap[0],
+            bootstrap_port=None if attached.bootstrap is None else attached.bootstrap[1],
         ),
     )
 
@@ -141,5 +143,5 @@ def serve_engine_worker(
 
     Returns the exit code, LOST_PLACE when another has the place.
     """
-    process = WorkerProcess(settings, spec.worker_id, role=spec.role.value, drain_limit_s=drain_limit_s)
+    process = WorkerProcess(settings, spec.worker_id, role=spec.at.role.value, drain_limit_s=drain_limit_s)
     return process.serve(lambda on_lost: engine_worker(settings, spec, environ, on_lost=on_lost))

@@ -1,4 +1,4 @@
-"""``kvrouter worker vllm``: the worker beside an engine that runs already."""
+"""``kvrouter worker vllm`` and ``kvrouter worker sglang``: the worker beside an engine that runs already."""
 
 import os
 import secrets
@@ -19,48 +19,85 @@ API_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
 
 WORKER_IDS = 2**63
 
+_VLLM_HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
 
-@click.command("vllm", cls=SettingsCommand, short_help="Beside a vLLM server that runs already.")
-@click.option("--url", required=True, metavar="URL", help="The engine's server, as http://127.0.0.1:8000.")
-@click.option("--model", metavar="NAME", help="Which of the names that it serves.  [default: the first]")
-@click.option(
-    "--tokenizer",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    metavar="FOLDER",
-    help="The model's tokenizer folder, for frontends on this host.  [default: the engine's own]",
-)
-@click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]")
-@click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]")
-@click.option("--block-size", type=int, metavar="INT", help="What its KV blocks must have.  [default: asked]")
-@click.option(
-    "--kv-events",
-    metavar="ADDRESS",
-    help="Where rank 0 publishes its KV events, tcp://HOST:PORT.  [default: asked]",
-)
-@click.option(
-    "--kv-events-replay",
-    metavar="ADDRESS",
-    help="Where rank 0 replays them; with --kv-events.  [default: asked]",
-)
-@click.option("--no-kv-events", is_flag=True, help="Do not listen to its KV events.")
-@place_options
-@click.option(
-    "--enable-local-indexer",
-    is_flag=True,
-    help="Answer routers that missed KV events, which then travel over NATS Core instead of JetStream.",
-)
-@click.option("--standby", "is_standby", is_flag=True, help="Wait until no other start of its id serves.")
-@click.option(
-    "--engine-wait-s",
-    type=float,
-    default=600.0,
-    show_default=True,
-    help="How long the engine may take to answer: it loads its model first.",
-)
-@click.option(
-    "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
-)
-def worker_vllm(
+Its model, block size, capacity, ranks and event sources are asked of it. Start it with prefix caching and KV
+events, as the page on vLLM shows. A key that it asks for is taken from KVROUTER_ENGINE_API_KEY.
+"""
+
+_SGLANG_HELP = """Make an SGLang server part of a fleet; the server's own image and command stay as they are.
+
+Its model, page size, capacity, ranks and event sources are asked of it. Start it with KV events and
+--enable-cache-report, as the page on SGLang shows. A key that it asks for is taken from
+KVROUTER_ENGINE_API_KEY.
+"""
+
+
+def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
+    options = [
+        click.option("--url", required=True, metavar="URL", help="Its server, as http://127.0.0.1:8000."),
+        click.option(
+            "--model", metavar="NAME", help="Which of the names that it serves.  [default: the first]"
+        ),
+        click.option(
+            "--tokenizer",
+            type=click.Path(path_type=Path, exists=True, file_okay=False),
+            metavar="FOLDER",
+            help="The model's tokenizer folder, for frontends on this host.  [default: the engine's own]",
+        ),
+        click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]"),
+        click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]"),
+        click.option(
+            "--block-size", type=int, metavar="INT", help="What its KV blocks must have.  [default: asked]"
+        ),
+        click.option(
+            "--kv-events",
+            metavar="ADDRESS",
+            help="Where rank 0 publishes its KV events, tcp://HOST:PORT.  [default: asked]",
+        ),
+        click.option(
+            "--kv-events-replay",
+            metavar="ADDRESS",
+            help="Where rank 0 replays them; with --kv-events.  [default: asked]",
+        ),
+        click.option("--no-kv-events", is_flag=True, help="Do not listen to its KV events."),
+        place_options,
+        click.option(
+            "--enable-local-indexer",
+            is_flag=True,
+            help="Answer routers that missed KV events, which then travel over NATS Core, not JetStream.",
+        ),
+        click.option(
+            "--standby", "is_standby", is_flag=True, help="Wait until no other start of its id serves."
+        ),
+        click.option(
+            "--engine-wait-s",
+            type=float,
+            default=600.0,
+            show_default=True,
+            help="How long the engine may take to answer: it loads its model first.",
+        ),
+        click.option(
+            "--drain-limit-s",
+            type=float,
+            default=30.0,
+            show_default=True,
+            help="Time for running legs at the end.",
+        ),
+    ]
+
+    def serve(**flags: object) -> None:
+        _serve(kind, **flags)  # type: ignore[arg-type]  # click checked them
+
+    for option in reversed(options):
+        serve = option(serve)
+    command = click.command(kind, cls=SettingsCommand, short_help=short_help, help=text)(serve)
+    command.params.extend(setting_options("planes", "log"))
+    return command
+
+
+def _serve(
+    kind: str,
     *,
     url: str,
     model: str | None,
@@ -77,11 +114,6 @@ def worker_vllm(
     drain_limit_s: float,
     **flags: object,
 ) -> None:
-    """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
-
-    Its model, block size, capacity, ranks and event sources are asked of it. Start it with prefix caching and
-    KV events, as the page on vLLM shows. A key that it asks for is taken from KVROUTER_ENGINE_API_KEY.
-    """
     said = described({"role": role, **{name: flags.pop(name) for name in tuple(flags) if name in FLAGS}})
     setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
     loaded = load_settings(flags=given_flags(dict(setting_flags)), environ=os.environ, document=None)
@@ -91,15 +123,16 @@ def worker_vllm(
     if no_kv_events and kv_events is not None:
         raise click.UsageError("--no-kv-events and --kv-events contradict each other")
     of_fleet = fleet_of_one(said)
-    from kvrouter.assembly.attached import EngineAt, EngineKind  # noqa: PLC0415
+    group = of_fleet.workers[0]
+    from kvrouter.assembly.attach_words import EngineAt, EngineKind  # noqa: PLC0415
     from kvrouter.assembly.described import placed_config  # noqa: PLC0415
     from kvrouter.assembly.engine_worker import EngineWorkerSpec, serve_engine_worker  # noqa: PLC0415
 
-    group = of_fleet.workers[0]
     spec = EngineWorkerSpec(
         at=EngineAt(
-            kind=EngineKind.VLLM,
+            kind=EngineKind(kind),
             url=_checked_url(url),
+            role=group.role,
             model=model,
             block_size=block_size,
             kv_events=kv_events,
@@ -109,16 +142,12 @@ def worker_vllm(
             wait_s=engine_wait_s,
         ),
         worker_id=_id_of(worker_id),
-        role=group.role,
         tokenizer=tokenizer,
         runtime_config=placed_config(of_fleet, group),
         enable_local_indexer=enable_local_indexer,
         is_standby=is_standby,
     )
     sys.exit(serve_engine_worker(loaded.settings, spec, os.environ, drain_limit_s=drain_limit_s))
-
-
-worker_vllm.params.extend(setting_options("planes", "log"))
 
 
 def _checked_url(url: str) -> str:
@@ -133,3 +162,9 @@ def _id_of(worker_id: int | None) -> WorkerId:
     if not 0 <= worker_id < WORKER_IDS:
         raise ConfigError(f"--worker-id: must be in 0..2**63-1, not {worker_id}", param="worker_id")
     return WorkerId(worker_id)
+
+
+worker_vllm = _engine_command("vllm", short_help="Beside a vLLM server that runs already.", text=_VLLM_HELP)
+worker_sglang = _engine_command(
+    "sglang", short_help="Beside an SGLang server that runs already.", text=_SGLANG_HELP
+)

@@ -5,6 +5,7 @@ cut out of the bytes again; everything else passes as the engine wrote it.
 """
 
 import re
+from collections.abc import Callable
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -57,7 +58,9 @@ class _Words(msgspec.Struct, frozen=True):
         return all(isinstance(other, UnsetType) or bytes(other) in _NOTHING for other in others)
 
 
-class _Choice(msgspec.Struct, frozen=True):
+class Choice(msgspec.Struct, frozen=True):
+    """One of the answers, or a piece of it."""
+
     delta: _Words | None = None
     message: _Words | None = None
     text: str | None = None
@@ -73,7 +76,7 @@ class _Failure(msgspec.Struct, frozen=True):
 class AnswerEvent(msgspec.Struct, frozen=True):
     """One event of a stream, or a whole answer."""
 
-    choices: tuple[_Choice, ...] = ()
+    choices: tuple[Choice, ...] = ()
     usage: AnswerUsage | None = None
     error: _Failure | None = None
     kv_transfer_params: KvTransferParams | None = None
@@ -112,12 +115,15 @@ class AnswerEvent(msgspec.Struct, frozen=True):
         return not self.choices and self.usage is not None and self.error is None
 
 
+ReadEvent = Callable[[bytes], AnswerEvent]
+"""Reads the data of one event, or a whole answer; raises ProtocolError."""
+
 _NOTHING = frozenset({b"null", b"[]", b'""'})
 
 _event = msgspec.json.Decoder(AnswerEvent)
 
-_TOKEN_FIELDS = re.compile(rb',"(?:prompt_token_ids|token_ids|prompt_text)":(?:null|\[[0-9, ]*\])')
-"""The fields that ``return_token_ids`` adds. A quote inside of a text is escaped, so none of it matches."""
+_TOKEN_FIELDS = re.compile(rb'(,"(?:prompt_token_ids|token_ids)":)\[[0-9, ]*\]')
+"""The fields that ``return_token_ids`` fills. A quote inside of a text is escaped, so none of it matches."""
 
 _FINISHES = {"length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED, "error": FinishReason.ERROR}
 
@@ -131,8 +137,8 @@ def read_event(data: bytes) -> AnswerEvent:
 
 
 def without_token_ids(raw: bytes) -> bytes:
-    """Return an event, or a whole answer, without the fields that ``return_token_ids`` adds."""
-    return _TOKEN_FIELDS.sub(b"", raw)
+    """Return an event as it would be without ``return_token_ids``."""
+    return _TOKEN_FIELDS.sub(rb"\1null", raw)
 
 
 def finish_of(reason: str) -> FinishReason:

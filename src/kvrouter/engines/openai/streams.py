@@ -1,6 +1,7 @@
 """The answer to one leg, read from the engine's HTTP answer as far as its reader wants."""
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
 
@@ -8,9 +9,12 @@ import aiohttp
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
-from kvrouter.engines.openai.events import AnswerEvent, read_event, without_token_ids
+from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event, without_token_ids
 from kvrouter.engines.openai.sse import DONE, EventCutter
 from kvrouter.planes.requests.port import StreamBroken
+
+RAW_CHUNK_BYTES = 2048
+"""From so many bytes of events on a chunk is sent: on the request plane it takes one token of credit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +31,23 @@ class Reading:
 
 
 class SseStream:
-    """A streamed answer as an :class:`EngineStream`: a chunk for every read, with all events that came in it.
+    """A streamed answer as an :class:`EngineStream`: a chunk for the few events that came together.
 
-    What is not read yet waits at the engine.
+    What is not read yet waits at the engine, but for the events of one read.
     """
 
-    def __init__(self, answer: aiohttp.ClientResponse, reading: Reading) -> None:
+    def __init__(
+        self, answer: aiohttp.ClientResponse, reading: Reading, read: ReadEvent = read_event
+    ) -> None:
         self._answer = answer
         self._reading = reading
+        self._read = read
         self._cutter = EventCutter()
         self._finish: FinishReason | None = None
         self._params: KvTransferParams | None = None
         self._cancelled: str | None = None
         self._is_over = False
+        self._ready: deque[EngineChunk] = deque()
 
     def __aiter__(self) -> "SseStream":
         return self
@@ -71,19 +79,29 @@ class SseStream:
             self._answer.close()
 
     async def _next(self) -> EngineChunk:
-        while True:
+        while not self._ready:
             piece = await self._answer.content.readany()
-            if not piece:
-                return self._last()
-            gathered = _Gathered(self._reading)
-            for raw, data in self._cutter.push(piece):
-                if data == DONE:
-                    gathered.done(raw)
-                    return gathered.chunk(self._last_finish(), self._params)
-                if data:
-                    self._take(read_event(data), raw, gathered)
-            if not gathered.is_empty:
-                return gathered.chunk(None, None)
+            if piece:
+                self._cut(piece)
+            else:
+                self._ready.append(self._last())
+        return self._ready.popleft()
+
+    def _cut(self, piece: bytes) -> None:
+        """Make chunks of the events that ``piece`` completes."""
+        gathered = _Gathered(self._reading)
+        for raw, data in self._cutter.push(piece):
+            if data == DONE:
+                gathered.done(raw)
+                self._ready.append(gathered.chunk(self._last_finish(), self._params))
+                return
+            if data:
+                self._take(self._read(data), raw, gathered)
+            if gathered.is_full:
+                self._ready.append(gathered.chunk(None, None))
+                gathered = _Gathered(self._reading)
+        if not gathered.is_empty:
+            self._ready.append(gathered.chunk(None, None))
 
     def _take(self, event: AnswerEvent, raw: bytes, gathered: "_Gathered") -> None:
         if event.error is not None:
@@ -115,8 +133,11 @@ class WholeStream:
     word that it was accepted. What the engine refuses is raised by the read.
     """
 
-    def __init__(self, send: Coroutine[None, None, bytes], reading: Reading) -> None:
+    def __init__(
+        self, send: Coroutine[None, None, bytes], reading: Reading, read: ReadEvent = read_event
+    ) -> None:
         self._reading = reading
+        self._read = read
         self._cancelled: str | None = None
         self._is_over = False
         self._answering = asyncio.create_task(send)
@@ -141,7 +162,7 @@ class WholeStream:
 
     def _chunk(self, body: bytes) -> EngineChunk:
         try:
-            event = read_event(body)
+            event = self._read(body)
         except ProtocolError as error:
             raise StreamBroken(error.message) from error
         if event.error is not None:
@@ -159,13 +180,20 @@ class _Gathered:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._raw: list[bytes] = []
+        self._raw_bytes = 0
         self._token_ids: list[int] = []
         self._text_chars: int | None = 0
         self._cached_tokens: int | None = None
         self.is_empty = True
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it is enough for one chunk."""
+        return self._raw_bytes >= RAW_CHUNK_BYTES
+
     def take(self, event: AnswerEvent, raw: bytes) -> None:
         """Another event came."""
+        self._raw_bytes += len(raw)
         self.is_empty = False
         self._token_ids.extend(event.token_ids)
         chars = event.text_chars

@@ -1,7 +1,6 @@
 """A leg as vLLM's server takes it: the client's call where it can go as it was written, else token ids."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
 from kvrouter.engines.openai.bodies import (
@@ -14,6 +13,7 @@ from kvrouter.engines.openai.bodies import (
     put,
     put_inside,
 )
+from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.streams import Reading
 
 KvParams = Mapping[str, object]
@@ -51,18 +51,7 @@ _CHAT_ONLY = (
 """Fields of a chat that a completion of tokens has no use for, or reads otherwise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmCall:
-    """What is sent to the engine, and how its answer is read."""
-
-    path: str
-    body: bytes
-    headers: Mapping[str, str]
-    streams: bool
-    reading: Reading
-
-
-def call_of(request: EngineRequest, *, model: str, n_ranks: int = 1) -> VllmCall:
+def call_of(request: EngineRequest, *, model: str, n_ranks: int = 1) -> EngineCall:
     """Return how vLLM is asked for a leg; ``model`` is what the engine calls it.
 
     Raises InvalidRequest naming a field that is no object where it must be one.
@@ -77,9 +66,11 @@ def call_of(request: EngineRequest, *, model: str, n_ranks: int = 1) -> VllmCall
     return _tokens(request, model, headers)
 
 
-def _as_written(request: EngineRequest, call: ClientCall, model: str, headers: Mapping[str, str]) -> VllmCall:
+def _as_written(
+    request: EngineRequest, call: ClientCall, model: str, headers: Mapping[str, str]
+) -> EngineCall:
     body = _common(request, model)
-    adds_tokens = call.resumable and "return_token_ids" not in body
+    adds_tokens = call.resumable and call.stream and "return_token_ids" not in body
     if adds_tokens:
         put(body, return_token_ids=True)
     adds_usage = call.stream and not is_set_inside(body, "stream_options", "include_usage")
@@ -87,7 +78,7 @@ def _as_written(request: EngineRequest, call: ClientCall, model: str, headers: M
         put_inside(body, "stream_options", include_usage=True)
     if request.kv_transfer_params is not None:
         put(body, kv_transfer_params=request.kv_transfer_params)
-    return VllmCall(
+    return EngineCall(
         path=call.route.value,
         body=bytes_of(body),
         headers=headers,
@@ -96,7 +87,7 @@ def _as_written(request: EngineRequest, call: ClientCall, model: str, headers: M
     )
 
 
-def _prefill(request: EngineRequest, model: str, headers: Mapping[str, str]) -> VllmCall:
+def _prefill(request: EngineRequest, model: str, headers: Mapping[str, str]) -> EngineCall:
     """One token of the same prompt, whose KV the engine then keeps for the decode worker."""
     body = _common(request, model)
     path = CallRoute.COMPLETION.value
@@ -108,7 +99,7 @@ def _prefill(request: EngineRequest, model: str, headers: Mapping[str, str]) -> 
         _put_prompt(body, request)
     drop(body, "stream_options", "min_tokens", "n", "best_of")
     put(body, stream=False, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
-    return VllmCall(
+    return EngineCall(
         path=path,
         body=bytes_of(body),
         headers=headers,
@@ -117,7 +108,7 @@ def _prefill(request: EngineRequest, model: str, headers: Mapping[str, str]) -> 
     )
 
 
-def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> VllmCall:
+def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> EngineCall:
     """A completion of token ids: for what comes without a client's call, or goes on from another worker.
 
     Stop strings stay with the router: only it knows the text before these tokens.
@@ -135,7 +126,7 @@ def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> V
     )
     if request.kv_transfer_params is not None:
         put(body, kv_transfer_params=request.kv_transfer_params)
-    return VllmCall(
+    return EngineCall(
         path=CallRoute.COMPLETION.value,
         body=bytes_of(body),
         headers=headers,

@@ -123,26 +123,6 @@ def reachable(endpoint: str, url: str) -> str:
     return re.sub(r"^tcp://(?:\*|0\.0\.0\.0|\[::\])", f"tcp://{host}", endpoint)
 
 
-def events_at(events: str, replay: str | None, n_ranks: int, *, topic: str = "") -> dict[DpRank, EventsAt]:
-    """Return where each rank publishes, by the first one's endpoints: vLLM counts the ports on.
-
-    Raises ConfigError for an endpoint without a port.
-    """
-    return {
-        DpRank(rank): EventsAt(
-            _counted_on(events, rank), None if replay is None else _counted_on(replay, rank), topic
-        )
-        for rank in range(n_ranks)
-    }
-
-
-def _counted_on(endpoint: str, rank: int) -> str:
-    base, colon, port = endpoint.rpartition(":")
-    if not endpoint.startswith("tcp://") or not colon or not port.isdecimal():
-        raise ConfigError(f"--kv-events: must be tcp://HOST:PORT, not {endpoint!r}", param="kv_events")
-    return f"{base}:{int(port) + rank}"
-
-
 def _served(models: _Models) -> tuple[list[_Model], list[_Model]]:
     served = [model for model in models.data if model.parent is None]
     if not served:

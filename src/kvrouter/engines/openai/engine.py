@@ -1,58 +1,93 @@
-"""A vLLM server as the engine of the worker beside it."""
+"""A server that runs already as the engine of the worker beside it: what is alike for all of them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest
+from kvrouter.core.workers import LoadReport
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.customs.rank import RankCustoms
-from kvrouter.engines.customs.words import EngineFacts
-from kvrouter.engines.openai.metrics import Samples, read_metrics
+from kvrouter.engines.customs.words import Decode, EngineFacts
+from kvrouter.engines.openai.events import ReadEvent, read_event
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import SseStream, WholeStream
+from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
-from kvrouter.engines.vllm.calls import call_of
-from kvrouter.engines.vllm.events import decode
-from kvrouter.engines.vllm.facts import STARTED_METRIC, VllmFacts, started_of
-from kvrouter.engines.vllm.loads import LOAD_METRICS, load_reports
 from kvrouter.planes.requests.port import EngineStream, WorkerUnreachable
 
 LOOK_EACH_S = 1.0
-"""How often the engine's metrics are read: its load, and whether it answers."""
+"""How often an engine is looked at: its load, and whether it answers."""
 
 SILENT_AFTER_LOOKS = 3
 """After so many looks without an answer the engine counts as gone."""
 
 
-class VllmEngine:
-    """An :class:`~kvrouter.engines.port.WatchedEngine` over the engine's HTTP server.
+def _read_as_openai() -> ReadEvent:
+    return read_event
 
-    ``events`` are the publishers of those ranks that are to be heard. ``model`` is the engine's own name for
-    what it serves.
-    """
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCall:
+    """What is sent to an engine, and how its answer is read; ``reader`` makes what reads one answer."""
+
+    path: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+    streams: bool
+    reading: Reading
+    reader: Callable[[], ReadEvent] = _read_as_openai
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What an engine says of itself: its loads, and what tells two of its starts apart, where it does."""
+
+    loads: tuple[LoadReport, ...]
+    started: object = None
+
+
+class Ways(Protocol):
+    """How one engine is asked."""
+
+    def call_of(self, request: EngineRequest) -> EngineCall:
+        """Return how the engine is asked for a leg. Raises InvalidRequest."""
+
+    async def look(self, server: EngineServer) -> Look:
+        """Ask for its load. Raises WorkerUnreachable or ProtocolError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """How an engine tells its KV events: where each rank publishes, its wire, and the tokens of a block."""
+
+    events_at: Mapping[DpRank, EventsAt]
+    decode: Decode
+    block_size: int
+
+
+class ServedEngine:
+    """A :class:`~kvrouter.engines.port.WatchedEngine` over an engine's HTTP server."""
 
     def __init__(
         self,
         server: EngineServer,
-        facts: VllmFacts,
+        ways: Ways,
+        told: Told,
         *,
-        worker_id: WorkerId,
-        model: str,
-        events: Mapping[DpRank, EventsAt],
+        started: object = None,
         look_each_s: float = LOOK_EACH_S,
     ) -> None:
         self._server = server
-        self._facts = facts
-        self._worker_id = worker_id
-        self._model = model
-        self._events_at = events
+        self._ways = ways
+        self._told = told
         self._look_each_s = look_each_s
         self._customs: list[RankCustoms] = []
         self._on_state: StateSink = lambda _: None
         self._looking: asyncio.Task[None] | None = None
-        self._started_s = facts.started_s
+        self._started = started
         self._failed_looks = 0
 
     def watch(self, on_state: StateSink) -> None:
@@ -61,11 +96,11 @@ class VllmEngine:
 
     async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
         """Listen to the ranks, and look after the engine."""
-        for rank, at in self._events_at.items():
+        for rank, at in self._told.events_at.items():
             customs = RankCustoms(
                 at,
-                decode,
-                EngineFacts(block_size=self._facts.block_size, dp_rank=rank),
+                self._told.decode,
+                EngineFacts(block_size=self._told.block_size, dp_rank=rank),
                 on_events=on_events,
                 on_lost=self._tell,
             )
@@ -75,13 +110,14 @@ class VllmEngine:
 
     async def submit(self, request: EngineRequest) -> EngineStream:
         """Send a leg to the engine. Raises as :meth:`EngineServer.post` does."""
-        call = call_of(request, model=self._model, n_ranks=len(self._facts.ranks))
+        call = self._ways.call_of(request)
+        read = call.reader()
         if not call.streams:
-            return WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading)
-        return SseStream(await self._server.post(call.path, call.body, call.headers), call.reading)
+            return WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)
+        return SseStream(await self._server.post(call.path, call.body, call.headers), call.reading, read)
 
     async def stop(self) -> None:
-        """Leave the engine alone; open answers break."""
+        """Leave the engine alone; open answers break. Idempotent."""
         for customs in self._customs:
             customs.stop()
         self._customs.clear()
@@ -93,13 +129,12 @@ class VllmEngine:
     async def _look_after(self, on_load: LoadSink) -> None:
         while True:
             try:
-                page = await self._server.look("/metrics")
-                samples = read_metrics(page or b"", (*LOAD_METRICS, STARTED_METRIC))
+                look = await self._ways.look(self._server)
             except (WorkerUnreachable, ProtocolError) as error:
                 self._not_heard(error.message)
             else:
-                self._heard(samples)
-                for report in load_reports(samples, self._facts.ranks, self._worker_id):
+                self._heard(look)
+                for report in look.loads:
                     on_load(report)
             await asyncio.sleep(self._look_each_s)
 
@@ -108,12 +143,11 @@ class VllmEngine:
         if self._failed_looks == SILENT_AFTER_LOOKS:
             self._tell(why)
 
-    def _heard(self, samples: Samples) -> None:
+    def _heard(self, look: Look) -> None:
         was_silent = self._is_silent
         self._failed_looks = 0
-        started_s = started_of(samples)
-        if started_s != self._started_s:
-            self._started_s = started_s
+        if look.started != self._started:
+            self._started = look.started
             for customs in self._customs:
                 customs.begin_anew()
             self._tell("the engine was started anew")

@@ -1,0 +1,35 @@
+"""A vLLM server, attached."""
+
+from kvrouter.assembly.attach_words import Attached, EngineAt, check_block_size, check_model, events_of
+from kvrouter.core.ids import WorkerId
+from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.vllm.events import decode
+from kvrouter.engines.vllm.facts import VllmFacts
+from kvrouter.engines.vllm.ways import VllmWays
+
+
+def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id: WorkerId) -> Attached:
+    """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction."""
+    model = check_model(at, facts.models)
+    check_block_size(at, facts.block_size, "--block-size")
+    events, warnings = events_of(at, facts.events, len(facts.ranks))
+    if at.publishes_kv_events and not facts.prefix_caching:
+        warnings += (f"the engine at {at.url} keeps no prefix cache: start it with --enable-prefix-caching",)
+    return Attached(
+        engine=ServedEngine(
+            server,
+            VllmWays(worker_id, model=model, ranks=facts.ranks),
+            Told(events, decode, facts.block_size),
+            started=facts.started_s,
+        ),
+        version=f"vllm {facts.version}",
+        model=model,
+        tokenizer=facts.root,
+        context_length=facts.context_length,
+        block_size=facts.block_size,
+        total_kv_blocks=min(rank.total_blocks for rank in facts.ranks.values()),
+        dp_size=len(facts.ranks),
+        publishes_kv_events=bool(events),
+        warnings=warnings,
+    )

@@ -1,0 +1,121 @@
+"""An engine that runs already: what its operator says of it, and what it says of itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DpRank
+from kvrouter.core.workers import Role
+from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.port import Engine
+
+
+class EngineKind(StrEnum):
+    """Engines that can be attached."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAt:
+    """An engine's server, and what its operator says of it: None where the engine is to be asked.
+
+    ``kv_events`` and ``kv_events_replay`` are the endpoints of rank 0; each further rank has the next ports.
+    """
+
+    kind: EngineKind
+    url: str
+    role: Role = Role.BOTH
+    model: str | None = None
+    block_size: int | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    publishes_kv_events: bool = True
+    api_key: str | None = None
+    wait_s: float = 600.0
+    """How long the engine may take to answer at all: a model is loaded in minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """An engine that answered, and what its worker's card says of it.
+
+    ``tokenizer`` is the folder, or the name on a hub, that the engine loaded its own from.
+    """
+
+    engine: Engine
+    version: str
+    model: str
+    tokenizer: str
+    context_length: int
+    block_size: int
+    total_kv_blocks: int
+    dp_size: int
+    publishes_kv_events: bool
+    warnings: tuple[str, ...]
+    bootstrap: tuple[str, int] | None = None
+    """Host and port where prefill handoffs meet."""
+
+
+def check_model(at: EngineAt, served: tuple[str, ...]) -> str:
+    """Return the name of the model; raise ConfigError when the engine does not serve what was said."""
+    model = at.model or served[0]
+    if model not in served:
+        raise ConfigError(
+            f"--model: the engine serves {', '.join(served)}, not {model!r}: give one of these, "
+            f"or start the engine with --served-model-name {model}",
+            param="model",
+        )
+    return model
+
+
+def check_block_size(at: EngineAt, block_size: int, engine_flag: str) -> None:
+    """Raise ConfigError when the engine's blocks are not what was said."""
+    if at.block_size is not None and at.block_size != block_size:
+        raise ConfigError(
+            f"--block-size: the engine's blocks have {block_size} tokens, not {at.block_size}: "
+            f"leave the flag out, or start the engine with {engine_flag} {at.block_size}",
+            param="block_size",
+        )
+
+
+def events_of(
+    at: EngineAt, told: Mapping[DpRank, EventsAt], n_ranks: int
+) -> tuple[Mapping[DpRank, EventsAt], tuple[str, ...]]:
+    """Return where the ranks publish, by what the operator or else the engine says, and warnings."""
+    if not at.publishes_kv_events:
+        return {}, ()
+    events = dict(told)
+    if at.kv_events is not None:
+        topic = next(iter(told.values())).topic if told else ""
+        events = {
+            DpRank(rank): EventsAt(
+                _counted_on("--kv-events", at.kv_events, rank),
+                at.kv_events_replay and _counted_on("--kv-events-replay", at.kv_events_replay, rank),
+                topic,
+            )
+            for rank in range(n_ranks)
+        }
+    if not events:
+        return {}, (
+            f"the engine at {at.url} tells of no KV events: start it with --kv-events-config, name them by "
+            "--kv-events, or say --no-kv-events here",
+        )
+    if any(each.replay is None for each in events.values()):
+        return events, (
+            "the engine's --kv-events-config has no replay_endpoint: KV events that are missed are lost for "
+            "good, those before this worker began included",
+        )
+    return events, ()
+
+
+def _counted_on(flag: str, endpoint: str, rank: int) -> str:
+    base, colon, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://") or not colon or not port.isdecimal():
+        raise ConfigError(
+            f"{flag}: must be tcp://HOST:PORT, not {endpoint!r}",
+            param=flag.removeprefix("--").replace("-", "_"),
+        )
+    return f"{base}:{int(port) + rank}"

@@ -1,0 +1,158 @@
+"""A leg as SGLang's server takes it: the client's call where it can go as it was written, else token ids.
+
+With disaggregation both legs get the same call and the same meeting place; the decode side waits for the KV
+there.
+"""
+
+import msgspec
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.requests import EngineRequest, Leg
+from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, is_set_inside, put, put_inside
+from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice
+from kvrouter.engines.openai.streams import Reading
+
+GENERATE = "/generate"
+
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "stop_token_ids",
+    "logit_bias",
+)
+"""What a client's call and SGLang's own sampling parameters call the same."""
+
+
+def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
+    """Return how SGLang is asked for a leg. Raises InvalidRequest naming a field that must be an object."""
+    if request.call is None or request.resumed_tokens:
+        return _tokens(request, n_ranks)
+    call = request.call
+    body = body_of(call.body)
+    _put_common(body, request, n_ranks)
+    is_prefill = request.leg is Leg.PREFILL
+    adds_usage = call.stream and not is_prefill and not is_set_inside(body, "stream_options", "include_usage")
+    if is_prefill:
+        put(body, stream=False)
+        body.pop("stream_options", None)
+    elif adds_usage:
+        put_inside(body, "stream_options", include_usage=True)
+    return EngineCall(
+        path=call.route.value,
+        body=bytes_of(body),
+        streams=call.stream and not is_prefill,
+        reading=Reading(passes_raw=not is_prefill, added_usage=adds_usage),
+    )
+
+
+def _tokens(request: EngineRequest, n_ranks: int) -> EngineCall:
+    """Token ids in and out. Stop strings stay with the router: only it knows the text before these tokens."""
+    body: Body = {}
+    put(
+        body,
+        input_ids=list(request.token_ids),
+        sampling_params=_sampling(request),
+        stream=request.leg is not Leg.PREFILL,
+    )
+    _put_common(body, request, n_ranks)
+    return EngineCall(
+        path=GENERATE,
+        body=bytes_of(body),
+        streams=request.leg is not Leg.PREFILL,
+        reading=Reading(passes_raw=False),
+        reader=GenerateReader,
+    )
+
+
+def _put_common(body: Body, request: EngineRequest, n_ranks: int) -> None:
+    put(body, rid=f"{request.engine_key}#{request.leg}")
+    if n_ranks > 1:
+        put(body, routed_dp_rank=request.dp_rank)
+    if request.cache_namespace is not None:
+        put(body, cache_salt=request.cache_namespace)
+    if request.lora_name is not None:
+        put(body, lora_path=request.lora_name)
+    if request.bootstrap is not None:
+        meeting = request.bootstrap
+        put(
+            body,
+            bootstrap_host=meeting.host,
+            bootstrap_port=meeting.port,
+            bootstrap_room=meeting.room,
+        )
+
+
+def _sampling(request: EngineRequest) -> dict[str, object]:
+    sampling = request.sampling
+    params: dict[str, object] = {
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+    }
+    if request.call is not None:
+        body = body_of(request.call.body)
+        params.update((name, body[name]) for name in _SAME_NAME if name in body)
+        return params
+    params.update((name, getattr(sampling, name)) for name in _SAME_NAME if hasattr(sampling, name))
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return params
+
+
+class _Ended(msgspec.Struct, frozen=True):
+    type: str
+    message: str = ""
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    finish_reason: _Ended | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int | None = None
+
+
+class _Generated(msgspec.Struct, frozen=True):
+    output_ids: tuple[int, ...] = ()
+    meta_info: _Meta = _Meta()
+    error: msgspec.Raw | None = None
+
+
+_generated = msgspec.json.Decoder(_Generated)
+
+
+class GenerateReader:
+    """Reads one answer of ``/generate``. Each event has all tokens so far, or, with the server's
+    ``--incremental-streaming-output``, the new ones: the count beside them tells which.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def __call__(self, data: bytes) -> AnswerEvent:
+        """Return what an event says that is new; raise ProtocolError for what is no answer."""
+        try:
+            said = _generated.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"the engine's answer: {error}", param="data") from error
+        if said.error is not None:
+            raise ProtocolError(
+                f"the engine failed: {bytes(said.error).decode('utf-8', 'replace')}", param="error"
+            )
+        meta = said.meta_info
+        new = said.output_ids[len(said.output_ids) - max(0, meta.completion_tokens - self._seen) :]
+        self._seen = max(self._seen, meta.completion_tokens)
+        return AnswerEvent(
+            choices=(
+                Choice(
+                    token_ids=new,
+                    finish_reason=None if meta.finish_reason is None else meta.finish_reason.type,
+                ),
+            ),
+            usage=AnswerUsage(meta.prompt_tokens, meta.completion_tokens, CachedTokens(meta.cached_tokens)),
+        )
