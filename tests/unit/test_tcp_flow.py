@@ -295,14 +295,13 @@ async def test_a_reader_that_reads_now_and_then_is_not_too_slow() -> None:
     accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     stream = TcpStream(Unheard(), 0, credit_tokens=100, leaves_kv=False, accepted=accepted)
     accepted.set_result(None)
-    for _ in range(5):
+    for now_s in range(0, 50, 10):
         stream.push(EngineChunk((1,)))
-        assert not any(stream.beat(heartbeat_s=1.0, slow_stream_limit_s=3.0) for _ in range(3))
+        assert [stream.unread_for_s(now_s + beat) for beat in range(3)] == [0, 1, 2]
         assert (await stream.__anext__()).token_ids == (1,)
-    assert not any(stream.beat(heartbeat_s=1.0, slow_stream_limit_s=3.0) for _ in range(9))
+    assert stream.unread_for_s(60) == 0
     stream.push(EngineChunk((1,)))
-    beats = [stream.beat(heartbeat_s=1.0, slow_stream_limit_s=3.0) for _ in range(4)]
-    assert beats == [False, False, False, True]
+    assert [stream.unread_for_s(1000 + beat) for beat in range(4)] == [0, 1, 2, 3]
 
 
 async def test_a_mistake_while_one_leg_is_cancelled_hinders_no_other(served: Acceptor) -> None:

@@ -19,11 +19,12 @@ from kvrouter.planes.requests.tcp.frames import (
     encode_items,
     frame,
     goodbye,
-    item_of,
     items_decoder,
+    whole_chunk,
 )
 from kvrouter.planes.requests.tcp.hello import Secret, greeting, hello, read_greeting, read_hello
 from kvrouter.planes.requests.tcp.link import Backoff
+from kvrouter.planes.requests.wire import is_bare
 
 
 @given(bodies=st.lists(st.binary(max_size=40)), data=st.data())
@@ -65,7 +66,8 @@ def test_a_frame_that_may_not_come_here_is_refused_by_its_header(kind: int) -> N
     )
 )
 def test_a_chunk_arrives_as_it_was(chunk: EngineChunk) -> None:
-    ((stream_id, token_ids, whole),) = items_decoder.decode(encode_items([item_of(3, chunk)]))
+    item = (3, chunk.token_ids, None) if is_bare(chunk) else (3, (), msgspec.Raw(whole_chunk(chunk)))
+    ((stream_id, token_ids, whole),) = items_decoder.decode(encode_items([item]))
     assert stream_id == 3
     assert (EngineChunk(token_ids) if whole is None else whole) == chunk
 
@@ -79,7 +81,7 @@ def test_a_token_that_is_none_is_refused(token: int) -> None:
 def test_a_chunk_that_is_too_large_to_travel_is_refused() -> None:
     huge = EngineChunk(kv_transfer_params={"x": b"0" * CHUNK_MAX_BYTES}, finish=FinishReason.STOP)
     with pytest.raises(ProtocolError, match="over"):
-        item_of(0, huge)
+        whole_chunk(huge)
 
 
 def test_a_goodbye_is_never_too_long_to_be_read() -> None:

@@ -84,6 +84,16 @@ def decode_request(frame: bytes | memoryview) -> EngineRequest:
         raise _unreadable("request", error) from error
 
 
+def is_bare(chunk: EngineChunk) -> bool:
+    """Whether ``chunk`` has tokens and nothing else, as most have: those travel in a shorter form."""
+    return (
+        chunk.finish is None
+        and chunk.cached_tokens is None
+        and chunk.kv_transfer_params is None
+        and chunk.error is None
+    )
+
+
 def encode_chunk(chunk: EngineChunk) -> bytes:
     """Return ``chunk`` as msgpack."""
     return _encoder.encode(chunk)

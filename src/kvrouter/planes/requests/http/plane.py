@@ -65,7 +65,7 @@ class _HttpLeg:
         """Break the leg when its worker is silent, or when nobody reads what it sends."""
         if self._waits_since_s is not None and now_s - self._waits_since_s > dead_after_s:
             self._give_up(StreamBroken(f"{self.address} was not heard for {dead_after_s} s"))
-        elif self.stream.unread_for_s > slow_stream_limit_s:
+        elif self.stream.unread_for_s(now_s) > slow_stream_limit_s:
             self._give_up(ReaderTooSlow(f"the reader took nothing for {slow_stream_limit_s} s"))
 
     def close(self) -> list[asyncio.Task[None]]:

@@ -35,7 +35,7 @@ from kvrouter.planes.requests.nats.frames import (
 )
 from kvrouter.planes.requests.nats.post import Box, Post
 from kvrouter.planes.requests.port import RequestServer, WorkerFull, WorkerUnreachable
-from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, decode_request, refusal_of
+from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, decode_request, is_bare, refusal_of
 from kvrouter.planes.seal import Newest, Seal
 
 PARTS_MAX_BYTES = 256 * 1024 * 1024
@@ -92,7 +92,7 @@ class _Answer:
 
     def _put(self, chunk: EngineChunk) -> None:
         number = self.number + 1
-        if chunk.finish is None and chunk.cached_tokens is None and not chunk.kv_transfer_params:
+        if is_bare(chunk):
             self._box.put(Tokens(self._leg, number, chunk.token_ids))
         else:
             self._box.put(Chunk(self._leg, number, chunk))

@@ -55,11 +55,14 @@ class NatsLeg:
         if not self.accepted.done():
             self.accepted.set_exception(error)
 
-    def take(self, number: int, chunk: EngineChunk) -> None:
-        """A chunk came."""
+    def take(self, number: int, chunk: EngineChunk | None, token_ids: tuple[int, ...]) -> None:
+        """A chunk came, or bare tokens."""
         if not self._is_next(number):
             return
-        self.stream.push(chunk)
+        if chunk is None:
+            self.stream.push_tokens(token_ids)
+        else:
+            self.stream.push(chunk)
         if self.stream.waiting_tokens > WINDOW_TOKENS + OVERRUN_TOKENS_MAX:
             self.give_up(StreamBroken(f"{self._link.address} sent more than it may"))
         elif self.stream.is_over:
@@ -167,9 +170,9 @@ class Link:
 
     def _hear_of(self, leg: NatsLeg, frame: Accepted | Refused | Tokens | Chunk | Lost) -> None:
         if isinstance(frame, Tokens):
-            leg.take(frame.number, EngineChunk(token_ids=frame.token_ids))
+            leg.take(frame.number, None, frame.token_ids)
         elif isinstance(frame, Chunk):
-            leg.take(frame.number, frame.chunk)
+            leg.take(frame.number, frame.chunk, ())
         elif isinstance(frame, Lost):
             leg.lose(frame.number, error_of(frame.refusal))
         elif isinstance(frame, Refused):
@@ -192,5 +195,5 @@ class Link:
         for leg in tuple(self.legs.values()):
             if is_silent:
                 leg.give_up(StreamBroken(f"{self.address} was not heard for {dead_after_s} s"))
-            elif leg.stream.unread_for_s > slow_stream_limit_s:
+            elif leg.stream.unread_for_s(now_s) > slow_stream_limit_s:
                 leg.give_up(ReaderTooSlow(f"the reader took nothing for {slow_stream_limit_s} s"))

@@ -7,7 +7,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from kvrouter.core.requests import EngineChunk
-from kvrouter.planes.requests.tcp.frames import Kind, encode_number, encode_refused
+from kvrouter.planes.requests.tcp.frames import Kind, credit_of, encode_number, encode_refused
 
 
 class AnswerSink(Protocol):
@@ -53,7 +53,7 @@ class TcpAnswer:
 
     def take(self, chunk: EngineChunk) -> bool:
         """Send, if there is credit for all of it and room to write."""
-        n_tokens = len(chunk.token_ids)
+        n_tokens = len(chunk.token_ids) or 1
         if n_tokens > self._credit_tokens or self._sink.is_choked:
             return False
         self._credit_tokens -= n_tokens
@@ -76,7 +76,7 @@ class TcpAnswer:
         self._sink.send(kind, encode_refused(self.stream_id, error))
 
     def _bring(self, chunk: EngineChunk) -> None:
-        self._credit_tokens -= len(chunk.token_ids)
+        self._credit_tokens -= credit_of(chunk)
         self._sink.bring(self.stream_id, chunk)
 
     async def _fitting(self, chunk: EngineChunk) -> EngineChunk:
@@ -85,15 +85,17 @@ class TcpAnswer:
         The first part tells cached tokens, the last an end.
         """
         while True:
-            await self._wait_for_room(is_bare=not chunk.token_ids)
-            if len(chunk.token_ids) <= self._credit_tokens:
+            n_tokens = credit_of(chunk)
+            await self._wait_for_room(n_tokens)
+            if n_tokens <= self._credit_tokens:
                 return chunk
             part = EngineChunk(chunk.token_ids[: self._credit_tokens], cached_tokens=chunk.cached_tokens)
             chunk = replace(chunk, token_ids=chunk.token_ids[self._credit_tokens :], cached_tokens=None)
             self._bring(part)
 
-    async def _wait_for_room(self, *, is_bare: bool) -> None:
-        while self._sink.is_choked or (self._credit_tokens <= 0 and not is_bare):
+    async def _wait_for_room(self, n_tokens: int) -> None:
+        """Wait until some of ``n_tokens`` may be sent."""
+        while self._sink.is_choked or (self._credit_tokens <= 0 and n_tokens > 0):
             self._more = asyncio.get_running_loop().create_future()
             try:
                 await self._more

@@ -199,21 +199,19 @@ def encode_items(items: list[Item]) -> bytes:
     return _encoder.encode(items)
 
 
-def item_of(stream_id: int, chunk: EngineChunk) -> Item:
-    """Return what travels of ``chunk``; raise ProtocolError when it is too large to travel."""
-    if (
-        chunk.finish is None
-        and chunk.cached_tokens is None
-        and chunk.kv_transfer_params is None
-        and chunk.error is None
-    ):
-        return (stream_id, chunk.token_ids, None)
+def credit_of(chunk: EngineChunk) -> int:
+    """Return the tokens of credit that ``chunk`` takes: one without tokens takes one, but for the last."""
+    return len(chunk.token_ids) or (1 if chunk.finish is None else 0)
+
+
+def whole_chunk(chunk: EngineChunk) -> bytes:
+    """Return a chunk with more than tokens in it as it travels; raise ProtocolError when it is too large."""
     body = encode_chunk(chunk)
     if len(body) > CHUNK_MAX_BYTES:
         raise ProtocolError(
             f"a chunk of {len(body)} bytes is over the {CHUNK_MAX_BYTES} allowed", param="chunk"
         )
-    return (stream_id, (), msgspec.Raw(body))
+    return body
 
 
 def decode(decoder: "msgspec.msgpack.Decoder[T]", body: bytes, what: str) -> T:

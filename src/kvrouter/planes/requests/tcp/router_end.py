@@ -70,6 +70,7 @@ class RouterEnd(Connection):
         self._next_id = 0
         self._credits_tokens: dict[int, int] = {}
         self._idle_beats = 0
+        self._beaten_s = 0.0
         self.handlers |= {
             Kind.WELCOME: self._on_welcome,
             Kind.ACCEPTED: self._on_accepted,
@@ -192,13 +193,10 @@ class RouterEnd(Connection):
     def beat(self) -> None:
         """Cancel streams that nobody reads; close a connection that nobody needs."""
         limits = self._limits
-        slow = [
-            stream
-            for stream in self._streams.values()
-            if stream.beat(heartbeat_s=limits.heartbeat_s, slow_stream_limit_s=limits.slow_stream_limit_s)
-        ]
-        for stream in slow:
-            stream.give_up(limits.slow_stream_limit_s)
+        self._beaten_s += limits.heartbeat_s  # a loop that stood still has not let its readers read meanwhile
+        for stream in tuple(self._streams.values()):
+            if stream.unread_for_s(self._beaten_s) >= limits.slow_stream_limit_s:
+                stream.give_up(limits.slow_stream_limit_s)
         self._idle_beats = 0 if self._streams or self._is_wanted() else self._idle_beats + 1
         if self._idle_beats * limits.heartbeat_s > limits.idle_close_s:
             self.close("nothing was asked for a while")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
@@ -24,11 +26,11 @@ from kvrouter.planes.requests.tcp.frames import (
     decode,
     encode_items,
     encode_refused,
-    item_of,
     open_decoder,
+    whole_chunk,
 )
 from kvrouter.planes.requests.tcp.hello import HELLO_BYTES, Hello, Secret, greeting, new_nonce, read_hello
-from kvrouter.planes.requests.wire import decode_request
+from kvrouter.planes.requests.wire import decode_request, is_bare
 
 ITEM_TOKENS = 64
 """What an item counts beside its tokens towards a full frame."""
@@ -178,11 +180,13 @@ class WorkerEnd(Connection):
 
     def bring(self, stream_id: int, chunk: EngineChunk) -> None:
         """Send a chunk with the others of this turn; raise ProtocolError for what cannot travel."""
-        item = item_of(stream_id, chunk)
-        self._items.append(item)
+        if is_bare(chunk):
+            self._items.append((stream_id, chunk.token_ids, None))
+        else:
+            body = whole_chunk(chunk)
+            self._items.append((stream_id, (), msgspec.Raw(body)))
+            self._items_tokens += len(body) // 4
         self._items_tokens += ITEM_TOKENS + len(chunk.token_ids)
-        if item[2] is not None:
-            self._items_tokens += len(memoryview(item[2])) // 4
         if self._items_tokens >= CHUNKS_FLUSH_TOKENS:
             self.gather()
         if not self.is_flush_due:  # as flush_soon does: this is done for every token of every answer
