@@ -45,15 +45,15 @@ def test_a_recorded_payload_decodes_to_what_is_written_beside_it(sample: Sample)
                 assert (event.names, event.block_size) == (names, written["block_size"])
                 assert event.parent == (parent % 2**64 if isinstance(parent, int) else None)
                 assert list(event.token_ids) == written["token_ids"]
-                assert (event.lora_id, event.lora_name) == (written["lora_id"], written.get("lora_name"))
-                assert event.medium.name == written["medium"]
+                assert (event.lora_id, event.lora_name) == (written.get("lora_id"), written.get("lora_name"))
+                assert event.medium.name == written.get("medium", "GPU")
                 group = written.get("group_idx")
                 assert (None if event.group is None else event.group.key) == group
             case EngineRemoved():
                 assert written["type"] == "BlockRemoved"
                 assert (event.names, event.group_key) == (names, written.get("group_idx"))
                 assert event.medium is not None
-                assert event.medium.name == written["medium"]
+                assert event.medium.name == written.get("medium", "GPU")
             case _:
                 assert event == EngineCleared()
                 assert written["type"] == "AllBlocksCleared"

@@ -100,7 +100,7 @@ def stored_word(
         return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
     return EngineStored(
         names=names,
-        parent=None if parent is None else names_of((parent,), f"{where}.parent_block_hash")[0],
+        parent=None if parent is None else _name_of(parent, f"{where}.parent_block_hash"),
         token_ids=tokens_of(wire.token_ids, f"{where}.token_ids"),
         block_size=wire.block_size,
         medium=medium,
@@ -124,10 +124,18 @@ def removed_word(wire: RemovedFields, where: str, *, group_key: int | None = Non
 def names_of(hashes: Sequence[WireHash], field: str) -> tuple[EngineHash, ...]:
     """The names of blocks. Raises ProtocolError, which names ``field``."""
     for i, value in enumerate(hashes):
-        if isinstance(value, bytes) and len(value) not in HASH_BYTES_RANGE:
-            at = f"{field}[{i}]"
-            raise ProtocolError(f"{at}: a hash of 8 to 64 bytes, not {len(value)}", param=at)
+        _check_length(value, f"{field}[{i}]")
     return tuple(map(engine_hash, hashes))
+
+
+def _name_of(value: WireHash, field: str) -> EngineHash:
+    _check_length(value, field)
+    return engine_hash(value)
+
+
+def _check_length(value: WireHash, field: str) -> None:
+    if isinstance(value, bytes) and len(value) not in HASH_BYTES_RANGE:
+        raise ProtocolError(f"{field}: a hash of 8 to 64 bytes, not {len(value)}", param=field)
 
 
 def tokens_of(token_ids: Sequence[int | tuple[int, int]], field: str) -> TokenBuffer:

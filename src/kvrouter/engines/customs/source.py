@@ -16,8 +16,9 @@ engine started anew in between, however its numbers look.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvEvent
@@ -56,10 +57,13 @@ class AskReplay:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """Batches ``first_seq`` to ``last_seq`` (inclusive) are lost for good; every rank begins empty again."""
+    """Batches ``first_seq`` to ``last_seq`` (inclusive) are lost for good; every rank begins empty again.
+
+    ``last_seq`` None: nobody can tell whether there were any.
+    """
 
     first_seq: int
-    last_seq: int
+    last_seq: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class EventSource:
         self._remembered: dict[int, int] = {}
         self._is_partial = False
         self._waiting: deque[Published] | None = None
+        self._n_waited_before = 0
         self._is_void = False
         self._has_shown_any = False
         self._fruitless_at: int | None = None
@@ -134,11 +139,11 @@ class EventSource:
         """A batch came, by whatever way keeps the engine's order."""
         if self._waiting is None:
             if not self._follow(published):
-                self._waiting = deque((published,))
+                self._wait((published,))
         elif len(self._waiting) < self._limits.waiting_batches_max:
             self._waiting.append(published)
         else:
-            self._waiting.clear()
+            self._wait(())
         return self._commands()
 
     def on_replayed(self, frames: Sequence[bytes]) -> list[Command]:
@@ -156,16 +161,22 @@ class EventSource:
         return self._commands()
 
     def on_replay_failed(self) -> list[Command]:
-        """The engine did not answer, or not to the end; what came is kept."""
+        """The engine did not answer, or not to the end: what was known before cannot be vouched for."""
         if self._waiting is not None:
-            self._is_void = False
+            if self._next_seq:
+                self._lose_place(self._next_seq)
             self._settle()
         return self._commands()
 
     def on_reconnected(self) -> list[Command]:
         """The subscription was cut off and is back: the engine may have gone on, or started anew."""
-        if self._can_replay and self._waiting is None and self._next_seq:
+        if self._waiting is not None:
+            self._wait(())
+            self._is_void = True  # the answer may be of either start
+        elif self._next_seq and self._can_replay:
             self._ask(self._next_seq - 1)
+        elif self._next_seq:
+            self._lose_place(self._next_seq)
         return self._commands()
 
     def _commands(self) -> list[Command]:
@@ -173,10 +184,16 @@ class EventSource:
         return out
 
     def _ask(self, start_seq: int) -> None:
-        if self._waiting is None:
-            self._waiting = deque()
+        self._wait(self._waiting or ())
         self._is_void = self._has_shown_any = False
         self._out.append(AskReplay(start_seq))
+
+    def _wait(self, batches: Iterable[Published]) -> None:
+        """Wait with ``batches``, which came before the question was put: a whole answer has them, unless they
+        are of an earlier start.
+        """
+        self._waiting = deque(batches)
+        self._n_waited_before = len(self._waiting)
 
     def _replayed(self, batch: Published) -> None:
         self._has_shown_any = True
@@ -189,7 +206,7 @@ class EventSource:
             self._is_void = True  # the rest is of the new start, which is asked for from its beginning
 
     def _end_replay(self) -> None:
-        if not self._has_shown_any and self._next_seq:
+        if not self._is_void and not self._has_shown_any and self._next_seq:
             self._begin_anew()  # not even the last batch taken is there any more
             self._is_void = True
         if self._is_void:
@@ -197,15 +214,15 @@ class EventSource:
             return
         if self._next_seq is None:
             self._next_seq = 0  # the engine has published nothing yet
-        self._settle()
+        self._settle(after=self._n_waited_before)
 
-    def _settle(self) -> None:
-        """Follow what waited; the first gap in it may begin another replay, and the rest waits on."""
-        waiting, self._waiting = self._waiting or deque(), None
+    def _settle(self, *, after: int = 0) -> None:
+        """Follow what waited, without the first ``after``; at another gap the rest waits on."""
+        waiting, self._waiting = deque(islice(self._waiting or (), after, None)), None
         while waiting:
             batch = waiting.popleft()
             if not self._follow(batch):
-                self._waiting = deque((batch, *waiting))
+                self._wait((batch, *waiting))
                 return
 
     def _follow(self, batch: Published) -> bool:
@@ -216,12 +233,15 @@ class EventSource:
                 return True
             self._restart()
             next_seq = self._next_seq = 0
-        if batch.seq > (next_seq or 0):
-            if next_seq is not None and self._can_replay and self._fruitless_at != next_seq:
+        if next_seq is None:
+            if batch.seq and not self._is_partial:
+                self._miss(0, batch.seq - 1)
+        elif batch.seq > next_seq:
+            if self._can_replay and self._fruitless_at != next_seq:
                 self._fruitless_at = next_seq
                 self._ask(max(0, next_seq - 1))
                 return False
-            self._miss(next_seq or 0, batch.seq - 1)
+            self._miss(next_seq, batch.seq - 1)
         self._apply(batch)
         return True
 
@@ -248,7 +268,13 @@ class EventSource:
                 ledger = self.ledgers[dp_rank] = RankLedger(self._facts, is_partial=self._is_partial)
             self._publish(dp_rank, ledger.take(each.events))
 
-    def _miss(self, first_seq: int, last_seq: int) -> None:
+    def _lose_place(self, next_seq: int) -> None:
+        """Nobody can tell what followed: begin with whatever comes."""
+        self._miss(next_seq, None)
+        self._remembered.clear()
+        self._next_seq = self._fruitless_at = None
+
+    def _miss(self, first_seq: int, last_seq: int | None) -> None:
         self._is_partial = True
         self._out.append(Missed(first_seq, last_seq))
         for dp_rank, ledger in self.ledgers.items():
@@ -257,8 +283,7 @@ class EventSource:
     def _begin_anew(self) -> None:
         """Restart; what waits may be of either start, and comes again with the replay if of this one."""
         self._restart()
-        if self._waiting is not None:
-            self._waiting.clear()
+        self._wait(())
 
     def _restart(self) -> None:
         self._out.append(Restarted())

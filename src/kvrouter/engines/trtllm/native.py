@@ -96,7 +96,7 @@ class _Type(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    event_id: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    event_id: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     data: msgspec.Raw
     window_size: Count | None = None
     layer_group_id: Annotated[int, msgspec.Meta(ge=0, lt=LAYER_GROUPS_MAX)] = 0

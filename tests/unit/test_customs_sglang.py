@@ -1,0 +1,59 @@
+"""SGLang's events: what is its own."""
+
+import msgspec
+import pytest
+
+from kvrouter.core.events import Medium, Stored
+from kvrouter.core.hashing import Prompt, hash_seed
+from kvrouter.engines.customs.ledger import RankLedger
+from kvrouter.engines.customs.words import EngineEvent, EngineFacts, EngineRemoved, EngineStored
+from kvrouter.engines.sglang.events import decode
+
+COMMON = (
+    ("block_hashes", [-5]),
+    ("parent_block_hash", None),
+    ("token_ids", [1, 2, 3, 4]),
+    ("block_size", 4),
+    ("lora_id", None),
+    ("medium", "CPU_PINNED"),
+)
+OWN = (("cache_salt", "tenant-1"), ("session_id", "s"), ("lora_name", "ada"))
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+def test_a_store_with_all_fields(is_array: bool) -> None:
+    fields = (*COMMON, *OWN)
+    event = _one(
+        ["BlockStored", *(value for _, value in fields)]
+        if is_array
+        else {"type": "BlockStored", **dict(fields)}
+    )
+    assert isinstance(event, EngineStored)
+    assert (event.names, event.medium) == ((2**64 - 5,), Medium.CPU)
+    assert (event.cache_salt, event.lora_name, event.group) == ("tenant-1", "ada", None)
+
+
+def test_a_request_with_the_same_salt_and_adapter_finds_the_block() -> None:
+    event = _one({"type": "BlockStored", **dict((*COMMON, *OWN)), "medium": "GPU"})
+    (told,) = RankLedger(EngineFacts(block_size=4)).take((event,))
+    assert isinstance(told, Stored)
+    seed = hash_seed(lora_name="ada", cache_namespace="tenant-1")
+    assert told.block_hashes == Prompt([1, 2, 3, 4], block_size=4, seed=seed).block_hashes
+
+
+def test_pairs_are_found_by_their_tokens() -> None:
+    pairs = [[1, 2], [2, 3], [3, 4], [4, 5]]
+    event = _one({"type": "BlockStored", **dict(COMMON), "token_ids": pairs})
+    assert isinstance(event, EngineStored)
+    assert list(event.token_ids) == [1, 2, 3, 4]
+
+
+def test_a_removal_has_many_hashes() -> None:
+    event = _one({"type": "BlockRemoved", "block_hashes": [-1, 2, 3], "medium": "DISK"})
+    assert isinstance(event, EngineRemoved)
+    assert (event.names, event.medium) == ((2**64 - 1, 2, 3), Medium.DISK)
+
+
+def _one(event: object) -> EngineEvent:
+    (batch,) = decode(msgspec.msgpack.encode([1.0, [event], 0]))
+    return batch.events[0]

@@ -1,0 +1,199 @@
+"""vLLM's events: both encodings, hashes in every form, extra keys, groups, media, and refusals by field."""
+
+import msgspec
+import pytest
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import Medium
+from kvrouter.core.hashing import multimodal_hash
+from kvrouter.engines.customs.words import (
+    EngineCleared,
+    EngineEvent,
+    EngineRemoved,
+    EngineSkipped,
+    EngineStored,
+    Group,
+    Skipped,
+)
+from kvrouter.engines.vllm.events import decode
+
+DIGEST = "0123456789abcdef" + "0" * 48
+DIGEST_HASH = 0x0123456789ABCDEF
+
+
+def test_a_hash_has_one_name_in_every_form() -> None:
+    whole = bytes(24) + (2**64 - 5).to_bytes(8, "big")
+    for form in (2**64 - 5, -5, whole):
+        event = _stored(block_hashes=[form], parent_block_hash=form)
+        assert (event.names, event.parent) == ((2**64 - 5,), 2**64 - 5)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        [1.0, [["AllBlocksCleared"]]],
+        [1.0, [["AllBlocksCleared"]], None],
+        [1.0, [{"type": "AllBlocksCleared"}], 3],
+        [1.0, [["AllBlocksCleared"]], 3, "of a later release"],
+        {"ts": 1.0, "events": [["AllBlocksCleared"]]},
+        {"ts": 1, "events": [{"type": "AllBlocksCleared", "medium": "GPU"}], "data_parallel_rank": 3},
+        {"ts": 1, "events": [["AllBlocksCleared"]], "attn_dp_rank": 3},
+    ],
+)
+def test_a_batch_is_an_array_or_a_map_and_so_is_an_event(batch: object) -> None:
+    (found,) = decode(msgspec.msgpack.encode(batch))
+    assert found.events == (EngineCleared(),)
+    assert found.dp_rank in (None, 3)
+
+
+@pytest.mark.parametrize("n_fields", range(5, 12))
+def test_arrays_of_every_release_read_alike(n_fields: int) -> None:
+    fields = [[1, 2], None, list(range(8)), 4, None, "GPU", None, None, 0, "full_attention", 128]
+    event = _one(["BlockStored", *fields[:n_fields]])
+    assert isinstance(event, EngineStored)
+    assert (event.names, event.block_size, list(event.token_ids)) == ((1, 2), 4, list(range(8)))
+    assert event.group == {9: Group(0, 1), 10: Group(0, 2), 11: Group(0, 2)}.get(n_fields)
+
+
+def test_the_salt_is_the_last_plain_string_of_a_first_block() -> None:
+    assert _stored(extra_keys=[["tenant-1"]]).cache_salt == "tenant-1"
+    assert _stored(extra_keys=[[DIGEST]]).cache_salt == DIGEST
+    mixed = _stored(lora_name="ada", extra_keys=[["ada", ["img", 3], "tenant-1", b"\1" * 32]])
+    assert mixed.cache_salt == "tenant-1"
+    assert mixed.mm_hashes == ((multimodal_hash("img"), multimodal_hash("01" * 32)),)
+    assert _stored(extra_keys=[None]).mm_hashes is None
+
+
+def test_a_salt_like_the_adapters_name_is_still_a_salt() -> None:
+    event = _stored(lora_name="ada", extra_keys=[["ada", "ada"]])
+    assert (event.cache_salt, event.mm_hashes) == ("ada", None)
+
+
+def test_early_arrays_name_an_image_by_its_digest_alone() -> None:
+    event = _one(["BlockStored", [1], None, [0] * 4, 4, None, "GPU", None, [[DIGEST, "salt"]]])
+    assert isinstance(event, EngineStored)
+    assert (event.cache_salt, event.mm_hashes) == ("salt", ((DIGEST_HASH,),))
+    event = _one(["BlockStored", [1], None, [0] * 4, 4, None, "GPU", None, [[DIGEST]]])
+    assert isinstance(event, EngineStored)
+    assert (event.cache_salt, event.mm_hashes) == (None, ((DIGEST_HASH,),))
+
+
+def test_an_image_is_told_by_its_identifier_wherever_it_begins() -> None:
+    one = _stored(parent_block_hash=9, extra_keys=[[[DIGEST, 0]]])
+    other = _stored(parent_block_hash=9, extra_keys=[[[DIGEST, -16]]])
+    assert one.mm_hashes == other.mm_hashes == ((DIGEST_HASH,),)
+
+
+@pytest.mark.parametrize("key", ["text", 7, -7, 1.5, True, None, {}, [], [[1]], b""])
+def test_a_key_that_is_not_understood_keeps_its_block_from_being_taken_for_plain_text(key: object) -> None:
+    event = _stored(parent_block_hash=9, extra_keys=[[key]])
+    assert event.mm_hashes is not None
+    assert len(event.mm_hashes[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "standing"),
+    [
+        ("full_attention", 2),
+        ("mla_attention", 2),
+        ("sink_full_attention", 2),
+        (None, 1),
+        ("sliding_window", 0),
+        ("mamba", 0),
+        ("of a later release", 0),
+    ],
+)
+def test_full_attention_stands_highest(kind: str | None, standing: int) -> None:
+    assert _stored(group_idx=1, kv_cache_spec_kind=kind).group == Group(1, standing)
+
+
+@pytest.mark.parametrize(
+    ("name", "medium"),
+    [
+        (None, Medium.GPU),
+        ("GPU", Medium.GPU),
+        ("CPU", Medium.CPU),
+        ("cpu_pinned", Medium.CPU),
+        ("STORAGE", Medium.DISK),
+        ("EXTERNAL", Medium.EXTERNAL),
+    ],
+)
+def test_media(name: str | None, medium: Medium) -> None:
+    assert _stored(medium=name).medium is medium
+    removed = _one({"type": "BlockRemoved", "block_hashes": [1], "medium": name})
+    assert removed == EngineRemoved((_stored().names[0],), medium)
+
+
+def test_what_is_not_held_here_or_not_known_is_skipped_and_counted() -> None:
+    assert _one(_fields(medium="MARS")) == EngineSkipped(Skipped.UNKNOWN_MEDIUM)
+    assert _one(_fields(locality="REMOTE")) == EngineSkipped(Skipped.NOT_LOCAL)
+    assert isinstance(_one(_fields(locality="LOCAL", ownership="tier", session_id="s")), EngineStored)
+    gone = {"type": "BlockRemoved", "block_hashes": [1, 2]}
+    assert _one(gone | {"locality": "REMOTE"}) == EngineSkipped(Skipped.NOT_LOCAL, 2)
+    assert _one(gone | {"medium": "MARS"}) == EngineSkipped(Skipped.UNKNOWN_MEDIUM, 2)
+    assert _one({"type": "BlockMigrated", "to": 1}) == EngineSkipped(Skipped.UNKNOWN_EVENT)
+    assert _one(["BlockMigrated", 1]) == EngineSkipped(Skipped.UNKNOWN_EVENT)
+
+
+@pytest.mark.parametrize(
+    ("batch", "field"),
+    [
+        (7, "payload"),
+        ([], "payload"),
+        (["now", []], "ts"),
+        ([1.0, {}], "events"),
+        ([1.0, [], -1], "data_parallel_rank"),
+        ({"events": []}, "payload"),
+        ({"ts": 1.0, "events": [], "attn_dp_rank": 2**31}, "attn_dp_rank"),
+        ([1.0, [7]], "events[0]"),
+        ([1.0, [["AllBlocksCleared"], []]], "events[1]"),
+        ([1.0, [[7]]], "events[0].type"),
+        ([1.0, [{"type": "BlockStored"}]], "events[0]"),
+        ([1.0, [["BlockRemoved", "all"]]], "events[0].block_hashes"),
+        ([1.0, [["BlockRemoved", [1, "two"]]]], "events[0].block_hashes[1]"),
+        ([1.0, [["BlockRemoved", [b"short"]]]], "events[0].block_hashes[0]"),
+        ([1.0, [["BlockRemoved", [1], "GPU", -1]]], "events[0].group_idx"),
+        ([1.0, [["BlockRemoved", [1] * 65_537]]], "events[0].block_hashes"),
+        ([1.0, [["AllBlocksCleared"]] * 65_537], "events"),
+        ([1.0, [["BlockStored", [1], b"no", [], 4]]], "events[0].parent_block_hash"),
+        ([1.0, [["BlockStored", [1], None, [0] * (4_194_305), 4]]], "events[0].token_ids"),
+        ([1.0, [["BlockStored", [1], None, [5, -1], 4]]], "events[0].token_ids[1]"),
+        ([1.0, [["BlockStored", [1], None, [2**32], 4]]], "events[0].token_ids[0]"),
+        ([1.0, [["BlockStored", [1], None, [0], -4]]], "events[0].block_size"),
+    ],
+)
+def test_what_the_wire_does_not_allow_is_refused_by_field(batch: object, field: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(msgspec.msgpack.encode(batch))
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93", b"\xdd\xff\xff\xff\xff", b"\x91" * 100_000])
+def test_bytes_that_are_no_msgpack_are_refused(payload: bytes) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(payload)
+    assert caught.value.param == "payload"
+
+
+def test_an_identifier_in_hexadecimal_digits_is_shortened_as_engines_do() -> None:
+    assert multimodal_hash(DIGEST) == DIGEST_HASH
+    assert multimodal_hash(DIGEST.upper()) == DIGEST_HASH
+    others = {multimodal_hash(name) for name in ("", "img", DIGEST[:63], DIGEST + "0", "\ud800")}
+    assert len(others) == 5
+    assert all(0 <= value < 2**64 for value in others)
+
+
+def _fields(**fields: object) -> dict[str, object]:
+    first = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None}
+    return {**first, "token_ids": [0] * 4, "block_size": 4, **fields}
+
+
+def _stored(**fields: object) -> EngineStored:
+    event = _one(_fields(**fields))
+    assert isinstance(event, EngineStored)
+    return event
+
+
+def _one(event: object) -> EngineEvent:
+    (batch,) = decode(msgspec.msgpack.encode([1.0, [event], 0]))
+    return batch.events[0]
