@@ -146,7 +146,8 @@ class Journey:
         return [Abandon("finished"), End(event.finish)]
 
     def _lost(self, event: LegLost) -> list[Command]:
-        self._excluded |= {event.worker_id}
+        if not event.repeated:
+            self._excluded |= {event.worker_id}
         return self._again(event)
 
     def _kv_lost(self, event: KvLost) -> list[Command]:

@@ -73,6 +73,8 @@ class LegLost:
     why: str
     full: bool = False
     """It is alive, and takes no more for now."""
+    repeated: bool = False
+    """It had this very leg before: nothing is wrong with it, and the next attempt may go there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from kvrouter.journey.words import (
     Shape,
     State,
 )
-from kvrouter.planes.requests.port import RequestPlane, WorkerFull
+from kvrouter.planes.requests.port import LegRepeated, RequestPlane, WorkerFull
 from kvrouter.routing.decision import Pick
 from kvrouter.service.attempt import Attempt, Times
 from kvrouter.service.legs import last_leg, prefill_leg, read_prefill
@@ -356,4 +356,10 @@ class Dispatch:
 
 
 def _lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
-    return LegLost(pick.leg, pick.rank.worker_id, error.message, full=isinstance(error, WorkerFull))
+    return LegLost(
+        pick.leg,
+        pick.rank.worker_id,
+        error.message,
+        full=isinstance(error, WorkerFull),
+        repeated=isinstance(error, LegRepeated),
+    )

@@ -27,7 +27,7 @@ from kvrouter.journey.words import (
     SendPrefill,
     Shape,
 )
-from kvrouter.planes.requests.port import EngineStream, RequestPlane, WorkerFull
+from kvrouter.planes.requests.port import EngineStream, LegRepeated, RequestPlane, WorkerFull
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.legs import prefill_leg, read_prefill, taken_in
 from kvrouter.service.model_router import ModelRouter
@@ -299,8 +299,13 @@ class _Run:
         except InvalidRequest as error:
             return LegRefused(error)
         except KvrouterError as error:
-            is_full = isinstance(error, WorkerFull)
-            self._lost = LegLost(Leg.PREFILL, self.worker_id, error.message, full=is_full)
+            self._lost = LegLost(
+                Leg.PREFILL,
+                self.worker_id,
+                error.message,
+                full=isinstance(error, WorkerFull),
+                repeated=isinstance(error, LegRepeated),
+            )
             return self._lost
         return PrefillDone(self.worker_id, self._params)
 

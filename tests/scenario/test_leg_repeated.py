@@ -1,0 +1,44 @@
+"""A worker that says that a leg reached it twice did nothing wrong: the next attempt may go there."""
+
+import pytest
+
+from kvrouter.core.errors import WorkerFailed
+from kvrouter.core.requests import EngineRequest, FinishReason
+from kvrouter.planes.requests.port import LegRepeated
+from tests.support.fleets import Bench, card, read_all
+from tests.support.planes import ScriptedPlane, ScriptedStream
+
+
+class Repeating(ScriptedPlane):
+    """Finds that the first legs of each request arrived before."""
+
+    def __init__(self, n_repeated: int) -> None:
+        super().__init__(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+        self.n_repeated = n_repeated
+        self.asked: list[tuple[str, int]] = []
+
+    async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
+        self.asked.append((request.intake, request.attempt))
+        if request.attempt < self.n_repeated:
+            raise LegRepeated(f"{request.engine_key}: ran here before")
+        return await super().open(address, request)
+
+
+async def test_the_only_worker_is_asked_again_with_the_next_attempt() -> None:
+    plane = Repeating(1)
+    bench = Bench(plane)
+    await bench.start(card(1))
+    assert await read_all(bench) == [1]
+    ((first, zero), (second, one)) = plane.asked
+    assert (first, zero, one) == (second, 0, 1)
+    assert bench.booked() == 0
+
+
+async def test_a_request_whose_legs_all_repeat_comes_to_an_end() -> None:
+    plane = Repeating(100)
+    bench = Bench(plane)
+    await bench.start(card(1))
+    with pytest.raises(WorkerFailed, match="ran here before"):
+        await read_all(bench)
+    assert len(plane.asked) == 3
+    assert bench.booked() == 0
