@@ -113,9 +113,12 @@ async def file_fleet(
     nats: NatsServer,
     *,
     environ: Mapping[str, str] | None = None,
+    environs: Mapping[int, Mapping[str, str]] | None = None,
     module: str = "kvrouter.cli",
 ) -> AsyncIterator[FileFleet]:
-    """Two frontends and every worker of a fleet file, over these planes; ``environ`` goes before theirs."""
+    """Two frontends and every worker of a fleet file, over these planes; ``environ`` goes before theirs, and
+    ``environs`` are settings of single workers.
+    """
     settings = {
         "NATS_SERVER": nats.url,
         "KVROUTER_LEASE_S": str(LEASE_S),
@@ -123,4 +126,4 @@ async def file_fleet(
         **(environ or {}),
     }
     async with fleet(settings) as processes:
-        yield await FileFleet.begin(processes, text, flags=planes.flags, module=module)
+        yield await FileFleet.begin(processes, text, flags=planes.flags, module=module, environs=environs)
