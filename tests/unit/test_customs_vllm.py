@@ -159,6 +159,7 @@ def test_what_is_not_held_here_or_not_known_is_skipped_and_counted() -> None:
         ([1.0, [["BlockStored", [1], None, [0] * (4_194_305), 4]]], "events[0].token_ids"),
         ([1.0, [["BlockStored", [1], None, [5, -1], 4]]], "events[0].token_ids[1]"),
         ([1.0, [["BlockStored", [1], None, [2**32], 4]]], "events[0].token_ids[0]"),
+        ([1.0, [["BlockStored", [1], None, [5, [5, 6]], 4]]], "events[0].token_ids[1]"),
         ([1.0, [["BlockStored", [1], None, [0], -4]]], "events[0].block_size"),
     ],
 )

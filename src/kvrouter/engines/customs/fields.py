@@ -143,11 +143,13 @@ def tokens_of(token_ids: Sequence[int | tuple[int, int]], field: str) -> TokenBu
 
     Raises ProtocolError, which names ``field``.
     """
-    singles = [each[0] if isinstance(each, tuple) else each for each in token_ids]
+    singles: Sequence[int | tuple[int, int]] = token_ids
+    if token_ids and isinstance(token_ids[0], tuple):
+        singles = [each[0] if isinstance(each, tuple) else each for each in token_ids]
     try:
-        return array("I", singles)
-    except OverflowError as error:
-        i = next(i for i, token in enumerate(singles) if not 0 <= token < 2**32)
+        return array("I", singles)  # type: ignore[arg-type]  # a pair among single ones is the TypeError below
+    except (OverflowError, TypeError) as error:
+        i = next(i for i, token in enumerate(singles) if isinstance(token, tuple) or not 0 <= token < 2**32)
         at = f"{field}[{i}]"
         raise ProtocolError(f"{at}: a token id is within 0..2**32-1, not {singles[i]}", param=at) from error
 
