@@ -12,6 +12,8 @@ from kvrouter.assembly import nats as connection
 from kvrouter.assembly.nats import NatsUnreachable, nats_connection
 from kvrouter.config import PlaneSettings
 from kvrouter.core.errors import ConfigError
+from tests.support.nats_server import NatsServer
+from tests.support.processes import eventually
 
 WITHIN_S = 30.0
 HELLO = b'INFO {"server_id":"x","version":"2.14.0","max_payload":1048576,"proto":1,"headers":true}\r\n'
@@ -67,6 +69,36 @@ async def test_a_server_that_dismisses_us_is_tried_again(
             server.dismiss.set()
             await server.has_us_back.wait()
     assert error.decode().lower() in str([vars(line) for line in caplog.records])
+
+
+async def test_a_lost_connection_is_told_once_with_the_reason(
+    own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "PING_S", 0.1)
+    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
+    caplog.set_level(logging.ERROR, logger="kvrouter")
+
+    def losses() -> list[str]:
+        return [vars(line)["kvrouter_fields"]["reason"].partition(": ")[2] for line in caplog.records]
+
+    async with nats_connection(PlaneSettings(nats_server=own_nats.url), name="test", tls=None) as client:
+
+        async def is_lost() -> bool:
+            return not client.is_connected
+
+        async def is_back() -> bool:
+            return client.is_connected
+
+        own_nats.kill()
+        await eventually(is_lost)
+        own_nats.start()
+        await eventually(is_back)
+        assert losses() == ["it closed the connection"]
+        own_nats.pause()
+        await eventually(is_lost)
+        own_nats.resume()
+        await eventually(is_back)
+        assert losses()[1] == "it did not answer for 0.2 s"
 
 
 async def test_who_is_not_let_in_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

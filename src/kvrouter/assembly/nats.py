@@ -9,11 +9,13 @@ from pathlib import Path
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.errors import StaleConnectionError, UnexpectedEOF
 from nats.protocol.parser import PERMISSIONS_ERR, STALE_CONNECTION
 from pydantic import SecretStr
 
 from kvrouter.config import PlaneSettings
 from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.planes.nats_reasons import reason
 from kvrouter.telemetry import Event, log_event
 from kvrouter.telemetry.seldom import Seldom
 
@@ -55,13 +57,35 @@ class _StayingClient(Client):
     credentials that ran out or changed, too many connections, a server that is told to drain.
     """
 
+    why_lost = ""
+    """Why the last connection ended."""
+
     async def _process_err(self, err_msg: str) -> None:
         if STALE_CONNECTION in err_msg or PERMISSIONS_ERR in err_msg.lower():
             await super()._process_err(err_msg)
             return
         error = NatsError(f"nats: {err_msg.strip(chr(39))}")
-        await self._error_cb(error)
+        if not self.is_connected:
+            await self._error_cb(error)
         await self._process_op_err(error)
+
+    async def _select_next_server(self) -> None:
+        if self._transport is not None:  # a login that was refused leaves its connection open
+            self._transport.close()  # type: ignore[no-untyped-call]
+        await super()._select_next_server()
+
+    async def _process_op_err(self, e: Exception) -> None:
+        if self.is_connected:
+            self.why_lost = _why_lost(e)
+        await super()._process_op_err(e)
+
+
+def _why_lost(error: Exception) -> str:
+    if isinstance(error, UnexpectedEOF):
+        return "it closed the connection"
+    if isinstance(error, StaleConnectionError):
+        return f"it did not answer for {PING_S * PINGS_UNANSWERED_MAX} s"
+    return reason(error)
 
 
 @asynccontextmanager
@@ -81,14 +105,16 @@ async def nats_connection(
 
     async def lost() -> None:
         if not client.is_closed:
-            log_event(_log, Event.PLANE_LOST, plane="nats", reason=servers)
+            log_event(_log, Event.PLANE_LOST, plane="nats", reason=f"{servers}: {client.why_lost}")
 
     async def back() -> None:
         log_event(_log, Event.PLANE_BACK, plane="nats", reason=servers)
 
     async def trouble(error: Exception) -> None:
         """What goes wrong with one message is told where it is awaited; the rest here, each thing seldom."""
-        why = str(error) or type(error).__name__
+        if isinstance(error, UnexpectedEOF):
+            return  # a connection that was lost is told as that
+        why = reason(error)
         if not is_open:
             reasons[why] = None
         elif seldom.allows(why[:KIND_CHARS]):
@@ -116,7 +142,7 @@ async def nats_connection(
     except (NatsError, OSError, TimeoutError) as error:
         if isinstance(error, TimeoutError):  # else it never began
             await client.close()
-        why = "; ".join(reasons) or str(error) or type(error).__name__
+        why = "; ".join(reasons) or reason(error)
         raise NatsUnreachable(
             f"no NATS server lets us in at {servers} ({why}): start one, set NATS_SERVER and NATS_AUTH_*, or "
             "choose --discovery file"
