@@ -100,12 +100,12 @@ async def publisher_of(lane: str, url: str, token: str) -> AsyncIterator[tuple[C
         await plane.close()
         return
     client = await nats.connect(url)
-    recovery = NatsRecovery(client, namespace=token, on_malformed=fail)
+    recovery = NatsRecovery(client, namespace=token, token=token, on_malformed=fail)
     publisher: Closable
     if lane == "jetstream":
-        publisher = JetStreamPublisher(client, namespace=token, component="backend")
+        publisher = JetStreamPublisher(client, namespace=token, component="backend", token=token)
     else:
-        publisher = NatsEventPublisher(client, namespace=token, component="backend")
+        publisher = NatsEventPublisher(client, namespace=token, component="backend", token=token)
     yield publisher, recovery
     await publisher.close()
     await client.close()
@@ -152,12 +152,12 @@ async def subscriber_of(lane: str, url: str, token: str) -> AsyncIterator[EventS
         await plane.close()
         return
     client = await nats.connect(url)
-    recovery = NatsRecovery(client, namespace=token, on_malformed=fail)
+    recovery = NatsRecovery(client, namespace=token, token=token, on_malformed=fail)
     subscriber: ClosableSubscriber
     if lane == "jetstream":
-        subscriber = JetStreamSubscriber(client, recovery, namespace=token, replica_name="bench")
+        subscriber = JetStreamSubscriber(client, recovery, namespace=token, token=token, replica_name="bench")
     else:
-        heard = NatsEventSubscriber(client, recovery, namespace=token, on_malformed=fail)
+        heard = NatsEventSubscriber(client, recovery, namespace=token, token=token, on_malformed=fail)
         await heard.start()
         subscriber = heard
     yield subscriber

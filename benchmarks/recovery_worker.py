@@ -17,19 +17,33 @@ from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.zmq import ZmqEventPublisher
 from kvrouter.worker import KvPublisher
 
-WORKERS = 16
 RUN_BLOCKS = 125
-RUNS = 500
-BLOCKS = WORKERS * RUN_BLOCKS * RUNS
-"""A million blocks, each held by one worker."""
 
 EVENT_BLOCKS = 25
 """Blocks that an engine stores at once."""
 
 EPOCH = Epoch(1)
 NAMESPACE = "bench"
+TOKEN = "bench"
 COMPONENT = "backend"
 RANK = DpRank(0)
+
+
+class Fleet(NamedTuple):
+    """So many worker ranks, each with so many sequences of ``RUN_BLOCKS`` blocks that nobody else holds."""
+
+    workers: int
+    runs: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all ranks."""
+        return self.workers * self.runs * RUN_BLOCKS
+
+    @property
+    def worker_ids(self) -> list[WorkerId]:
+        """The ids of the workers, of one rank each."""
+        return [WorkerId(number) for number in range(1, self.workers + 1)]
 
 
 class Sources(NamedTuple):
@@ -43,13 +57,9 @@ def fail(why: str) -> None:
     raise SystemExit(f"a frame could not be read: {why}")
 
 
-def worker_ids() -> list[WorkerId]:
-    return [WorkerId(number) for number in range(1, WORKERS + 1)]
-
-
 def stored(worker_id: WorkerId, run: int) -> Iterator[Stored]:
     """The events of one sequence of ``RUN_BLOCKS`` blocks, under names that are nobody else's."""
-    seed = worker_id * RUNS + run
+    seed = (worker_id << 32) + run
     names, own = random_hashes(2 * seed, RUN_BLOCKS), random_hashes(2 * seed + 1, RUN_BLOCKS)
     parent: EngineHash | None = None
     for first in range(0, 8 * RUN_BLOCKS, 8 * EVENT_BLOCKS):
@@ -58,24 +68,24 @@ def stored(worker_id: WorkerId, run: int) -> Iterator[Stored]:
         parent = EngineHash(unpack_hashes(names[part])[-1])
 
 
-def serve(url: str, pipe: Connection) -> None:
-    """Publish a million blocks, say so, and answer questions until the other end is done."""
-    asyncio.run(_serve(url, pipe))
+def serve(url: str, pipe: Connection, fleet: Fleet) -> None:
+    """Publish the fleet's blocks, say so, and answer questions until the other end is done."""
+    asyncio.run(_serve(url, pipe, fleet))
 
 
-async def _serve(url: str, pipe: Connection) -> None:
+async def _serve(url: str, pipe: Connection, fleet: Fleet) -> None:
     client = await nats.connect(url)
-    stream = JetStreamPublisher(client, namespace=NAMESPACE, component=COMPONENT)
-    over_nats = NatsRecovery(client, namespace=NAMESPACE, on_malformed=fail)
+    stream = JetStreamPublisher(client, namespace=NAMESPACE, component=COMPONENT, token=TOKEN)
+    over_nats = NatsRecovery(client, namespace=NAMESPACE, token=TOKEN, on_malformed=fail)
     over_zmq = ZmqEventPublisher("127.0.0.1", on_malformed=fail)
     publishers = []
-    for worker_id in worker_ids():
+    for worker_id in fleet.worker_ids:
         publisher = KvPublisher(stream, worker_id=worker_id, epoch=EPOCH, block_size=64)
         for server in (over_nats, over_zmq):
             server.serve_recovery(worker_id, publisher)
         publishers.append(publisher)
-    for run in range(RUNS):
-        for worker_id, publisher in zip(worker_ids(), publishers, strict=True):
+    for run in range(fleet.runs):
+        for worker_id, publisher in zip(fleet.worker_ids, publishers, strict=True):
             for event in stored(worker_id, run):
                 publisher.publish(RANK, (event,))
         await asyncio.sleep(0)  # a step of each engine is a batch

@@ -159,7 +159,7 @@ async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> 
     await client.publish(subject, b"")
     await client.publish(subject, b"x" * 100)
     friend = NatsSyncPlane(client, namespace=namespace, token="secret")
-    await client.publish(subject, friend._proof + b"\xc1")
+    await client.publish(subject, friend._seal.seal(subject, b"\xc1", number=next(friend._numbers)))
     friend.publish(Goodbye(A))
     assert await ear.wait_for(1) == [Goodbye(A)]
     assert len(refused) == 4
@@ -170,7 +170,7 @@ async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> 
 
 async def test_nats_drops_what_it_cannot_take(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
-    plane = NatsSyncPlane(client, namespace="ns", outbox_max_bytes=2_000)
+    plane = NatsSyncPlane(client, namespace="ns", token="t0p", outbox_max_bytes=2_000)
     big = Deltas(A, 1, (add(n_blocks=100),))
     assert [plane.publish(big) for _ in range(3)] == [True, True, False]
     await client.close()
@@ -180,7 +180,7 @@ async def test_nats_drops_what_it_cannot_take(shared_nats: NatsServer) -> None:
 async def test_a_broker_that_takes_less_makes_it_a_loss() -> None:
     with running_nats(max_payload_bytes=4_096) as server:
         client = await nats.connect(server.url)
-        plane = NatsSyncPlane(client, namespace="ns")
+        plane = NatsSyncPlane(client, namespace="ns", token="t0p")
         assert not plane.publish(Deltas(A, 1, (add(n_blocks=1_000),)))
         assert plane.publish(Deltas(A, 2, (add(n_blocks=10),)))
         await client.close()

@@ -68,6 +68,10 @@ async def hears_another(frontend: Frontend) -> bool:
     return (await frontend.metrics()).total("replicas") == 1
 
 
+async def refuses_cards(frontend: Frontend) -> bool:
+    return (await frontend.metrics()).total("planes_refused_total", plane="discovery") > 0
+
+
 async def sees_workers_that_do_not_answer(frontend: Frontend) -> bool:
     workers = (await frontend.fleet())["workers"]
     return bool(workers) and not any(worker["alive"] for worker in workers)
@@ -98,7 +102,11 @@ async def test_who_has_token_and_certificate_is_served_and_nobody_else(
         if "DYN_DISCOVERY_BACKEND" not in environ:  # else NATS itself sends it away
             strangers.append(await processes.frontend(environ=dict.fromkeys(certificates, "")))
         for stranger in strangers:
-            await eventually(lambda here=stranger: sees_workers_that_do_not_answer(here))
+            if "DYN_DISCOVERY_BACKEND" in environ:
+                await eventually(lambda here=stranger: refuses_cards(here))
+                assert (await stranger.fleet())["workers"] == []
+            else:
+                await eventually(lambda here=stranger: sees_workers_that_do_not_answer(here))
             assert not await is_served(stranger)
         if "DYN_ROUTER_REPLICA_SYNC" in environ:
             assert (await strangers[0].metrics()).total("replicas") == 0

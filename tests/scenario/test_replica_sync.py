@@ -32,7 +32,7 @@ async def make_plane(request: pytest.FixtureRequest) -> AsyncIterator[MakePlane]
             return shared
         server: NatsServer = request.getfixturevalue("shared_nats")
         clients.append(await nats.connect(server.url))
-        return NatsSyncPlane(clients[-1], namespace=namespace)
+        return NatsSyncPlane(clients[-1], namespace=namespace, token="t0p")
 
     yield make
     for client in clients:
@@ -138,7 +138,7 @@ async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServe
         for _ in range(2)
     ]
     a, b = [
-        ReplicaRouter(name, NatsSyncPlane(client, namespace="ns"))
+        ReplicaRouter(name, NatsSyncPlane(client, namespace="ns", token="t0p"))
         for name, client in zip("ab", clients, strict=True)
     ]
     await a.sync.start()
@@ -161,7 +161,7 @@ async def test_routers_agree_again_after_the_broker_was_away(own_nats: NatsServe
 
 async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: NatsServer) -> None:
     client = await nats.connect(own_nats.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
-    a = ReplicaRouter("a", NatsSyncPlane(client, namespace="ns"))
+    a = ReplicaRouter("a", NatsSyncPlane(client, namespace="ns", token="t0p"))
     await a.sync.start()
     own_nats.kill()
     await until(lambda: not client.is_connected)

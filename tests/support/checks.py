@@ -77,12 +77,15 @@ async def caches_of(fleet: Fleet) -> AsyncIterator[Caches]:
     ) in ("nats", "jetstream")
     zmq = ZmqEventSubscriber(token=fleet.environ.get("KVROUTER_PLANE_TOKEN"), on_malformed=_never)
     client = await nats.connect(fleet.environ["NATS_SERVER"].split(",")) if needs_nats else None
+    token = fleet.environ.get("KVROUTER_PLANE_TOKEN", "")
     recovery = None
     discovery: Discovery
     if client is not None:
-        recovery = NatsRecovery(client, namespace=fleet.namespace, on_malformed=_never)
+        recovery = NatsRecovery(client, namespace=fleet.namespace, token=token, on_malformed=_never)
     if client is not None and fleet.environ["DYN_DISCOVERY_BACKEND"] == "nats":
-        discovery = NatsDiscovery(client, namespace=fleet.namespace, on_trouble=_never, on_refused=_never)
+        discovery = NatsDiscovery(
+            client, namespace=fleet.namespace, token=token, on_trouble=_never, on_refused=_never
+        )
     else:
         discovery = FileDiscovery(
             fleet.folder / "discovery", namespace=fleet.namespace, on_trouble=_never, on_refused=_never

@@ -20,6 +20,7 @@ from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Discovery, Gone
 from tests.support.nats_server import NatsServer
 
+TOKEN = "t0p"
 LEASE_S = 1.2
 POLL_S = 0.02
 DEADLINE_S = 60.0
@@ -173,6 +174,7 @@ class NatsStore:
         made = NatsDiscovery(
             self.client(),
             namespace=self.namespace,
+            token=TOKEN,
             on_trouble=lambda *trouble: self.troubles.append(trouble),
             on_refused=lambda *refusal: self.refusals.append(refusal),
             lease_s=LEASE_S,

@@ -9,7 +9,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
-from tests.support.event_ends_nats import connect
+from tests.support.event_ends_nats import TOKEN, connect
 from tests.support.event_waits import card, until_heard
 
 SOMEBODY = WorkerId(99)
@@ -45,13 +45,15 @@ class JetStreamEnds:
             worker,
             namespace=namespace,
             component="backend",
+            token=TOKEN,
             observer=self.notes,
             merged_events_max=1,  # every batch arrives as it was published
         )
-        self.server = NatsRecovery(worker, namespace=namespace, on_malformed=self.notes.refused)
-        self.asker = NatsRecovery(router, namespace=namespace, on_malformed=self.notes.refused)
+        refused = self.notes.refused
+        self.server = NatsRecovery(worker, namespace=namespace, token=TOKEN, on_malformed=refused)
+        self.asker = NatsRecovery(router, namespace=namespace, token=TOKEN, on_malformed=refused)
         self.router_end = JetStreamSubscriber(
-            router, self.asker, namespace=namespace, replica_name="one", observer=self.notes
+            router, self.asker, namespace=namespace, token=TOKEN, replica_name="one", observer=self.notes
         )
         self.publisher: EventPublisher = self.worker_end
         self.subscriber: EventSubscriber = self.router_end

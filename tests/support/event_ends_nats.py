@@ -12,6 +12,8 @@ from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
 from tests.support.event_waits import card, until_heard
 
+TOKEN = "t0p"
+
 PATIENT_S = 30.0
 """A busy machine needs longer for a large answer than a router would wait."""
 
@@ -26,12 +28,15 @@ class NatsEnds:
             worker,
             namespace=namespace,
             component="backend",
+            token=TOKEN,
             on_dropped=lambda n_batches, why: self.dropped.append((n_batches, why)),
         )
-        self.server = NatsRecovery(worker, namespace=namespace, on_malformed=heard)
-        self.asker = NatsRecovery(router, namespace=namespace, on_malformed=heard, answer_timeout_s=PATIENT_S)
+        self.server = NatsRecovery(worker, namespace=namespace, token=TOKEN, on_malformed=heard)
+        self.asker = NatsRecovery(
+            router, namespace=namespace, token=TOKEN, on_malformed=heard, answer_timeout_s=PATIENT_S
+        )
         self.nats_subscriber = NatsEventSubscriber(
-            router, self.asker, namespace=namespace, on_malformed=heard
+            router, self.asker, namespace=namespace, token=TOKEN, on_malformed=heard
         )
         self.publisher: EventPublisher = self.nats_publisher
         self.subscriber: EventSubscriber = self.nats_subscriber

@@ -28,7 +28,7 @@ from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
 from tests.support.blocks import Blocks, blocks, blocks_of_cache
 from tests.support.event_ends_jetstream import Notes
-from tests.support.event_ends_nats import connect
+from tests.support.event_ends_nats import TOKEN, connect
 from tests.support.waits import until
 
 BLOCK_SIZE = 4
@@ -145,13 +145,16 @@ class Replica:
     ) -> None:
         self.notes = Notes()
         self.client = client
-        self.recovery = NatsRecovery(client, namespace=fleet.namespace, on_malformed=self.notes.refused)
+        self.recovery = NatsRecovery(
+            client, namespace=fleet.namespace, token=fleet.token, on_malformed=self.notes.refused
+        )
         self.asking = Asking(self.recovery)
         self.asking.refuses = refused
         self.subscriber = JetStreamSubscriber(
             client,
             self.asking,
             namespace=fleet.namespace,
+            token=fleet.token,
             replica_name=name,
             observer=self.notes,
             resets_states=resets,
@@ -206,14 +209,17 @@ class Replica:
 
 
 class Fleet:
-    """Workers and routers of one namespace."""
+    """Workers and routers of one namespace, with one token."""
 
-    def __init__(self, url: str, worker_client: Client) -> None:
+    def __init__(self, url: str, worker_client: Client, *, namespace: str, token: str) -> None:
         self.url = url
-        self.namespace = f"test-{uuid4().hex}"
+        self.namespace = namespace
+        self.token = token
         self.notes = Notes()
         self.client = worker_client
-        self.recovery = NatsRecovery(worker_client, namespace=self.namespace, on_malformed=self.notes.refused)
+        self.recovery = NatsRecovery(
+            worker_client, namespace=self.namespace, token=token, on_malformed=self.notes.refused
+        )
         self._publishers: dict[str, JetStreamPublisher] = {}
         self._replicas: list[Replica] = []
 
@@ -223,6 +229,7 @@ class Fleet:
                 self.client,
                 namespace=self.namespace,
                 component=component,
+                token=self.token,
                 observer=self.notes,
                 ack_timeout_s=0.5,
             )
@@ -278,8 +285,9 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet_on(url: str) -> AsyncIterator[Fleet]:
-    fleet = Fleet(url, await connect(url))
+async def fleet_on(url: str, *, namespace: str = "", token: str = TOKEN) -> AsyncIterator[Fleet]:
+    """A fleet in a namespace of its own, if none is given."""
+    fleet = Fleet(url, await connect(url), namespace=namespace or f"test-{uuid4().hex}", token=token)
     try:
         yield fleet
     finally:

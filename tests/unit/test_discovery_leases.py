@@ -96,15 +96,6 @@ def test_a_watcher_that_slept_gives_everybody_a_whole_lease() -> None:
     assert ticks(leases, 70.0, 70.5) == [left(Gone.EXPIRED)]
 
 
-def test_a_record_that_somebody_deleted_is_a_goodbye_until_it_is_written_again() -> None:
-    leases = CardLeases()
-    leases.hear(record(), "a", 0.0)
-    assert leases.removed(WorkerId(1), "b") == [left(Gone.WITHDRAWN)]
-    assert leases.removed(WorkerId(1), "c") == []
-    assert leases.removed(WorkerId(5), "c") == []
-    assert leases.hear(record(), "d", 1.0) == [card()]
-
-
 def test_the_memory_of_what_is_over_goes_with_its_record() -> None:
     leases = CardLeases()
     leases.hear(record(), "a", 0.0)

@@ -9,11 +9,14 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import CardRecord, encode_record
+from kvrouter.planes.seal import Seal
 from tests.support.discovery_stores import (
     LEASE_S,
+    TOKEN,
     Ear,
     NatsStore,
     card,
@@ -53,10 +56,16 @@ async def mortal(own_nats: NatsServer) -> AsyncIterator[NatsStore]:
 async def test_arguments_out_of_range_are_refused(
     store: NatsStore, param: str, changes: dict[str, object]
 ) -> None:
-    arguments = {"namespace": "space", "on_trouble": nobody, "on_refused": nobody, **changes}
+    arguments = {"namespace": "space", "token": TOKEN, "on_trouble": nobody, "on_refused": nobody, **changes}
     with pytest.raises(ConfigError) as refused:
         NatsDiscovery(store.client(), **arguments)  # type: ignore[arg-type]
     assert refused.value.param == param
+
+
+def sealed(store: NatsStore, key: str, worker: WorkerCard, *, number: int = 1, token: str = TOKEN) -> bytes:
+    """What somebody with this token writes under a key."""
+    record = encode_record(CardRecord(worker, LEASE_S))
+    return Seal(token, f"discovery 1 {store.namespace}").seal(key, record, number=number)
 
 
 # The server is away
@@ -123,12 +132,13 @@ async def test_a_bucket_that_somebody_emptied_is_filled_again(store: NatsStore) 
     await quiet_lease(ear, worker)
 
 
-async def test_a_deleted_key_is_a_goodbye_until_the_worker_renews(store: NatsStore) -> None:
-    await store.end().publish(card())
+async def test_a_deleted_key_takes_nobody_away_and_is_written_again(store: NatsStore) -> None:
+    worker = store.end()
+    await worker.publish(card())
     ear = await listen(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
     await bucket.delete("1")
-    await ear.until_heard(card(), (1, 9, Gone.WITHDRAWN), card())
+    await quiet_lease(ear, worker)
 
 
 async def test_a_bucket_that_repeats_nothing_is_none_of_ours(store: NatsStore) -> None:
@@ -146,10 +156,10 @@ async def test_what_is_no_card_is_told_once_and_ignored(store: NatsStore) -> Non
     bucket = await store.client().jetstream().key_value(store.bucket)
     for _ in range(3):
         await bucket.put("notes", b"hello")
-        await bucket.put("2", b"{")
-        await bucket.put("3", encode_record(CardRecord(card(1), LEASE_S)))
-    forged = encode_record(CardRecord(card(5), LEASE_S))
-    await store.client().publish(f"kvrouter.{store.namespace}.discovery.card.5", forged)
+        await bucket.put("2", Seal(TOKEN, f"discovery 1 {store.namespace}").seal("2", b"{"))
+        await bucket.put("3", sealed(store, "3", card(1)))
+    live = f"kvrouter.{store.namespace}.discovery.card.1"
+    await store.client().publish(live, b"", headers={"KV-Operation": "DEL", "Nats-Sequence": "999"})
     await store.client().flush()
     await worker.publish(card(4))
     await ear.until_heard(card(), card(4))
@@ -166,7 +176,7 @@ async def test_two_watches_of_a_process_tell_once(store: NatsStore) -> None:
     for number in (2, 3):
         await bucket.put("notes", b"hello")
         await bucket.put("1", b"{")
-        await bucket.put("1", encode_record(CardRecord(card(1, number), LEASE_S)))
+        await bucket.put("1", sealed(store, "1", card(1, number), number=number))
         for ear in ears:
             await ear.until(lambda ear=ear, number=number: card(1, number) in ear.heard)  # type: ignore[misc]
     assert [what.split()[1] for what, _ in store.refusals] == ["notes", "1", "1"]
@@ -178,6 +188,47 @@ async def test_a_worker_takes_its_key_back_from_what_is_no_card(store: NatsStore
     await bucket.put("1", b"{")
     await store.end().publish(card())
     await ear.until_heard(card())
+
+
+# Strangers, who may write into the bucket and have no token
+
+
+async def test_a_stranger_adds_no_worker_and_takes_none_away(store: NatsStore) -> None:
+    worker = store.end()
+    await worker.publish(card())
+    ear = await listen(store.end())
+    bucket = await store.client().jetstream().key_value(store.bucket)
+    live = f"kvrouter.{store.namespace}.discovery.card"
+    gone = encode_record(CardRecord(card(), LEASE_S, withdrawn=True))
+    for value in (gone, sealed(store, "1", card(1, 10), token="guess"), b""):
+        await bucket.put("1", value)
+        await store.client().publish(f"{live}.1", value, headers={"Nats-Sequence": "999999"})
+    await bucket.put("2", sealed(store, "2", card(2), token="guess"))
+    await bucket.put("3", sealed(store, "1", card(3)))
+    await quiet_lease(ear, worker)
+    assert ear.heard == [card(), card(draining=True)]
+    assert {what.split()[1] for what, _ in store.refusals} == {"1", "2", "3"}
+    assert all("KVROUTER_PLANE_TOKEN" in why for _, why in store.refusals)
+
+
+async def test_a_card_that_is_written_again_is_no_renewal(store: NatsStore) -> None:
+    worker = store.end()
+    await worker.publish(card())
+    bucket = await store.client().jetstream().key_value(store.bucket)
+    first = await bucket.get("1")
+    ear = await listen(store.end())
+    await worker.publish(card(draining=True))
+    await ear.until_heard(card(), card(draining=True))
+    last = await bucket.get("1")
+    await worker.close()
+    assert first.value is not None
+    assert last.value is not None
+    async with asyncio.timeout(60.0):
+        while not ear.losses:
+            for value in (first.value, last.value):
+                await bucket.put("1", value)
+            await asyncio.sleep(0.05)
+    assert ear.heard == [card(), card(draining=True), (1, 9, Gone.EXPIRED)]
 
 
 # Leases
@@ -199,7 +250,12 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
 async def test_a_connection_that_was_lost_between_two_looks_is_read_anew(store: NatsStore) -> None:
     async with connected(store.server) as client:
         watcher = NatsDiscovery(
-            client, namespace=store.namespace, on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S
+            client,
+            namespace=store.namespace,
+            token=TOKEN,
+            on_trouble=nobody,
+            on_refused=nobody,
+            lease_s=LEASE_S,
         )
         ear = await listen(watcher)
         for watch in watcher._watches:
@@ -271,11 +327,13 @@ WORKER = """
 import asyncio, sys
 import nats
 from kvrouter.planes.discovery.nats import NatsDiscovery
-from tests.support.discovery_stores import LEASE_S, card, nobody
+from tests.support.discovery_stores import LEASE_S, TOKEN, card, nobody
 
 async def live():
     client = await nats.connect(sys.argv[1])
-    end = NatsDiscovery(client, namespace=sys.argv[2], on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S)
+    end = NatsDiscovery(
+        client, namespace=sys.argv[2], token=TOKEN, on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S
+    )
     await end.publish(card())
     await asyncio.Event().wait()
 
@@ -301,7 +359,12 @@ async def test_a_worker_that_is_killed_expires(store: NatsStore) -> None:
 async def test_a_connection_that_is_closed_is_a_lost_store(store: NatsStore) -> None:
     async with connected(store.server) as client:
         end = NatsDiscovery(
-            client, namespace=store.namespace, on_trouble=nobody, on_refused=nobody, lease_s=LEASE_S
+            client,
+            namespace=store.namespace,
+            token=TOKEN,
+            on_trouble=nobody,
+            on_refused=nobody,
+            lease_s=LEASE_S,
         )
         ear = await listen(end)
         await client.close()

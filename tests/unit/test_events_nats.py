@@ -19,7 +19,7 @@ from kvrouter.service.event_pump import EventPump
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
-from tests.support.event_ends_nats import NatsEnds, connect
+from tests.support.event_ends_nats import TOKEN, NatsEnds, connect
 from tests.support.event_waits import until_heard
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
@@ -83,6 +83,7 @@ async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: N
         client,
         namespace="n",
         component="c",
+        token=TOKEN,
         queue_max_bytes=100_000,
         on_dropped=lambda _, why: dropped.append(why),
     )

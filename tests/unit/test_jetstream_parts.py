@@ -61,7 +61,13 @@ def test_nothing_merges_to_nothing() -> None:
 )
 def test_a_delivery_says_where_it_stands(reply: str) -> None:
     place = _place(reply)
+    assert place is not None
     assert (place.stream_sequence, place.delivery, place.pending) == (42, 7, 3)
+
+
+@pytest.mark.parametrize("reply", ["", "_INBOX.x", "$JS.ACK.stream.consumer.1.x.7.1700000000.3", "." * 30])
+def test_what_the_stream_did_not_send_has_no_place(reply: str) -> None:
+    assert _place(reply) is None
 
 
 def test_names_carry_namespace_and_component_and_nothing_that_nats_reads() -> None:
@@ -83,7 +89,7 @@ class FakeDelivery:
         self,
         client: object,
         jetstream: object,
-        on_message: Callable[[bytes, int, int], None],
+        on_message: Callable[[str, bytes, int, int], None],
         *,
         on_idle: Callable[[], None],
         stream: str,
@@ -121,7 +127,7 @@ class Bench:
             observer=Notes(),
             limit=asyncio.Semaphore(1),
             heartbeat_s=1.0,
-            hand=lambda payload, epoch: self.handed.append(payload),
+            hand=lambda _subject, payload, _epoch: self.handed.append(payload),
             ended=self.ended.append,
         )
         self.replay = Replay(RANK, Epoch(1), after=4, parts=parts)
@@ -135,13 +141,13 @@ class Bench:
 async def test_a_replay_ends_with_the_last_message_that_was_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     delivery = await bench.delivery()
-    delivery.on_message(b"5", 5, 1)
+    delivery.on_message("kv", b"5", 5, 1)
     bench.replay.skipped(8)  # live is ahead of what the server had to send when it said that nothing follows
-    delivery.on_message(b"7", 7, 0)
+    delivery.on_message("kv", b"7", 7, 0)
     assert bench.ended == []
-    delivery.on_message(b"8", 8, 0)
+    delivery.on_message("kv", b"8", 8, 0)
     assert bench.ended == [bench.replay]
-    delivery.on_message(b"9", 9, 0)
+    delivery.on_message("kv", b"9", 9, 0)
     assert bench.handed == [b"5", b"7", b"8"], "from then on live has them"
 
 
@@ -157,7 +163,7 @@ async def test_a_replay_of_nothing_waits_for_what_was_skipped(monkeypatch: pytes
     delivery = await bench.delivery()
     await asyncio.sleep(0)
     assert bench.ended == []
-    delivery.on_message(b"6", 6, 0)
+    delivery.on_message("kv", b"6", 6, 0)
     assert bench.ended == [bench.replay]
 
 
@@ -176,12 +182,12 @@ async def test_what_was_skipped_and_then_purged_is_not_waited_for(monkeypatch: p
 async def test_a_replay_that_breaks_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     delivery = await bench.delivery()
-    delivery.on_message(b"5", 5, 1)
+    delivery.on_message("kv", b"5", 5, 1)
     delivery.stop("silent")
     await until(lambda: len(FakeDelivery.made) > 1)
     again = FakeDelivery.made[-1]
     await again.opened.wait()
-    again.on_message(b"6", 6, 0)
+    again.on_message("kv", b"6", 6, 0)
     assert bench.handed == [b"5", b"6"]
 
 
@@ -189,7 +195,7 @@ async def test_a_cancelled_replay_hands_over_nothing(monkeypatch: pytest.MonkeyP
     bench = Bench(monkeypatch)
     delivery = await bench.delivery()
     bench.replay.cancel()
-    delivery.on_message(b"5", 5, 0)
+    delivery.on_message("kv", b"5", 5, 0)
     assert (bench.handed, bench.ended) == ([], [])
 
 

@@ -29,6 +29,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
     end = NatsDiscovery(
         client,
         namespace="space",
+        token="t0p",
         on_trouble=lambda what, why: troubles.append((what, why)),
         on_refused=nobody,
         lease_s=LEASE_S,
@@ -46,7 +47,7 @@ async def test_discovery_says_how_to_switch_it_on(plain_nats: NatsServer) -> Non
 async def test_the_lane_says_how_to_switch_it_on(plain_nats: NatsServer) -> None:
     client = await nats.connect(plain_nats.url)
     notes = Notes()
-    lane = JetStreamPublisher(client, namespace="space", component="backend", observer=notes)
+    lane = JetStreamPublisher(client, namespace="space", component="backend", token="t0p", observer=notes)
     try:
         lane.publish(KvBatch(WorkerRank(WorkerId(1), DpRank(0)), Epoch(1), EventId(0), (Cleared(),)))
         await until(lambda: bool(notes.disturbances))

@@ -81,7 +81,7 @@ async def router_wires(
             sync = NatsSyncPlane(
                 wanted(nats),
                 namespace=planes.namespace,
-                token=revealed(planes.plane_token) or "",
+                token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
             )
         yield RouterWires(discovery, requests, LaneSubscriber(lanes), stream, sync)
@@ -124,6 +124,7 @@ def make_discovery(
     return NatsDiscovery(
         wanted(nats),
         namespace=planes.namespace,
+        token=token_of(planes),
         lease_s=planes.lease_s,
         replicas=planes.nats_replicas,
         on_lost=on_lost,
@@ -135,6 +136,11 @@ def make_discovery(
 def stream_limits(planes: PlaneSettings) -> StreamLimits:
     """What a stream of KV events is made with."""
     return StreamLimits(replicas=planes.nats_replicas)
+
+
+def token_of(planes: PlaneSettings) -> str:
+    """What everything over NATS is sealed with; without a token the seal keeps only other planes out."""
+    return revealed(planes.plane_token) or ""
 
 
 def wanted(nats: Client | None) -> Client:
@@ -167,7 +173,7 @@ def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: T
     return NatsRequestPlane(
         wanted(nats),
         namespace=planes.namespace,
-        token=token or "",
+        token=token_of(planes),
         open_timeout_s=planes.open_timeout_s,
         dead_after_s=planes.dead_after_s,
         on_refused=on_refused,
@@ -189,9 +195,10 @@ async def _lanes(
     if nats is None:
         return lanes
     on_malformed = refusals_on("nats", telemetry)
-    recovery = NatsRecovery(nats, namespace=planes.namespace, on_malformed=on_malformed)
+    namespace, token = planes.namespace, token_of(planes)
+    recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
-    core = NatsEventSubscriber(nats, recovery, namespace=planes.namespace, on_malformed=on_malformed)
+    core = NatsEventSubscriber(nats, recovery, namespace=namespace, token=token, on_malformed=on_malformed)
     await core.start()
     stack.push_async_callback(core.close)
     lanes[EventLane.NATS] = core
@@ -201,13 +208,15 @@ async def _lanes(
 def _stream(
     settings: Settings, nats: Client, telemetry: Telemetry, stack: AsyncExitStack, *, http_port: int
 ) -> JetStreamSubscriber:
-    namespace = settings.planes.namespace
-    recovery = NatsRecovery(nats, namespace=namespace, on_malformed=refusals_on("jetstream", telemetry))
+    namespace, token = settings.planes.namespace, token_of(settings.planes)
+    on_malformed = refusals_on("jetstream", telemetry)
+    recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
     stream = JetStreamSubscriber(
         nats,
         recovery,
         namespace=namespace,
+        token=token,
         replica_name=replica_name(settings, http_port=http_port),
         limits=stream_limits(settings.planes),
         observer=StreamTold(telemetry),

@@ -9,7 +9,7 @@ from typing import Protocol
 from nats.aio.client import Client
 
 from kvrouter.assembly.nats import nats_connection, revealed
-from kvrouter.assembly.router_wires import make_discovery, stream_limits, wanted
+from kvrouter.assembly.router_wires import make_discovery, stream_limits, token_of, wanted
 from kvrouter.assembly.tls import Tls, advertised, tls_of
 from kvrouter.assembly.told import StreamTold, drops_on, refusals_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
@@ -174,7 +174,7 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
     return NatsRequestAcceptor(
         wanted(nats),
         namespace=planes.namespace,
-        token=token or "",
+        token=token_of(planes),
         dead_after_s=planes.dead_after_s,
         on_refused=on_refused,
     )
@@ -199,21 +199,24 @@ async def _events(
             )
         stack.push_async_callback(zmq.close)
         return zmq, zmq
-    recovery = NatsRecovery(wanted(nats), namespace=planes.namespace, on_malformed=on_malformed)
+    namespace, token = planes.namespace, token_of(planes)
+    recovery = NatsRecovery(wanted(nats), namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
     if lane is EventLane.NATS:
         core = NatsEventPublisher(
             wanted(nats),
-            namespace=planes.namespace,
+            namespace=namespace,
             component=component,
+            token=token,
             on_dropped=drops_on(lane.value),
         )
         stack.push_async_callback(core.close)
         return core, recovery
     stream = JetStreamPublisher(
         wanted(nats),
-        namespace=planes.namespace,
+        namespace=namespace,
         component=component,
+        token=token,
         limits=stream_limits(planes),
         observer=StreamTold(),
     )

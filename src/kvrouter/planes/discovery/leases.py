@@ -154,14 +154,6 @@ class CardLeases:
         known.record, known.stamp, known.heard_at = record, stamp, now
         return changes
 
-    def removed(self, worker_id: WorkerId, stamp: Hashable) -> list[Change]:
-        """Somebody deleted the record in the store: a goodbye, whoever said it."""
-        known = self._known.get(worker_id)
-        if known is None or known.state is _State.WITHDRAWN:
-            return []
-        known.state, known.stamp = _State.WITHDRAWN, stamp
-        return [known.leaves(Gone.WITHDRAWN)]
-
     def forget(self, present: Container[WorkerId]) -> None:
         """Drop the memory of workers that are over and of which the store holds nothing any more."""
         for worker_id in [each for each, known in self._known.items() if known.state is not _State.LIVE]:

@@ -17,9 +17,11 @@ from kvrouter.planes.background import go_on
 from kvrouter.planes.events.drops import Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
 from kvrouter.planes.events.port import BatchSink, DropSink, LoadSink, MalformedSink, RecoveryClient
-from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, loads_subject
-from kvrouter.planes.events.wire import decode_batch, decode_load, encode_load, encode_parts
+from kvrouter.planes.events.sealed_loads import OpenedLoads, SealedLoads
+from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, seal_of
+from kvrouter.planes.events.wire import decode_batch, encode_parts
 from kvrouter.planes.nats_reasons import reason
+from kvrouter.planes.seal import SEAL_BYTES
 
 QUEUE_MAX_BYTES = 16 * 1024 * 1024
 """How much of what was published may wait to be sent."""
@@ -42,6 +44,7 @@ class NatsEventPublisher:
         *,
         namespace: str,
         component: str,
+        token: str,
         on_dropped: DropSink = lambda _n_batches, _why: None,
         queue_max_bytes: int = QUEUE_MAX_BYTES,
         loads_interval_s: float = LOADS_INTERVAL_S,
@@ -49,6 +52,8 @@ class NatsEventPublisher:
         self._client = client
         self._namespace = namespace
         self._component = component
+        self._seal = seal_of(token, namespace)
+        self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
         self._queue_max_bytes = queue_max_bytes
         self._drops = Drops(on_dropped)
         self._queue: deque[tuple[str, bytes, bool]] = deque()
@@ -65,8 +70,8 @@ class NatsEventPublisher:
     def publish(self, batch: KvBatch) -> None:
         """Send a batch, in parts when it is larger than the server takes."""
         subject = events_subject(self._namespace, self._component, batch.rank)
-        for frame, _ in encode_parts(batch, max_bytes=self._client.max_payload):
-            self._enqueue(subject, frame, is_batch=True)
+        for body, _ in encode_parts(batch, max_bytes=self._client.max_payload - SEAL_BYTES):
+            self._enqueue(subject, self._seal.seal(subject, body), is_batch=True)
 
     def publish_load(self, report: LoadReport) -> None:
         """Send the latest load of one rank; only the newest matters."""
@@ -80,8 +85,8 @@ class NatsEventPublisher:
         self._drops.close()
 
     def _send_load(self, report: LoadReport) -> None:
-        subject = loads_subject(self._namespace, self._component, report.rank)
-        self._enqueue(subject, encode_load(report), is_batch=False)
+        subject, frame = self._sealed_loads.seal(report)
+        self._enqueue(subject, frame, is_batch=False)
 
     def _enqueue(self, subject: str, frame: bytes, *, is_batch: bool) -> None:
         waiting = self._queued_bytes + len(frame)
@@ -120,16 +125,25 @@ class NatsEventPublisher:
 class NatsEventSubscriber:
     """Hears every worker of a namespace; questions go to ``recovery``. :meth:`start` before anything arrives.
 
+    ``on_malformed`` hears of strangers' messages too, which are not read.
     The client subscribes again by itself after its connection broke; what was missed meanwhile shows as a
     gap at the latest with a worker's next heartbeat.
     """
 
     def __init__(
-        self, client: Client, recovery: RecoveryClient, *, namespace: str, on_malformed: MalformedSink
+        self,
+        client: Client,
+        recovery: RecoveryClient,
+        *,
+        namespace: str,
+        token: str,
+        on_malformed: MalformedSink,
     ) -> None:
         self._client = client
         self._recovery = recovery
         self._namespace = namespace
+        self._seal = seal_of(token, namespace)
+        self._opened_loads = OpenedLoads(self._seal)
         self._on_malformed = on_malformed
         self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._subscriptions: list[Subscription] = []
@@ -183,7 +197,7 @@ class NatsEventSubscriber:
 
     async def _on_events(self, message: Msg) -> None:
         try:
-            batch = decode_batch(message.data)
+            batch = decode_batch(self._seal.opened(message.subject, message.data))
         except ProtocolError as error:
             self._on_malformed(error.message)
             return
@@ -192,9 +206,11 @@ class NatsEventSubscriber:
 
     async def _on_load(self, message: Msg) -> None:
         try:
-            report = decode_load(message.data)
+            report = self._opened_loads.opened(message.subject, message.data)
         except ProtocolError as error:
             self._on_malformed(error.message)
+            return
+        if report is None:
             return
         for _, on_load in tuple(self._sinks.values()):
             on_load(report)

@@ -1,6 +1,11 @@
-"""Questions to workers and their answers over NATS, for every lane that goes over it."""
+"""Questions to workers and their answers over NATS, for every lane that goes over it.
+
+A question is a nonce (16 bytes) and what is asked; its answer is sealed for the nonce, and opens for nothing
+else. A worker answers a nonce once.
+"""
 
 import asyncio
+import secrets
 from collections.abc import Callable
 
 from nats.aio.client import Client
@@ -21,9 +26,15 @@ from kvrouter.planes.events.recovery import (
     recover_range,
     recover_snapshot,
 )
-from kvrouter.planes.events.subjects import recovery_subject
+from kvrouter.planes.events.subjects import recovery_subject, seal_of
+from kvrouter.planes.seal import SEAL_BYTES, Newest
 
 QUESTIONS_UNREAD_MAX = 1_024
+
+NONCE_BYTES = 16
+
+ANSWERED_MAX = 16_384
+"""Questions that are remembered: one that comes again is answered again after so many others."""
 
 NOBODY_RETRY_S = 0.2
 """When nobody answers for a worker, it may be about to: its card can be faster than its subscription."""
@@ -37,11 +48,14 @@ class NatsRecovery:
         client: Client,
         *,
         namespace: str,
+        token: str,
         on_malformed: MalformedSink,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> None:
         self._client = client
         self._namespace = namespace
+        self._seal = seal_of(token, namespace)
+        self._answered = Newest(remembered_max=ANSWERED_MAX)
         self._on_malformed = on_malformed
         self._answer_timeout_s = answer_timeout_s
         self._desk = AnswerDesk()
@@ -100,14 +114,19 @@ class NatsRecovery:
     async def _request(self, subject: str, question: bytes) -> bytes | None:
         if not self._client.is_connected:
             return None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        message = self._seal.seal(subject, nonce + question)
         try:
-            answer = await self._client.request(subject, question, timeout=self._answer_timeout_s)
+            answer = await self._client.request(subject, message, timeout=self._answer_timeout_s)
         except NoRespondersError:
             raise
         except (NatsError, OSError):  # the connection broke, or it takes too long
             return None
-        data: bytes = answer.data
-        return data
+        try:
+            return bytes(self._seal.opened(_answer_place(subject, nonce), answer.data))
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            raise
 
     async def _subscribe(self, worker_id: WorkerId) -> Subscription | None:
         try:
@@ -120,12 +139,11 @@ class NatsRecovery:
             return None  # the connection is closed for good: there is nobody to answer
 
     async def _asked(self, message: Msg) -> None:
-        if len(message.data) > QUESTION_MAX_BYTES or not message.reply:
+        if len(message.data) > SEAL_BYTES + NONCE_BYTES + QUESTION_MAX_BYTES or not message.reply:
             self._on_malformed(f"question: {len(message.data)} bytes, to be answered at {message.reply!r}")
             return
-        now_s = asyncio.get_running_loop().time()
         try:
-            answer = self._desk.answer(message.data, frame_max_bytes=self._client.max_payload, now_s=now_s)
+            answer = self._answer(message.subject, message.data)
         except ProtocolError as error:
             self._on_malformed(error.message)
             return
@@ -133,6 +151,23 @@ class NatsRecovery:
             await message.respond(answer)
         except (NatsError, OSError):
             return  # the connection broke; the router asks again
+
+    def _answer(self, subject: str, message: bytes) -> bytes:
+        opened = self._seal.opened(subject, message)
+        nonce, question = bytes(opened[:NONCE_BYTES]), opened[NONCE_BYTES:]
+        if not self._answered.takes(nonce, 1):
+            raise ProtocolError("a router's question came again", param="nonce")
+        answer = self._desk.answer(
+            question,
+            frame_max_bytes=self._client.max_payload - SEAL_BYTES,
+            now_s=asyncio.get_running_loop().time(),
+        )
+        return self._seal.seal(_answer_place(subject, nonce), answer)
+
+
+def _answer_place(subject: str, nonce: bytes) -> str:
+    """What the answer to a question is sealed for, wherever NATS carries it."""
+    return f"{subject} {nonce.hex()}"
 
 
 async def _drain(subscribing: "asyncio.Task[Subscription | None]") -> None:

@@ -1,7 +1,14 @@
-"""What the subjects of KV events, loads and questions are called on NATS."""
+"""Where KV events, loads and questions go on NATS, and the seal of what is said there."""
 
 from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.planes.events.wire import VERSION
 from kvrouter.planes.names import subject_name
+from kvrouter.planes.seal import Seal
+
+
+def seal_of(token: str, namespace: str) -> Seal:
+    """The seal of everything that the event plane says over NATS; each thing has a subject of its own."""
+    return Seal(token, f"events {VERSION} {subject_name(namespace)}")
 
 
 def events_subject(namespace: str, component: str, rank: WorkerRank) -> str:

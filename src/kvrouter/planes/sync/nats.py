@@ -2,12 +2,12 @@
 
 Subjects: ``kvrouter.<namespace>.sync.v<version>.all.<from>`` for every router, and
 ``kvrouter.<namespace>.sync.v<version>.to.<router>.<from>`` for one. The broker's own credentials keep
-strangers out. Every message begins with a proof that its sender knows the shared token; without it, it is
-dropped unread.
+strangers from listening. Every message is sealed and numbered (:mod:`kvrouter.planes.seal`): a stranger's is
+dropped unread, and so is one that came before.
 """
 
 import asyncio
-import hmac
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -21,6 +21,7 @@ from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
 from kvrouter.planes.background import go_on
 from kvrouter.planes.names import subject_name
+from kvrouter.planes.seal import SEAL_BYTES, Newest, Seal
 from kvrouter.planes.sync.port import MessageSink
 from kvrouter.planes.sync.wire import MESSAGE_MAX_BYTES, VERSION, decode_message, encode_message
 
@@ -34,8 +35,6 @@ INBOX_MAX_BYTES: Final = 64 * 1024 * 1024
 LAST_WORDS_S: Final = 1.0
 """How long the end waits for what is still to be sent."""
 
-PROOF_BYTES: Final = 32
-
 
 class NatsSyncPlane:
     """One router's access to the others; the client is its owner's, who connects and closes it.
@@ -48,7 +47,7 @@ class NatsSyncPlane:
         client: Client,
         *,
         namespace: str,
-        token: str = "",
+        token: str,
         on_refused: Callable[[str], None] = lambda _why: None,
         outbox_max_bytes: int = OUTBOX_MAX_BYTES,
         inbox_max_messages: int = INBOX_MAX_MESSAGES,
@@ -56,7 +55,9 @@ class NatsSyncPlane:
     ) -> None:
         self._client = client
         self._subject = f"kvrouter.{subject_name(namespace)}.sync.v{VERSION}"
-        self._proof = hmac.digest(token.encode(), f"sync {VERSION} {namespace}".encode(), "sha256")
+        self._seal = Seal(token, f"sync {VERSION} {namespace}")
+        self._numbers = itertools.count(1)
+        self._newest = Newest()
         self._on_refused = on_refused
         self._outbox_max_bytes = outbox_max_bytes
         self._inbox_max_messages = inbox_max_messages
@@ -69,13 +70,15 @@ class NatsSyncPlane:
         """Send when the loop next turns; False when there is no connection, or too much waits already."""
         if not self._client.is_connected:
             return False
-        frame = self._proof + encode_message(message)
-        size_max_bytes = min(self._client.max_payload, PROOF_BYTES + MESSAGE_MAX_BYTES)
-        if len(frame) > size_max_bytes or self._outbox_bytes + len(frame) > self._outbox_max_bytes:
+        body = encode_message(message)
+        size_bytes = SEAL_BYTES + len(body)
+        size_max_bytes = min(self._client.max_payload, SEAL_BYTES + MESSAGE_MAX_BYTES)
+        if size_bytes > size_max_bytes or self._outbox_bytes + size_bytes > self._outbox_max_bytes:
             return False
         whom = "all" if to is None else f"to.{to}"
-        self._outbox.append((f"{self._subject}.{whom}.{message.router_id}", frame))
-        self._outbox_bytes += len(frame)
+        subject = f"{self._subject}.{whom}.{message.router_id}"
+        self._outbox.append((subject, self._seal.seal(subject, body, number=next(self._numbers))))
+        self._outbox_bytes += size_bytes
         if self._sender is None or self._sender.done():
             self._sender = go_on(self._send(), name="sync: send")
         return True
@@ -117,11 +120,11 @@ class NatsSyncPlane:
         return end
 
     def _read(self, frame: Msg) -> SyncMessage | None:
-        if not hmac.compare_digest(frame.data[:PROOF_BYTES], self._proof):
-            self._on_refused("a router that does not know the token, or of another version")
-            return None
         try:
-            return decode_message(memoryview(frame.data)[PROOF_BYTES:])
+            number, body = self._seal.numbered(frame.subject, frame.data)
+            if not self._newest.takes(frame.subject, number):
+                raise ProtocolError("a router's message came again", param="number")
+            return decode_message(body)
         except ProtocolError as error:
             self._on_refused(error.message)
             return None

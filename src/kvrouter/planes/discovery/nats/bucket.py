@@ -1,4 +1,7 @@
-"""The bucket of one namespace: one key a worker id, its record as the value, the revision as the stamp.
+"""The bucket of one namespace: one key a worker id, its record as the value, sealed for the key and numbered.
+
+A record's number is the revision that it was written over, or where nothing was the bucket's last one: it
+grows from each record of a key to the next, whoever writes them. A record that is written again is old.
 
 The server repeats every record that it stored on a plain subject. A watcher listens there and so needs no
 consumer in the server, which could die without a word; what it misses, the next renewal repeats.
@@ -19,12 +22,14 @@ from nats.js.errors import (
     KeyNotFoundError,
     KeyWrongLastSequenceError,
     NoStreamResponseError,
+    NotFoundError,
 )
 from nats.js.kv import KV_MARKER_REASON, KV_OP, KeyValue
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.planes.discovery.nats.majority import check_majority
-from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
+from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, decode_record, encode_record
+from kvrouter.planes.seal import SEAL_BYTES, Seal
 
 UNREAD_MAX_MESSAGES = 65_536
 UNREAD_MAX_BYTES = 64 * 1024 * 1024
@@ -55,9 +60,17 @@ class Bucket:
     """Reads and writes records. Raises STORE_ERRORS, and ProtocolError for a bucket that is none of ours."""
 
     def __init__(
-        self, client: Client, *, namespace: str, ttl_s: float, replicas: int, answer_s: float
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        token: str,
+        ttl_s: float,
+        replicas: int,
+        answer_s: float,
     ) -> None:
         self.client = client
+        self._seal = Seal(token, f"discovery 1 {namespace}")
         self.name = f"kvrouter-{namespace}-workers"
         self.live = f"kvrouter.{namespace}.discovery.card"
         self._js = client.jetstream(timeout=answer_s)
@@ -66,7 +79,7 @@ class Bucket:
             description="kvrouter: the workers of a namespace",
             ttl=ttl_s,
             replicas=replicas,
-            max_value_size=RECORD_MAX_BYTES,
+            max_value_size=SEAL_BYTES + RECORD_MAX_BYTES,
             republish=RePublish(src=f"$KV.{self.name}.>", dest=f"{self.live}.>"),
         )
         self._kv: KeyValue | None = None
@@ -98,7 +111,7 @@ class Bucket:
         return info.created
 
     async def listen(self, on_kept: KeptSink) -> Subscription:
-        """Hear of every key that is written from now on, with what it takes to read it."""
+        """Hear of every key that is written from now on."""
 
         async def on_message(message: Msg) -> None:
             headers = message.headers or {}
@@ -116,6 +129,11 @@ class Bucket:
             pending_msgs_limit=UNREAD_MAX_MESSAGES,
             pending_bytes_limit=UNREAD_MAX_BYTES,
         )
+
+    def opened(self, key: str, value: bytes) -> tuple[int, CardRecord]:
+        """Return the number and the record of what is kept under ``key``; raise ProtocolError."""
+        number, body = self._seal.numbered(key, value)
+        return number, decode_record(bytes(body))
 
     async def keys(self) -> list[str]:
         """Every key."""
@@ -140,15 +158,22 @@ class Bucket:
         bucket = await self._bound()
         try:
             return await self._update(bucket, key, record, revision)
-        except NoStreamResponseError:
+        except (NoStreamResponseError, NotFoundError):
             await self.identify()
             return await self._update(bucket, key, record, 0)
 
     async def _update(self, bucket: KeyValue, key: str, record: CardRecord, revision: int) -> int:
+        number = revision or await self._last_revision(bucket)
         try:
-            return await bucket.update(key, encode_record(record), last=revision)
+            return await bucket.update(
+                key, self._seal.seal(key, encode_record(record), number=number), last=revision
+            )
         except KeyWrongLastSequenceError as error:
             raise OtherWrote(f"key {key} is not at {revision}") from error
+
+    async def _last_revision(self, bucket: KeyValue) -> int:
+        """The last one of any key, those included that are gone."""
+        return (await bucket.status()).stream_info.state.last_seq
 
     async def _bound(self) -> KeyValue:
         if self._kv is None:

@@ -27,7 +27,6 @@ from kvrouter.planes.discovery.wire import (
     CardRecord,
     checked_lease,
     checked_namespace,
-    decode_record,
     encode_record,
 )
 from kvrouter.planes.nats_reasons import reason
@@ -68,9 +67,9 @@ class NatsDiscovery:
     ask the store, by the watchers' own clocks. ``lease_s`` is what this end's cards ask for; a watcher
     honours what each card asks for. ``replicas`` is how many servers keep the bucket. While NATS is away,
     ``publish`` and ``watch`` return, and everything is made good when it is back. ``on_refused`` hears of
-    keys that hold no card, once however many watch; ``on_trouble`` of cards that cannot be written.
-    ``on_lost`` hears of a card published here that lost its place for ever: to a newer incarnation, or
-    because somebody else withdrew it.
+    keys that hold no card sealed with ``token``, once however many watch; ``on_trouble`` of cards that cannot
+    be written. ``on_lost`` hears of a card published here that lost its place for ever: to a newer
+    incarnation, or because somebody else withdrew it.
 
     Raises ConfigError for arguments out of range. The connection stays its maker's, who closes it.
     """
@@ -80,6 +79,7 @@ class NatsDiscovery:
         client: Client,
         *,
         namespace: str,
+        token: str,
         on_trouble: TroubleSink,
         on_refused: TroubleSink,
         on_lost: GoneSink | None = None,
@@ -94,6 +94,7 @@ class NatsDiscovery:
         self._bucket = Bucket(
             client,
             namespace=checked_namespace(namespace),
+            token=token,
             ttl_s=lease_s,
             replicas=replicas,
             answer_s=max(lease_s / 2, ANSWER_LEAST_S),
@@ -266,8 +267,10 @@ class NatsDiscovery:
     async def _current(self, worker_id: WorkerId) -> tuple[CardRecord | None, int]:
         """What is there, and its revision. A value that is no record is as good as none: the key is ours."""
         kept = await self._bucket.read(str(worker_id))
+        if kept.value is None:
+            return None, kept.revision
         try:
-            return None if kept.value is None else decode_record(kept.value), kept.revision
+            return self._bucket.opened(str(worker_id), kept.value)[1], kept.revision
         except ProtocolError:
             return None, kept.revision
 

@@ -11,7 +11,6 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.leases import CardLeases, Delivery, TroubleSink
 from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket
-from kvrouter.planes.discovery.wire import decode_record
 from kvrouter.planes.nats_reasons import reason
 
 READS_AT_ONCE = 128
@@ -73,7 +72,7 @@ class BucketWatch:
         self._refusals = refusals
         self._leases = CardLeases()
         self._made_at: datetime.datetime | None = None
-        self._revisions: dict[WorkerId, int] = {}
+        self._numbers: dict[WorkerId, int] = {}
         self._reconnects: int | None = None
         self._heard_at = 0.0
         self._has_ended = False
@@ -127,8 +126,8 @@ class BucketWatch:
                 self._leases.lose()
                 self._delivery.store(False, reason(error))
         self._leases.forget_before(now - REMEMBERED_LEASES * self._lease_s)
-        if len(self._revisions) > 2 * len(self._leases) + 64:
-            self._revisions = {each: at for each, at in self._revisions.items() if each in self._leases}
+        if len(self._numbers) > 2 * len(self._leases) + 64:
+            self._numbers = {each: at for each, at in self._numbers.items() if each in self._leases}
 
     async def _ask(self, now: float) -> None:
         client = self._bucket.client
@@ -153,10 +152,10 @@ class BucketWatch:
     async def _begin_anew(self, made_at: datetime.datetime) -> None:
         """Read everything, and give every lease its whole length."""
         if self._listening is None:
-            self._listening = await self._bucket.listen(self._hear)
+            self._listening = await self._bucket.listen(self._take)
         keys = await self._bucket.keys()
         if made_at != self._made_at:
-            self._revisions.clear()
+            self._numbers.clear()
             self._made_at = made_at
         was_lost = self._leases.is_lost
         self._leases.regain(time.monotonic())
@@ -173,38 +172,38 @@ class BucketWatch:
                 if kept.revision:
                     self._take(key, kept.value, kept.revision)
 
-    def _hear(self, key: str, value: bytes | None, revision: int) -> None:
-        self._heard_at = time.monotonic()
-        self._take(key, value, revision)
-
     def _take(self, key: str, value: bytes | None, revision: int) -> None:
-        """Take what was written; what is older than what is known is no news."""
+        """Take what was written; what is older than what is known is no news.
+
+        A key that was deleted is none either: anybody can delete. Its worker's next renewal writes it again,
+        or its lease runs out.
+        """
+        if value is None:
+            return
         try:
             self._take_checked(key, value, revision)
         except ProtocolError as error:
             self._refusals.tell(key, revision, f"key {key[:80]} of bucket {self._bucket.name}", error.message)
 
-    def _take_checked(self, key: str, value: bytes | None, revision: int) -> None:
+    def _take_checked(self, key: str, value: bytes, revision: int) -> None:
+        number, record = self._bucket.opened(key, value)
+        self._heard_at = time.monotonic()
         if not (key.isascii() and key.isdecimal()):
             raise ProtocolError("no worker id", param="worker_id")
         worker_id = WorkerId(int(key))
         if worker_id not in self._leases:
-            self._revisions.pop(worker_id, None)
+            self._numbers.pop(worker_id, None)
             if len(self._leases) >= WORKERS_MAX:
                 raise ProtocolError(f"more than {WORKERS_MAX} workers", param="worker_id")
-        known = self._revisions.get(worker_id, 0)
-        if revision <= known:
-            if revision < known:
-                # Either late, or from a bucket that was made again: the next look asks which it is.
+        known = self._numbers.get(worker_id, -1)
+        if number <= known:
+            if number < known:
+                # Late, or said again, or from a bucket that was made again: the next look asks which it is.
                 self._heard_at = 0.0
             return
-        if value is None:
-            changes = self._leases.removed(worker_id, revision)
-        else:
-            record = decode_record(value)
-            if record.card.worker_id != worker_id:
-                raise ProtocolError(f"holds the card of worker {record.card.worker_id}", param="worker_id")
-            changes = self._leases.hear(record, revision, time.monotonic())
-        self._revisions[worker_id] = revision
+        if record.card.worker_id != worker_id:
+            raise ProtocolError(f"holds the card of worker {record.card.worker_id}", param="worker_id")
+        changes = self._leases.hear(record, number, time.monotonic())
+        self._numbers[worker_id] = number
         self._refusals.forget(key, revision)
         self._delivery.changes(changes)

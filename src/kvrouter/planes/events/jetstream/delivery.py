@@ -31,8 +31,8 @@ UNACKED_MAX = 4096
 YIELD_EVERY = 64
 """After so many messages in a row the event loop has its turn."""
 
-OnMessage = Callable[[bytes, int, int], None]
-"""(payload, stream sequence, how many more there are)"""
+OnMessage = Callable[[str, bytes, int, int], None]
+"""(subject in the stream, payload, stream sequence, how many more there are)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,8 @@ class Delivery:
             await self._on_control(message, message.headers)
             return
         place = _place(message.reply)
+        if place is None:
+            return  # not from the stream
         if place.delivery != self._delivered + 1:
             self._break(f"delivery {place.delivery} came after {self._delivered}")
             return
@@ -152,7 +154,7 @@ class Delivery:
         self._ack_subject = message.reply
         if place.stream_sequence > self.position:
             self.position = place.stream_sequence
-            self._on_message(message.data, place.stream_sequence, place.pending)
+            self._on_message(message.subject, message.data, place.stream_sequence, place.pending)
         if place.pending == 0 or self._delivered - self._acked >= ACK_EVERY:
             await self._ack()
         if self._delivered % YIELD_EVERY == 0:
@@ -198,10 +200,13 @@ class Delivery:
             self.broken.set_result(why)
 
 
-def _place(reply: str) -> _Place:
+def _place(reply: str) -> _Place | None:
     """Read a delivery's reply subject: ``$JS.ACK.`` and, since NATS 2.10, a domain and an account in front of
-    stream, consumer, tries, stream sequence, delivery, time and pending."""
+    stream, consumer, tries, stream sequence, delivery, time and pending. None for a message without."""
     tokens = reply.split(".")
     if len(tokens) > 9:
         tokens = tokens[2:]
-    return _Place(int(tokens[5]), int(tokens[6]), int(tokens[8]))
+    try:
+        return _Place(int(tokens[5]), int(tokens[6]), int(tokens[8]))
+    except (IndexError, ValueError):
+        return None

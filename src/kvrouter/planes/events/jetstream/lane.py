@@ -35,9 +35,11 @@ from kvrouter.planes.events.jetstream.words import (
     StreamLimits,
 )
 from kvrouter.planes.events.port import BatchSink, LoadSink, RecoveryClient
-from kvrouter.planes.events.wire import decode_batch, decode_load
+from kvrouter.planes.events.sealed_loads import OpenedLoads
+from kvrouter.planes.events.wire import decode_batch
 from kvrouter.planes.names import subject_name
 from kvrouter.planes.nats_reasons import reason
+from kvrouter.planes.seal import Seal
 
 STORED_ANSWER_MAX_S = 3.0
 """A snapshot that takes longer to read is no answer: the worker is asked."""
@@ -62,6 +64,7 @@ class LaneParts:
     client: Client
     recovery: RecoveryClient
     names: LaneNames
+    seal: Seal
     replica_name: str
     limits: StreamLimits
     observer: LaneObserver
@@ -83,9 +86,16 @@ class ComponentLane:
         """Which stream the position is in; "" before the first was heard."""
         jetstream = parts.client.jetstream()
         self.stream = EventStream(jetstream, parts.names, parts.limits)
-        self.shelf = SnapshotShelf(jetstream, parts.names, replicas=parts.limits.replicas)
+        self.shelf = SnapshotShelf(
+            jetstream,
+            parts.names,
+            seal=parts.seal,
+            on_refused=parts.observer.refused,
+            replicas=parts.limits.replicas,
+        )
         self._parts = parts
         self._jetstream = jetstream
+        self._opened_loads = OpenedLoads(parts.seal)
         self._stored = StoredIndex(self.shelf, self.stream)
         self._followed: dict[WorkerId, Epoch] = {}
         self._began: dict[WorkerRank, str | None] = {}
@@ -220,7 +230,7 @@ class ComponentLane:
         first = await self.stream.first_of(rank)
         if first is None or self._began.get(rank) is not None:
             return None
-        batch = self._decode(first.payload)
+        batch = self._decode(self.names.events(rank), first.payload)
         if batch is None or (batch.epoch == epoch and batch.first_event_id > 0):
             return None
         self._begin(rank, epoch, NO_SNAPSHOT, after=first.sequence - 1)
@@ -244,8 +254,8 @@ class ComponentLane:
 
     # Replays
 
-    def _hand_replayed(self, payload: bytes, epoch: Epoch) -> None:
-        batch = self._decode(payload)
+    def _hand_replayed(self, subject: str, payload: bytes, epoch: Epoch) -> None:
+        batch = self._decode(subject, payload)
         # Messages of an earlier start of the worker say nothing of this one.
         if batch is not None and batch.epoch == epoch:
             self._parts.on_batch(batch)
@@ -335,9 +345,9 @@ class ComponentLane:
         self._must_reset = False
         self._parts.observer.was_reset(self.names.component)
 
-    def _on_message(self, payload: bytes, sequence: int, _pending: int) -> None:
+    def _on_message(self, subject: str, payload: bytes, sequence: int, _pending: int) -> None:
         self.position = sequence
-        batch = self._decode(payload)
+        batch = self._decode(subject, payload)
         if batch is None:
             return
         replay = self._replays.get(batch.rank)
@@ -348,15 +358,17 @@ class ComponentLane:
 
     async def _on_load(self, message: Msg) -> None:
         try:
-            report = decode_load(message.data)
+            report = self._opened_loads.opened(message.subject, message.data)
         except ProtocolError as error:
             self._parts.observer.refused(error.message)
             return
-        self._parts.on_load(report)
+        if report is not None:
+            self._parts.on_load(report)
 
-    def _decode(self, payload: bytes) -> KvBatch | None:
+    def _decode(self, subject: str, payload: bytes) -> KvBatch | None:
+        """Return a message's batch; None for a stranger's, and for one that cannot be read."""
         try:
-            return decode_batch(payload)
+            return decode_batch(self._parts.seal.opened(subject, payload))
         except ProtocolError as error:
             self._parts.observer.refused(error.message)
             return None

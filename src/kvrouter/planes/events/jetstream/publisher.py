@@ -24,9 +24,11 @@ from kvrouter.planes.events.jetstream.words import (
     Unobserved,
 )
 from kvrouter.planes.events.loads import LatestLoads
-from kvrouter.planes.events.subjects import loads_subject
-from kvrouter.planes.events.wire import encode_load, encode_parts
+from kvrouter.planes.events.sealed_loads import SealedLoads
+from kvrouter.planes.events.subjects import seal_of
+from kvrouter.planes.events.wire import encode_parts
 from kvrouter.planes.nats_reasons import reason
+from kvrouter.planes.seal import SEAL_BYTES
 
 QUEUE_BATCHES_MAX = 8192
 """Batches that wait to be sent, over all ranks of the process."""
@@ -75,6 +77,7 @@ class JetStreamPublisher:
         *,
         namespace: str,
         component: str,
+        token: str,
         limits: StreamLimits | None = None,
         observer: LaneObserver | None = None,
         queue_batches_max: int = QUEUE_BATCHES_MAX,
@@ -84,6 +87,8 @@ class JetStreamPublisher:
     ) -> None:
         self._client = client
         self._names = LaneNames(namespace, component)
+        self._seal = seal_of(token, namespace)
+        self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
         self._stream = EventStream(client.jetstream(), self._names, limits or StreamLimits())
         self._observer = observer or Unobserved()
         self._drops = Drops(self._observer.dropped)
@@ -177,15 +182,15 @@ class JetStreamPublisher:
         batches = self._waiting.pop(rank)
         self._n_waiting -= len(batches)
         subject = self._names.events(rank)
-        max_bytes = self._client.max_payload - ENVELOPE_BYTES
+        max_bytes = self._client.max_payload - ENVELOPE_BYTES - SEAL_BYTES
         taken = []
         for batch in merged(batches, events_max=self._merged_events_max):
-            for payload, _ in encode_parts(batch, max_bytes=max_bytes):
-                if len(payload) > max_bytes:
-                    self._drops.add(1, f"an event of {len(payload)} bytes is too large for NATS")
+            for body, _ in encode_parts(batch, max_bytes=max_bytes):
+                if len(body) > max_bytes:
+                    self._drops.add(1, f"an event of {len(body)} bytes is too large for NATS")
                     continue
                 self._n_sent += 1
-                taken.append((self._n_sent, _Sent(subject, payload, now_s)))
+                taken.append((self._n_sent, _Sent(subject, self._seal.seal(subject, body), now_s)))
         self._window.update(taken)
         return taken
 
@@ -229,9 +234,8 @@ class JetStreamPublisher:
 
     async def _send_loads(self) -> None:
         while self._loads:
-            rank, report = self._loads.popitem()
-            subject = loads_subject(self._names.namespace, self._names.component, rank)
-            await self._client.publish(subject, encode_load(report))
+            _, report = self._loads.popitem()
+            await self._client.publish(*self._sealed_loads.seal(report))
 
     async def _wait(self) -> None:
         """Wait for a batch, a load or an acknowledgement; while some are awaited, not for long."""

@@ -31,8 +31,8 @@ class ReplayParts:
     """How many read at the same time."""
 
     heartbeat_s: float
-    hand: Callable[[bytes, Epoch], None]
-    """Hands a message's batch to the router, if it is of the epoch."""
+    hand: Callable[[str, bytes, Epoch], None]
+    """Hands a message's batch to the router, if it is of the epoch: (subject, payload, epoch)."""
 
     ended: Callable[["Replay"], None]
     """Called in the moment in which the replay has met the live delivery: that one goes on."""
@@ -98,12 +98,12 @@ class Replay:
         finally:
             await delivery.close()
 
-    def _on_message(self, payload: bytes, sequence: int, pending: int) -> None:
+    def _on_message(self, subject: str, payload: bytes, sequence: int, pending: int) -> None:
         if self.over.is_set():
             return
         self._position = sequence
         self._idles = 0
-        self._parts.hand(payload, self.epoch)
+        self._parts.hand(subject, payload, self.epoch)
         if pending == 0 and sequence >= self._skipped_to:
             self._end()
 

@@ -3,12 +3,15 @@
 The key is the one place where anything changes hands: it is only ever written by compare-and-set, and it
 names both the valid snapshot and the replica that takes the next one. Whoever lost the key to another
 replica, by being too slow, finds out at its next write, and its snapshot never becomes valid.
+
+The key and every object are sealed, each for its own name; an object's name is never used again. A key that
+does not open, a stranger's or one sealed with another token, is as good as none, and is written over.
 """
 
 import asyncio
 import base64
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -26,6 +29,7 @@ from nats.js.object_store import ObjectStore
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
 from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.planes.seal import Seal
 
 KEY = "latest"
 
@@ -69,11 +73,24 @@ class Overtaken(Exception):
 
 
 class SnapshotShelf:
-    """The key and the objects of one component. Methods raise what the client does, in bounded time."""
+    """The key and the objects of one component. Methods raise what the client does, in bounded time.
 
-    def __init__(self, jetstream: JetStreamContext, names: LaneNames, *, replicas: int) -> None:
+    ``on_refused`` hears of a key that is not ours.
+    """
+
+    def __init__(
+        self,
+        jetstream: JetStreamContext,
+        names: LaneNames,
+        *,
+        seal: Seal,
+        on_refused: Callable[[str], None],
+        replicas: int,
+    ) -> None:
         self._jetstream = jetstream
         self._names = names
+        self._seal = seal
+        self._on_refused = on_refused
         self._replicas = replicas
         self._keys: KeyValue | None = None
         self._objects: ObjectStore | None = None
@@ -81,24 +98,27 @@ class SnapshotShelf:
     # The key
 
     async def claim(self) -> Revised:
-        """The key as it is now; raise ProtocolError for one that is not ours."""
+        """The key as it is now; one that is not ours names no snapshot and nobody."""
         keys = await self._open_keys()
         try:
             entry = await keys.get(KEY)
         except KeyNotFoundError as error:
             deleted = error.entry
             return Revised(Claim(), 0 if deleted is None else deleted.revision or 0)
+        revision = entry.revision or 0
         try:
-            claim = msgspec.json.decode(entry.value or b"", type=Claim)
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"snapshot key: {error}", param="snapshot key") from error
-        return Revised(claim, entry.revision or 0)
+            body = self._seal.opened(self._place(KEY), entry.value or b"")
+            return Revised(msgspec.json.decode(body, type=Claim), revision)
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            self._on_refused(f"snapshot key of {self._names.component}: {error}")
+            return Revised(Claim(), revision)
 
     async def write(self, claim: Claim, *, over: int) -> int:
         """Write the key over its revision ``over``; return the new one. Raises :class:`Overtaken`."""
         keys = await self._open_keys()
+        value = self._seal.seal(self._place(KEY), msgspec.json.encode(claim))
         try:
-            return await keys.update(KEY, msgspec.json.encode(claim), last=over)
+            return await keys.update(KEY, value, last=over)
         except KeyWrongLastSequenceError as error:
             raise Overtaken(f"the key is no more at revision {over}") from error
 
@@ -108,15 +128,16 @@ class SnapshotShelf:
         """Store an object."""
         objects = await self._open_objects()
         async with asyncio.timeout(OBJECT_TIMEOUT_S):
-            await objects.put(name, body)
+            # In a thread: objects are large, and so is what the MAC of one takes.
+            await objects.put(name, await asyncio.to_thread(self._seal.seal, self._place(name), body))
 
     async def get(self, name: str) -> memoryview:
-        """Read an object; raise NotFoundError when it is gone."""
+        """Read an object; raise NotFoundError when it is gone, ProtocolError when it is not ours."""
         objects = await self._open_objects()
         body = io.BytesIO()
         async with asyncio.timeout(OBJECT_TIMEOUT_S):
             await objects.get(name, writeinto=body)
-        return body.getbuffer()
+            return await asyncio.to_thread(self._seal.opened, self._place(name), body.getbuffer())
 
     async def remove(self, names: Iterable[str]) -> None:
         """Remove objects; those that are gone are no mistake."""
@@ -129,12 +150,19 @@ class SnapshotShelf:
             await self._jetstream.purge_stream(f"OBJ_{self._names.bucket}", subject=self._meta_subject(token))
 
     async def objects(self) -> list[str]:
-        """The names of all objects."""
+        """The names of all objects; what no name of ours could be is left out."""
         await self._open_objects()
         prefix = self._meta_subject("")
         info = await self._jetstream.stream_info(f"OBJ_{self._names.bucket}", subjects_filter=f"{prefix}>")
-        tokens = [subject.removeprefix(prefix) for subject in info.state.subjects or ()]
-        return [base64.urlsafe_b64decode(token).decode() for token in tokens]
+        names = []
+        for subject in info.state.subjects or ():
+            with suppress(ValueError):
+                names.append(base64.urlsafe_b64decode(subject.removeprefix(prefix)).decode())
+        return names
+
+    def _place(self, name: str) -> str:
+        """What the key or an object of this name is sealed for."""
+        return f"{self._names.bucket} {name}"
 
     def _meta_subject(self, token: str) -> str:
         """Where the object store keeps what it knows of an object."""

@@ -24,6 +24,7 @@ from kvrouter.planes.events.port import (
     SnapshotFailed,
     SnapshotTaking,
 )
+from kvrouter.planes.events.subjects import seal_of
 from kvrouter.planes.nats_reasons import reason
 
 COMPONENTS_MAX = 64
@@ -45,6 +46,7 @@ class JetStreamSubscriber:
         recovery: RecoveryClient,
         *,
         namespace: str,
+        token: str,
         replica_name: str,
         limits: StreamLimits | None = None,
         observer: LaneObserver | None = None,
@@ -55,6 +57,7 @@ class JetStreamSubscriber:
         self._client = client
         self._recovery = recovery
         self._namespace = namespace
+        self._seal = seal_of(token, namespace)
         self._replica_name = replica_name
         self._limits = limits or StreamLimits()
         self._observer = observer or Unobserved()
@@ -156,6 +159,7 @@ class JetStreamSubscriber:
                 client=self._client,
                 recovery=self._recovery,
                 names=LaneNames(self._namespace, component),
+                seal=self._seal,
                 replica_name=self._replica_name,
                 limits=self._limits,
                 observer=self._observer,

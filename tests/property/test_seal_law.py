@@ -1,0 +1,93 @@
+"""The law of the seal: what was not sealed for here, whole, with this token, does not open."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.planes.seal import SEAL_BYTES, Newest, Seal
+
+TOKENS = st.text(max_size=20)
+BODIES = st.binary(max_size=200)
+NUMBERS = st.integers(min_value=0, max_value=2**64 - 1)
+SEAL = Seal("t0p", "events 1 ns")
+
+
+def refused(seal: Seal, subject: str, message: bytes) -> bool:
+    with pytest.raises(ProtocolError) as error:
+        seal.opened(subject, message)
+    return error.value.param == "token"
+
+
+@given(TOKENS, TOKENS, st.text(), BODIES, NUMBERS)
+def test_what_was_sealed_opens_with_its_number(
+    token: str, purpose: str, subject: str, body: bytes, number: int
+) -> None:
+    message = Seal(token, purpose).seal(subject, body, number=number)
+    assert len(message) == SEAL_BYTES + len(body)
+    opened = Seal(token, purpose).numbered(subject, memoryview(message))
+    assert (opened[0], bytes(opened[1])) == (number, body)
+
+
+@given(st.text(), BODIES, NUMBERS, st.data())
+def test_a_byte_that_changed_is_refused(subject: str, body: bytes, number: int, data: st.DataObject) -> None:
+    message = bytearray(SEAL.seal(subject, body, number=number))
+    at = data.draw(st.integers(0, len(message) - 1))
+    message[at] ^= data.draw(st.integers(1, 255))
+    assert refused(SEAL, subject, bytes(message))
+
+
+@given(st.text(), BODIES, st.data())
+def test_a_message_that_was_cut_or_grew_is_refused(subject: str, body: bytes, data: st.DataObject) -> None:
+    message = SEAL.seal(subject, body)
+    assert refused(SEAL, subject, message[: data.draw(st.integers(0, len(message) - 1))])
+    assert refused(SEAL, subject, message + data.draw(st.binary(min_size=1, max_size=9)))
+
+
+@given(st.text(), st.text(), BODIES)
+def test_another_subject_is_refused(subject: str, other: str, body: bytes) -> None:
+    message = SEAL.seal(subject, body)
+    if other != subject:
+        assert refused(SEAL, other, message)
+
+
+@given(TOKENS, TOKENS, BODIES)
+def test_another_token_or_purpose_is_refused(one: str, other: str, body: bytes) -> None:
+    if one != other:
+        assert refused(Seal(other, "p"), "s", Seal(one, "p").seal("s", body))
+        assert refused(Seal("t0p", other), "s", Seal("t0p", one).seal("s", body))
+
+
+@given(BODIES)
+def test_what_anybody_says_is_refused(garbage: bytes) -> None:
+    assert refused(SEAL, "s", garbage)
+
+
+@given(st.binary(min_size=1, max_size=20), st.data())
+def test_subject_number_and_body_do_not_flow_into_each_other(body: bytes, data: st.DataObject) -> None:
+    """What moved from the body into the subject is another message."""
+    text = body.hex()
+    cut = data.draw(st.integers(0, len(text) - 1))
+    message = SEAL.seal(text[:cut], text[cut:].encode())
+    moved = message[:SEAL_BYTES] + text[cut + 1 :].encode()
+    assert refused(SEAL, text[: cut + 1], moved)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9))))
+def test_numbers_are_taken_once_and_in_order(said: list[tuple[str, int]]) -> None:
+    newest = Newest()
+    taken: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    for sender, number in said:
+        is_new = number > max(taken[sender], default=0)
+        assert newest.takes(sender, number) == is_new
+        if is_new:
+            taken[sender].append(number)
+
+
+def test_who_was_not_heard_for_longest_is_forgotten_first() -> None:
+    newest = Newest(remembered_max=2)
+    for sender, number in (("a", 5), ("b", 5), ("a", 6), ("c", 5)):
+        assert newest.takes(sender, number)
+    assert not newest.takes("a", 6)
+    assert not newest.takes("c", 5)
+    assert newest.takes("b", 5)
