@@ -17,13 +17,13 @@ from kvrouter.core.errors import (
 )
 from kvrouter.core.requests import FinishReason, Usage
 from kvrouter.frontend.errors import MethodNotAllowed, error_body, error_event, error_headers
-from kvrouter.frontend.openai.answers import Answer, Kind
+from kvrouter.frontend.openai.answers import Answer, Kind, answer_id
 
 USAGE = Usage(prompt_tokens=11, completion_tokens=3, cached_tokens=8)
 
 
 def answer(kind: Kind, *, usage_null: bool = False) -> Answer:
-    return Answer(kind, request_id="r1", model="m", created_s=1_700_000_000, usage_null=usage_null)
+    return Answer(kind, answer_id=answer_id(kind, "r1"), model="m", created_s=1_700_000_000, usage_null=usage_null)
 
 
 def data_of(event: bytes) -> bytes:

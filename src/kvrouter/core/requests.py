@@ -96,6 +96,25 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CallRoute(StrEnum):
+    """OpenAI's generation routes; the values are their paths."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETION = "/v1/completions"
+
+
+class ClientCall(msgspec.Struct, frozen=True):
+    """A call as the client wrote it: ``body`` is the JSON of ``route``, without what is for the router alone.
+
+    ``resumable`` tells whether its answer is plain text, one of it, that another worker could go on with.
+    """
+
+    route: CallRoute
+    body: bytes
+    stream: bool
+    resumable: bool
+
+
 class EngineRequest(msgspec.Struct, frozen=True):
     """One leg of one attempt, as a worker receives it.
 
@@ -104,7 +123,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     ``request_id`` is the client's, who may give one id to two requests; with ``intake``, the router's own
     name for it, it is nobody else's.
     ``time_left_s`` is how long whoever asks still waits, counted from the moment it sent this: no two clocks
-    are compared. None: as long as it takes.
+    are compared. None: as long as it takes. ``call`` is what the client wrote, for engines that take that;
+    its answer comes as :attr:`EngineChunk.raw`, unless ``resumed_tokens`` is above 0.
     """
 
     request_id: RequestId
@@ -122,6 +142,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     cache_namespace: str | None = None
     time_left_s: float | None = None
     intake: str = ""
+    call: ClientCall | None = None
 
     @property
     def engine_key(self) -> str:
@@ -135,6 +156,10 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ``cached_tokens`` comes with the first chunk: how many prompt tokens the engine found in its own cache.
     ``kv_transfer_params`` ends a synchronous prefill leg. ``kv_lost`` comes with the finish ``ERROR`` of a
     decode leg that failed for want of its prefill worker's KV, and for nothing else.
+
+    ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
+    ``token_ids`` are then the tokens in them where the engine tells, and ``text_chars`` how many characters
+    of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come last.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -143,6 +168,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_transfer_params: KvTransferParams | None = None
     error: str | None = None
     kv_lost: KvLoss | None = None
+    raw: bytes = b""
+    text_chars: int | None = None
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
@@ -150,6 +177,7 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
     them first, an end and what belongs to it by the last.
     """
     last = chunks[-1]
+    chars = [chunk.text_chars for chunk in chunks if chunk.text_chars is not None]
     return EngineChunk(
         token_ids=tuple(chain.from_iterable(chunk.token_ids for chunk in chunks)),
         finish=last.finish,
@@ -157,6 +185,8 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         kv_transfer_params=last.kv_transfer_params,
         error=last.error,
         kv_lost=last.kv_lost,
+        raw=b"".join(chunk.raw for chunk in chunks),
+        text_chars=sum(chars) if len(chars) == len(chunks) else None,
     )
 
 
@@ -177,3 +207,4 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     lora_name: str | None = None
     cache_namespace: str | None = None
     intake: str = ""
+    call: ClientCall | None = None

@@ -112,6 +112,11 @@ class Fleet:
         return self.derived(_has_prefill, None)
 
     @property
+    def takes_calls(self) -> bool:
+        """Whether every worker gives its engine calls as clients wrote them; False without any worker."""
+        return self.derived(_takes_calls, None)
+
+    @property
     def required_domain(self) -> str | None:
         """A domain that some prefill worker here requires its KV transfers to keep to."""
         return self.policies.required_domain
@@ -314,6 +319,10 @@ class Fleet:
 
 def _known(count: int | None) -> int:
     return UNKNOWN if count is None else count
+
+
+def _takes_calls(fleet: Fleet, _key: None) -> bool:
+    return len(fleet) > 0 and all(card.takes_calls for card in fleet)
 
 
 def _has_prefill(fleet: Fleet, _: None) -> bool:

@@ -4,12 +4,16 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from kvrouter.core.ids import ModelName, RequestId
-from kvrouter.core.requests import GenerateRequest, TokenBuffer
+from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.frontend.contradictions import refuse_contradictions
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
+from kvrouter.frontend.openai.passed import PassedCall, model_of
+from kvrouter.frontend.passed_tokens import passed_tokens
 from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
 
@@ -43,6 +47,40 @@ class Hall:
         if text is None:
             raise UnknownModel(f"model: {model!r} has workers, and no tokenizer here", param="model")
         return text
+
+    def passes(self, data: bytes) -> bool:
+        """Whether the call in ``data`` goes to its engine as it was written. Raises InvalidRequest."""
+        models = tuple(self._service.models())
+        if not any(model.fleet.takes_calls for model in models):
+            return False
+        name = model_of(data)
+        return any(model.fleet.model == name and model.fleet.takes_calls for model in models)
+
+    async def prepare_passed(
+        self, passed: PassedCall, text: TextModel, request_id: RequestId
+    ) -> GenerateRequest:
+        """Tokenize a call that goes to its engine as it was written, so far as it is known here.
+
+        Where it is not (pictures, a template of the client's own), routing sees the part that is, and no
+        other worker could go on with the answer.
+        """
+        began_s = time.perf_counter()
+        token_ids, is_exact = await passed_tokens(passed, text)
+        call, written = passed.call, passed.client_call
+        self._observed.tokenized(model=call.model, seconds=time.perf_counter() - began_s)
+        room_tokens = max(1, text.context_length_tokens - len(token_ids))
+        return GenerateRequest(
+            request_id=request_id,
+            model=call.model,
+            token_ids=token_ids,
+            sampling=Sampling(max_tokens=min(call.max_tokens or room_tokens, room_tokens)),
+            constraints=call.constraints,
+            override=call.override,
+            pin=call.pin,
+            prefill_pin=call.prefill_pin,
+            cache_namespace=call.cache_namespace,
+            call=written if is_exact else replace(written, resumable=False),
+        )
 
     async def prepare(
         self, parsed: ChatCall | CompletionCall, text: TextModel, request_id: RequestId

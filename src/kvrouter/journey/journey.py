@@ -44,6 +44,8 @@ from kvrouter.journey.words import (
 REDISPATCHES_MAX = 2
 """How often a request may be sent anew: one poisonous prompt must not kill a fleet."""
 
+_MORE_THAN_TEXT = "a seed, penalties, a grammar, logprobs, tools, several answers or fields unknown here"
+
 
 class JourneyError(KvrouterError):
     """An input that this state cannot have: the driver is wrong, not the request."""
@@ -62,12 +64,17 @@ class Journey:
         "_sampling",
         "attempt",
         "generated",
+        "is_plain",
         "resumes",
         "state",
     )
 
-    def __init__(self, sampling: Sampling, *, redispatches_max: int = REDISPATCHES_MAX) -> None:
+    def __init__(
+        self, sampling: Sampling, *, redispatches_max: int = REDISPATCHES_MAX, is_plain: bool = True
+    ) -> None:
         self.state = State.ROUTING
+        self.is_plain = is_plain
+        """Whether the client gets nothing but the text of ``generated``; set to False once it got more."""
         self.attempt = 0
         self.resumes = 0
         self.generated: list[int] = []
@@ -193,11 +200,12 @@ class Journey:
         if self.remaining_tokens <= 0:
             self.state = State.DONE
             return [Abandon(event.why), End(FinishReason.LENGTH)]
-        if not self._sampling.resumable:
+        if not (self.is_plain and self._sampling.resumable):
+            what = "a seed, penalties, a grammar or logprobs" if self.is_plain else _MORE_THAN_TEXT
             return self._fail(
                 WorkerFailed(
                     f"worker {event.worker_id} failed after {len(self.generated)} tokens ({event.why}), and "
-                    "this request cannot go on elsewhere: it has a seed, penalties, a grammar or logprobs"
+                    f"this request cannot go on elsewhere: it has {what}"
                 )
             )
         self.resumes += 1

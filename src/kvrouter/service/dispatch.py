@@ -72,7 +72,11 @@ class Dispatch:
         observed: ServiceObserved,
         times: Times,
     ) -> None:
-        self.journey = Journey(request.sampling, redispatches_max=redispatches_max)
+        self.journey = Journey(
+            request.sampling,
+            redispatches_max=redispatches_max,
+            is_plain=request.call is None or request.call.resumable,
+        )
         self.watch = SilenceWatch(patience, self._too_long)
         self.output = Output(self.journey, placer, self.watch)
         self.attempt: Attempt | None = None

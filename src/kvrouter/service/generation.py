@@ -5,13 +5,20 @@ nobody else's. What is sent where is :class:`~kvrouter.service.dispatch.Dispatch
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, Usage
-from kvrouter.journey.words import Finished, FirstTokens, State
-from kvrouter.planes.requests.port import EngineStream, HandingStream, RequestPlane, StreamBroken, TokenSink
+from kvrouter.journey.words import Finished, FirstTokens, LegRefused, State
+from kvrouter.planes.requests.port import (
+    EngineStream,
+    HandingStream,
+    RequestPlane,
+    StreamBroken,
+    TokenSink,
+    WorkerUnreachable,
+)
 from kvrouter.service.attempt import Attempt, Times
 from kvrouter.service.dispatch import Dispatch
 from kvrouter.service.observed import ServiceObserved
@@ -72,6 +79,11 @@ class Generation:
         return self._dispatch.error
 
     @property
+    def generated(self) -> Sequence[int]:
+        """The tokens so far, over all attempts."""
+        return self._journey.generated
+
+    @property
     def attempts(self) -> int:
         """How many times the request was placed."""
         return self._journey.attempt + 1
@@ -111,8 +123,11 @@ class Generation:
                 raise RuntimeError("a generation without a decode stream was read")
             try:
                 chunk = await self._read(attempt.decode)
-            except StreamBroken as error:
+            except (StreamBroken, WorkerUnreachable) as error:
                 await dispatch.lose(attempt, error.message)
+                continue
+            except InvalidRequest as error:
+                dispatch.tell(LegRefused(error))
                 continue
             except StopAsyncIteration:
                 await dispatch.lose(attempt, "the stream ended without a last chunk")
@@ -188,7 +203,9 @@ class Generation:
         """Note what a chunk of the last leg brings."""
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._dispatch.note_cached(attempt, chunk.cached_tokens)
-        if chunk.token_ids:
+        if chunk.raw and chunk.text_chars is None:
+            self._journey.is_plain = False
+        if chunk.token_ids or chunk.raw:
             if self._journey.state is State.DECODING:
                 self._dispatch.tell(FirstTokens())
                 self._output.first(chunk.token_ids)

@@ -112,4 +112,5 @@ def _leg(
         cache_namespace=request.cache_namespace,
         time_left_s=time_left_s,
         intake=request.intake,
+        call=request.call,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
@@ -144,7 +144,7 @@ class RouterService:
             taken_in(request),
             model,
             self._parts.plane,
-            patience=self._patience,
+            patience=self._patience_with(request),
             redispatches_max=self._parts.config.retries_max,
             observed=self._parts.observed,
             on_end=self._ended,
@@ -154,6 +154,12 @@ class RouterService:
         self._idle.clear()
         self._parts.observed.request_begun(request.model)
         return generation
+
+    def _patience_with(self, request: GenerateRequest) -> Patience:
+        """An engine that answers at once says nothing before its last token."""
+        if request.call is None or request.call.stream:
+            return self._patience
+        return replace(self._patience, first_token_s=self._patience.request_s)
 
     def explain(self, request: GenerateRequest) -> Decision:
         """Decide without sending: the same path, with a row for every candidate."""

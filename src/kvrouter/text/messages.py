@@ -1,6 +1,7 @@
 """Chat messages as a client sends them, checked and put into the form that chat templates read."""
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -24,6 +25,25 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
             f"messages: at most {MESSAGES_MAX} messages, not {len(messages)}", param="messages"
         )
     return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def before_media(messages: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
+    """Return ``messages`` up to the first part that is no text: nobody here knows how many tokens that is.
+
+    The very same object when there is none.
+    """
+    for at, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str) or not isinstance(content, Sequence):
+            continue
+        texts = list(takewhile(_is_text, content))
+        if len(texts) < len(content):
+            return [*messages[:at], {**message, "content": texts}]
+    return messages
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
 
 
 def text_chars(messages: Sequence[object]) -> int:

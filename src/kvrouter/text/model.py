@@ -1,7 +1,8 @@
 """What the front door holds for each model: everything between a client's text and an engine's tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
@@ -64,20 +65,37 @@ class TextModel:
             template_kwargs=template_kwargs,
         )
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> TokenBuffer:
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[object] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> TokenBuffer:
         """Return the ids of a chat, whose special tokens the template writes; raise as ``prepare_chat`` does.
 
         A long chat is rendered in the thread that encodes it: over many short messages the template takes as
         long as the tokenizer.
         """
-        chars = text_chars(messages)
+        render = partial(
+            self.prepare_chat,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+        )
+        chars = text_chars(messages) + text_chars(tools or ())
         if self.pool.leaves_loop(chars):
-            return await self.pool.encode(self._encode_messages, messages, chars=chars)
-        text = self.prepare_chat(messages)
+            return await self.pool.encode(partial(self._encode_rendered, render), messages, chars=chars)
+        text = render(messages)
         return await self.pool.encode(self.tokenizer.encode, text, chars=len(text))
 
-    def _encode_messages(self, messages: Sequence[Mapping[str, object]]) -> TokenBuffer:
-        return self.tokenizer.encode(self.prepare_chat(messages))
+    def _encode_rendered(
+        self,
+        render: Callable[[Sequence[Mapping[str, object]]], str],
+        messages: Sequence[Mapping[str, object]],
+    ) -> TokenBuffer:
+        return self.tokenizer.encode(render(messages))
 
     async def encode_prompt(self, text: str) -> TokenBuffer:
         """Return the ids of a completion's prompt, begun as the tokenizer's post-processor begins a text."""

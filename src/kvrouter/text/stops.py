@@ -13,6 +13,11 @@ STOPS_MAX = 4
 STOP_CHARS_MAX = 256
 
 
+def stops_fit(stops: Sequence[str]) -> bool:
+    """Whether a :class:`StopMatcher` takes these."""
+    return len(stops) <= STOPS_MAX and all(0 < len(stop) <= STOP_CHARS_MAX for stop in stops)
+
+
 class StopMatcher:
     """Watches one stream. Text that may still turn out to be a stop string is held back."""
 

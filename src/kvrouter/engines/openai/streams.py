@@ -48,6 +48,7 @@ class SseStream:
         self._cancelled: str | None = None
         self._is_over = False
         self._ready: deque[EngineChunk] = deque()
+        self._gathered = _Gathered(reading)
 
     def __aiter__(self) -> "SseStream":
         return self
@@ -89,8 +90,8 @@ class SseStream:
 
     def _cut(self, piece: bytes) -> None:
         """Make chunks of the events that ``piece`` completes."""
-        gathered = _Gathered(self._reading)
         for raw, data in self._cutter.push(piece):
+            gathered = self._gathered
             if data == DONE:
                 gathered.done(raw)
                 self._ready.append(gathered.chunk(self._last_finish(), self._params))
@@ -98,10 +99,13 @@ class SseStream:
             if data:
                 self._take(self._read(data), raw, gathered)
             if gathered.is_full:
-                self._ready.append(gathered.chunk(None, None))
-                gathered = _Gathered(self._reading)
-        if not gathered.is_empty:
-            self._ready.append(gathered.chunk(None, None))
+                self._flush()
+        if self._gathered.is_worth_sending:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._ready.append(self._gathered.chunk(None, None))
+        self._gathered = _Gathered(self._reading)
 
     def _take(self, event: AnswerEvent, raw: bytes, gathered: "_Gathered") -> None:
         if event.error is not None:
@@ -185,6 +189,13 @@ class _Gathered:
         self._text_chars: int | None = 0
         self._cached_tokens: int | None = None
         self.is_empty = True
+
+    @property
+    def is_worth_sending(self) -> bool:
+        """Whether it need not wait for more. Where tokens are told, what comes before the first of them (the
+        role) waits for it: until then the client has nothing, and another worker may begin anew.
+        """
+        return not self.is_empty and bool(self._token_ids or not self._reading.added_token_ids)
 
     @property
     def is_full(self) -> bool:

@@ -21,6 +21,11 @@ class Kind(Enum):
     COMPLETION = ("cmpl", "text_completion", "text_completion")
 
 
+def answer_id(kind: Kind, request_id: str) -> str:
+    """What an answer is called."""
+    return f"{kind.value[0]}-{request_id}"
+
+
 def usage_json(usage: Usage) -> dict[str, object]:
     """OpenAI's usage object."""
     return {
@@ -40,11 +45,11 @@ class Answer:
     __slots__ = ("_chat", "_close", "_end", "_id", "_kind", "_open", "_text_head", "_text_tail")
 
     def __init__(
-        self, kind: Kind, *, request_id: str, model: str, created_s: int, usage_null: bool = False
+        self, kind: Kind, *, answer_id: str, model: str, created_s: int, usage_null: bool = False
     ) -> None:
         self._kind = kind
         self._chat = kind is Kind.CHAT
-        self._id = {"id": f"{kind.value[0]}-{request_id}", "created": created_s, "model": model}
+        self._id = {"id": answer_id, "created": created_s, "model": model}
         fixed = _encode({**self._id, "object": kind.value[2]})[:-1]
         self._open = b"data: " + fixed + b',"choices":[{"index":0,' + (b'"delta":{' if self._chat else b"")
         self._close = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":'

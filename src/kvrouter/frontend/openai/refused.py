@@ -7,7 +7,7 @@ without its grammar, or a worker outside its constraint, for what it asked for.
 from collections.abc import Mapping, Sequence
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.frontend.openai.schema import ChatBody, CompletionBody, GenerateBody
+from kvrouter.frontend.openai.schema import ChatBody, CompletionBody, GenerateBody, MisplacedFields
 
 _HARMLESS: Mapping[str, Sequence[object]] = {
     "audio": (),
@@ -33,29 +33,24 @@ _HARMLESS_IN_CHAT: Mapping[str, Sequence[object]] = {"logprobs": (False,), "top_
 _HARMLESS_IN_COMPLETION: Mapping[str, Sequence[object]] = {"logprobs": ()}
 """A number: at 0 it asks for the log probability of each chosen token."""
 
-_OF_NVEXT = (
-    "routing_constraints",
-    "router_config_override",
-    "worker_id",
-    "dp_rank",
-    "prefill_worker_id",
-    "prefill_dp_rank",
-    "extra_fields",
-)
-
 
 def refuse_fields(body: GenerateBody) -> None:
     """Raise :class:`InvalidRequest` naming the first field that cannot be honoured where it is."""
-    for field in _OF_NVEXT:
-        if getattr(body, field) is not None:
-            raise InvalidRequest(
-                f"{field}: belongs into nvext, as nvext.{field}; beside it nothing reads it", param=field
-            )
+    refuse_misplaced(body)
     _refuse(body, _HARMLESS)
     if isinstance(body, ChatBody):
         _refuse(body, _HARMLESS_IN_CHAT)
     elif isinstance(body, CompletionBody):
         _refuse(body, _HARMLESS_IN_COMPLETION)
+
+
+def refuse_misplaced(body: MisplacedFields) -> None:
+    """Raise :class:`InvalidRequest` naming the first field that belongs into ``nvext``."""
+    for field in MisplacedFields.__struct_fields__:
+        if getattr(body, field) is not None:
+            raise InvalidRequest(
+                f"{field}: belongs into nvext, as nvext.{field}; beside it nothing reads it", param=field
+            )
 
 
 def _refuse(body: GenerateBody, harmless: Mapping[str, Sequence[object]]) -> None:

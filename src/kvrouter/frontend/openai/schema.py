@@ -48,8 +48,20 @@ class ResponseFormat(Struct, frozen=True):
     type: Name
 
 
-class RefusedFields(Struct, frozen=True, kw_only=True):
-    """Fields that ask for what cannot be had here, or that belong into ``nvext``; see :mod:`.refused`."""
+class MisplacedFields(Struct, frozen=True, kw_only=True):
+    """Fields of ``nvext``, beside it: nothing would read them there; see :mod:`.refused`."""
+
+    routing_constraints: object = None
+    router_config_override: object = None
+    worker_id: object = None
+    dp_rank: object = None
+    prefill_worker_id: object = None
+    prefill_dp_rank: object = None
+    extra_fields: object = None
+
+
+class RefusedFields(MisplacedFields, frozen=True, kw_only=True):
+    """Fields that ask for what an engine that takes tokens does not have; see :mod:`.refused`."""
 
     audio: object = None
     best_of: PositiveInt | None = None
@@ -67,14 +79,6 @@ class RefusedFields(Struct, frozen=True, kw_only=True):
     suffix: str | None = None
     tool_choice: object = None
     tools: list[object] | None = None
-
-    routing_constraints: object = None
-    router_config_override: object = None
-    worker_id: object = None
-    dp_rank: object = None
-    prefill_worker_id: object = None
-    prefill_dp_rank: object = None
-    extra_fields: object = None
 
 
 class GenerateBody(RefusedFields, frozen=True, kw_only=True):

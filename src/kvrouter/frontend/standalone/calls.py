@@ -10,8 +10,9 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import Bootstrap
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
+from kvrouter.frontend.exchange import cancel_with
 from kvrouter.frontend.explained import Json
-from kvrouter.frontend.generate import CLIENT_LEFT_STATUS, cancel_with
+from kvrouter.frontend.generate import CLIENT_LEFT_STATUS
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.standalone.answers import prefilled_json, routed_json

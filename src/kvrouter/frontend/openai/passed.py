@@ -1,0 +1,164 @@
+"""Calls that go to an engine as they were written: only what routing needs is read of them.
+
+The engine is the judge of everything else, fields that nobody here has heard of included.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.requests import CallRoute, ClientCall
+from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, Call
+from kvrouter.frontend.openai.refused import refuse_misplaced
+from kvrouter.frontend.openai.schema import (
+    CacheSalt,
+    GenerateBody,
+    MisplacedFields,
+    Name,
+    NvExt,
+    PositiveInt,
+    StreamOptions,
+)
+from kvrouter.frontend.openai.wishes import check_wishes
+from kvrouter.text.stops import stops_fit
+
+
+class PassedBody(MisplacedFields, frozen=True, kw_only=True):
+    """What is read of a call."""
+
+    model: Name
+    messages: list[dict[str, object]] | UnsetType = UNSET
+    prompt: object = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: str | list[str] | None = None
+    cache_salt: CacheSalt | None = None
+    nvext: NvExt | None = None
+    tools: list[object] | None = None
+    chat_template: object = None
+    chat_template_kwargs: dict[str, object] | None = None
+    documents: object = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassedCall:
+    """A call and its bytes. ``call`` holds the wishes for routing; its sampling is the engine's business."""
+
+    call: Call
+    body: PassedBody
+    client_call: ClientCall
+
+
+_BODY = msgspec.json.Decoder(PassedBody)
+_FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
+
+_PLAIN = frozenset(
+    {
+        "model",
+        "messages",
+        "prompt",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "min_tokens",
+        "cache_salt",
+        "logit_bias",
+        "user",
+        "metadata",
+        "store",
+        "prompt_cache_key",
+        "safety_identifier",
+        "priority",
+        "chat_template_kwargs",
+    }
+)
+"""Fields with which an answer is plain text that depends on nothing but the tokens before."""
+
+_HARMLESS: Mapping[str, Sequence[bytes]] = {
+    "add_generation_prompt": (b"true",),
+    "best_of": (b"1",),
+    "echo": (b"false",),
+    "frequency_penalty": (b"0", b"0.0"),
+    "logprobs": (b"false",),
+    "n": (b"1",),
+    "parallel_tool_calls": (b"true", b"false"),
+    "presence_penalty": (b"0", b"0.0"),
+    "repetition_penalty": (b"1", b"1.0"),
+    "response_format": (b'{"type":"text"}', b'{"type": "text"}'),
+    "tool_choice": (b'"none"', b'"auto"'),
+    "tools": (b"[]",),
+    "top_logprobs": (b"0",),
+}
+"""The values, beside null, with which other fields change nothing."""
+
+
+def parse_passed(route: CallRoute, data: bytes) -> PassedCall:
+    """Return the call in ``data``; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_BODY, data)
+    refuse_misplaced(body)
+    if route is CallRoute.CHAT and not body.messages:
+        raise InvalidRequest("messages: must not be empty", param="messages")
+    nvext = body.nvext or NvExt()
+    check_wishes(nvext)
+    fields = decode_body(_FIELDS, data)
+    written = {name: value for name, value in fields.items() if name != "nvext"}
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None
+    return PassedCall(
+        Call(
+            body=GenerateBody(model=body.model, stream=body.stream, cache_salt=body.cache_salt),
+            max_tokens=body.max_completion_tokens or body.max_tokens or default,
+            max_tokens_field="max_tokens",
+            stops=stops,
+            nvext=nvext,
+            stream_options=body.stream_options or StreamOptions(),
+        ),
+        body,
+        ClientCall(
+            route,
+            data if len(written) == len(fields) else msgspec.json.encode(written),
+            stream=bool(body.stream),
+            resumable=_is_resumable(written) and stops_fit(stops),
+        ),
+    )
+
+
+class _Model(Struct, frozen=True):
+    model: Name
+
+
+_MODEL = msgspec.json.Decoder(_Model)
+
+
+def model_of(data: bytes) -> str:
+    """Return the model that a body names; raise :class:`InvalidRequest` naming the field."""
+    return decode_body(_MODEL, data).model
+
+
+def _is_resumable(fields: Mapping[str, Raw]) -> bool:
+    """Whether another worker could go on with the answer and nobody would notice."""
+    for name, raw in fields.items():
+        value = bytes(raw)
+        if name in _PLAIN or value == b"null" or value in _HARMLESS.get(name, ()):
+            continue
+        if name == "seed" and bytes(fields.get("temperature", b"")) in (b"0", b"0.0"):
+            continue
+        return False
+    return True
