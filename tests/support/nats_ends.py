@@ -95,7 +95,7 @@ async def both_ends(
     )
     await acceptor.start()
     ends = Ends(plane, acceptor, clients, refused)
-    await acceptor.wait_served(ends.address)
+    await ends.place.served()
     try:
         yield ends
     finally:

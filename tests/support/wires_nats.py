@@ -80,7 +80,7 @@ def _wire(server: NatsServer, plane: NatsRequestPlane, stack: AsyncExitStack, *,
         worker_id, incarnation = address.split("/")[3:]
         assert address == acceptor.address_of(WorkerId(int(worker_id)), Epoch(int(incarnation)))
         places[address] = acceptor.serve(address, worker)
-        await acceptor.wait_served(address)
+        await places[address].served()
         return address, acceptor.close
 
     stack.push_async_callback(plane.close)

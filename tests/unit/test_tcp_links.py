@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 import trustme
@@ -13,6 +14,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane, link
+from kvrouter.planes.requests.tcp.router_end import RouterEnd
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawWorkers
@@ -133,23 +135,54 @@ async def test_a_worker_that_is_gone_is_tried_less_and_less_often() -> None:
         await plane.close()
 
 
-async def test_addresses_that_nobody_uses_are_forgotten(acceptor: TcpRequestAcceptor) -> None:
-    address = acceptor.address_of(WorkerId(1), Epoch(1))
-    registration = acceptor.serve(address, ScriptedWorker())
-    plane = TcpRequestPlane(token=TOKEN)
-    with pytest.raises(WorkerUnreachable):
-        await plane.open(acceptor.address_of(WorkerId(2), Epoch(1)), leg())
-    stream = await plane.open(address, leg())
-    end = plane.follow(address, lambda _: None)
-    assert plane.addresses == [address]
-    registration.leave("it was stopped")
-    with pytest.raises(StreamBroken):
-        await read_all(stream)
-    end()
+class End:
+    """A connection, as its link sees it."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def lose(self) -> None:
+        self.is_closed = True
+        self.lost.set_result(None)
+
+
+async def test_an_address_that_nobody_uses_is_forgotten() -> None:
+    unused = asyncio.Event()
+    ends: list[End] = []
+
+    async def connect() -> RouterEnd:
+        if len(ends) == 2:
+            raise WorkerUnreachable("it is gone")
+        ends.append(End())
+        return cast("RouterEnd", ends[-1])
+
+    def new_link() -> link.Link:
+        unused.clear()
+        return link.Link(connect, link.Backoff(60.0, 60.0), on_unused=unused.set)
+
+    asked = new_link()
+    await asked.connected()
+    assert not unused.is_set()
+    ends[0].lose()
     async with asyncio.timeout(IN_TIME_S):
-        while plane.addresses:  # noqa: ASYNC110 - nobody announces it
-            await asyncio.sleep(0)
-    await plane.close()
+        await unused.wait()
+
+    followed = new_link()
+    await followed.connected()
+    end = followed.follow(lambda _: None)
+    ends[1].lose()
+    with pytest.raises(WorkerUnreachable):
+        await followed.connected()
+    assert not unused.is_set()
+    end()
+    assert unused.is_set()
+
+    never_there = new_link()
+    with pytest.raises(WorkerUnreachable):
+        await never_there.connected()
+    async with asyncio.timeout(IN_TIME_S):
+        await unused.wait()
 
 
 async def test_a_plane_can_be_closed_while_it_connects() -> None:

@@ -97,6 +97,7 @@ class Worker:
         try:
             self._end_recovery = self._recovery.serve_recovery(self.card.worker_id, self.publisher)
             self._registration = self._requests.serve(self.card.address, self)
+            await self._registration.served()
             await self._discovery.publish(self.card)
         except BaseException:
             await self.stop()

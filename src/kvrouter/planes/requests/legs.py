@@ -88,6 +88,9 @@ class LegsHere:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    async def served(self) -> None:
+        """Return once routers can reach the worker: at once, unless a subclass knows better."""
+
     @property
     def running_legs(self) -> int:
         """How many legs run here: from the request to the last chunk, a failure or a cancellation."""

@@ -107,6 +107,9 @@ class RequestServer(Protocol):
 class Registration(Protocol):
     """A worker's place in the request plane."""
 
+    async def served(self) -> None:
+        """Return once routers can reach the worker. Raises ConfigError when that cannot be had."""
+
     @property
     def running_legs(self) -> int:
         """How many legs run here: from the request to the last chunk, a failure or a cancellation."""

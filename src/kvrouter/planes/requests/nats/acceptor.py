@@ -240,6 +240,22 @@ class _Desk:
         return memoryview(parts.body)
 
 
+class _NatsPlace(Place):
+    """A place that routers reach once NATS knows of its subscription."""
+
+    client: Client
+    subscribing: "asyncio.Task[Subscription]"
+
+    async def served(self) -> None:
+        """Return once NATS knows that the worker listens; raise ConfigError when it does not answer."""
+        try:
+            await asyncio.shield(self.subscribing)
+            for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
+                await self.client.flush()
+        except (NatsError, OSError) as error:
+            raise ConfigError(f"NATS: {self.address} cannot be served: {error}", param="client") from error
+
+
 class NatsRequestAcceptor:
     """Serves any number of workers of this process over a NATS connection that its caller made and closes.
 
@@ -263,7 +279,6 @@ class NatsRequestAcceptor:
         self._on_refused = on_refused
         self._post = Post(client, self._seal)
         self._desks: dict[str, _Desk] = {}
-        self._subscribing: dict[str, asyncio.Task[Subscription]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._clock = AwakeClock(dead_after_s / 6)
         self._checking: asyncio.Task[None] | None = None
@@ -288,7 +303,7 @@ class NatsRequestAcceptor:
         """Return what the card of a worker served here says."""
         return f"nats://{self._namespace}/{worker_id}/{incarnation}"
 
-    def serve(self, address: str, server: RequestServer) -> Place:
+    def serve(self, address: str, server: RequestServer) -> _NatsPlace:
         """Make ``server`` reachable under an address that :meth:`address_of` gave, until it leaves."""
         if address in self._desks:
             raise ConfigError(f"{address} is served already", param="address")
@@ -296,7 +311,7 @@ class NatsRequestAcceptor:
             raise ConfigError("the connection to NATS is closed", param="client")
         words = address.removeprefix("nats://").rsplit("/", 2)
         worker = (WorkerId(int(words[1])), Epoch(int(words[2])))
-        place = Place(address, server, self._clock, lambda _why: self._leave(address))
+        place = _NatsPlace(address, server, self._clock, lambda _why: self._leave(address, place))
         self._desks[address] = _Desk(
             place,
             self._post,
@@ -308,18 +323,13 @@ class NatsRequestAcceptor:
         )
         subject = requests_subject(self._namespace, *worker)
         hear = self._desks[address].hear
-        self._subscribing[address] = asyncio.create_task(self._client.subscribe(subject, cb=hear))
+        place.client = self._client
+        place.subscribing = asyncio.create_task(self._client.subscribe(subject, cb=hear))
         return place
 
-    async def wait_served(self, address: str) -> None:
-        """Return once NATS knows that the worker listens. Raises what NATS raises."""
-        await self._subscribing[address]
-        for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
-            await self._client.flush()
-
-    def _leave(self, address: str) -> None:
+    def _leave(self, address: str, place: _NatsPlace) -> None:
         del self._desks[address]
-        task = asyncio.create_task(self._unsubscribe(self._subscribing.pop(address)))
+        task = asyncio.create_task(self._unsubscribe(place.subscribing))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 

@@ -68,11 +68,6 @@ class TcpRequestPlane:
         self._links: dict[str, Link] = {}
         self._is_closed = False
 
-    @property
-    def addresses(self) -> list[str]:
-        """The workers that are connected, tried or watched."""
-        return list(self._links)
-
     async def open(self, address: str, request: EngineRequest) -> TcpStream:
         """Send ``request``; return once the worker accepted it.
 
