@@ -8,23 +8,25 @@ from msgspec import structs
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
-from tests.support.fleets import BLOCK_SIZE, Bench, card, generate_request, read_all
+from kvrouter.core.workers import LoadReport
+from tests.support.fleets import (
+    BLOCK_SIZE,
+    Bench,
+    bench_of,
+    card,
+    decode_card,
+    generate_request,
+    prefill_card,
+    read_all,
+)
 from tests.support.planes import ScriptedPlane, ScriptedStream
 from tests.support.waits import until
 
 RANK = card(1).ranks()[0]
 BUSY, QUIET = (LoadReport(RANK, active_blocks=active, total_blocks=1024) for active in (900, 1))
 QUEUE = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=30.0)
-PREFILL = card(1, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED)
-DECODE, ELSEWHERE, THERE = (card(n, Role.DECODE, zone=zone) for n, zone in ((2, "a"), (2, "b"), (3, "a")))
-
-
-async def bench_of(plane: ScriptedPlane, config: KvRouterConfig, *cards: WorkerCard) -> Bench:
-    """A router before two workers that serve everything, or before these."""
-    bench = Bench(plane, config)
-    await bench.start(*(cards or (card(1), card(2))))
-    return bench
+PREFILL = prefill_card(1)
+DECODE, ELSEWHERE, THERE = decode_card(2), decode_card(2, zone="b"), decode_card(3)
 
 
 async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
@@ -33,7 +35,7 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
             EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
         )
     )
-    bench = await bench_of(plane, KvRouterConfig(router_domain_wait_s=30.0), PREFILL, ELSEWHERE)
+    bench = await bench_of(plane, PREFILL, ELSEWHERE, config=KvRouterConfig(router_domain_wait_s=30.0))
     reading = asyncio.create_task(read_all(bench, max_tokens=1))
     await bench.until_parked()
     bench.discovery.put(THERE)
@@ -44,7 +46,7 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
 
 async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, QUEUE, card(1))
+    bench = await bench_of(plane, card(1), config=QUEUE)
     bench.load(BUSY)
     parked = asyncio.create_task(read_all(bench))
     await bench.until_parked()
@@ -59,7 +61,7 @@ async def test_admission_parks_busy_requests_and_decides_them_afresh() -> None:
 
 async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefills_it_again() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, KvRouterConfig(ttft_timeout_s=0.05))
+    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded, match=r"no first token within 0\.05 s"):
         await read_all(bench)
     assert len(plane.opened) == 1
@@ -69,7 +71,7 @@ async def test_a_first_token_that_is_too_late_fails_the_request_and_nobody_prefi
 
 async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, KvRouterConfig(stall_timeout_s=0.05))
+    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(stall_timeout_s=0.05))
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
@@ -81,7 +83,7 @@ async def test_a_stream_that_stalls_goes_on_elsewhere() -> None:
 
 async def test_the_whole_request_has_a_deadline() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1))
-    bench = await bench_of(plane, KvRouterConfig(request_timeout_s=0.05))
+    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=0.05))
     with pytest.raises(DeadlineExceeded):
         await read_all(bench)
     assert bench.booked() == 0
@@ -89,7 +91,7 @@ async def test_the_whole_request_has_a_deadline() -> None:
 
 async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, KvRouterConfig(request_timeout_s=500.0))
+    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=500.0))
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
@@ -106,7 +108,7 @@ async def test_every_leg_tells_its_worker_how_much_time_is_left() -> None:
 
 async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
     plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
-    bench = await bench_of(plane, QUEUE.model_copy(update={"admission_queue_max": 3}), card(1))
+    bench = await bench_of(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
     bench.load(BUSY)
     parked = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
     await until(lambda: bench.model.waiting == 3)
@@ -123,7 +125,7 @@ async def test_whoever_waits_keeps_its_place_and_is_served_in_order() -> None:
 
 async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
     config = QUEUE.model_copy(update={"router_domain_wait_s": 30.0})
-    bench = await bench_of(ScriptedPlane(), config, PREFILL, ELSEWHERE)
+    bench = await bench_of(ScriptedPlane(), PREFILL, ELSEWHERE, config=config)
     waits = [asyncio.create_task(read_all(bench, request_id=f"r{number}")) for number in range(3)]
     await until(lambda: bench.model.waiting == 3)
     assert bench.model.waiting_for_load == 0
@@ -135,7 +137,7 @@ async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> N
 
 async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_so() -> None:
     plane = ScriptedPlane()
-    bench = await bench_of(plane, KvRouterConfig(ttft_timeout_s=1.0))
+    bench = await bench_of(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=1.0))
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     first = await plane.wait_for(Leg.AGGREGATED)
     first.tokens(1)
@@ -147,7 +149,7 @@ async def test_a_stream_that_resumes_after_the_first_token_limit_has_time_to_do_
 
 async def test_waiting_never_outlasts_the_request() -> None:
     config = QUEUE.model_copy(update={"request_timeout_s": 0.05})
-    bench = await bench_of(ScriptedPlane(), config, card(1))
+    bench = await bench_of(ScriptedPlane(), card(1), config=config)
     bench.load(BUSY)
     with pytest.raises(AllWorkersBusy):
         await asyncio.wait_for(read_all(bench), 30)
@@ -171,11 +173,7 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_told(
             stream.feed(ZeroDivisionError("a mistake"))
 
     plane = ScriptedPlane(script)
-    bench = Bench(plane)
-    await bench.start(
-        card(1, Role.PREFILL, zone="a", bootstrap=True, enforcement=Enforcement.REQUIRED),
-        card(2, Role.DECODE, zone="a"),
-    )
+    bench = await bench_of(plane, prefill_card(1, bootstrap=True), DECODE)
     with pytest.raises(InternalError):
         await asyncio.wait_for(read_all(bench), 30)
     assert bench.booked() == 0
@@ -183,7 +181,7 @@ async def test_a_mistake_of_ours_in_a_prefill_leg_ends_the_request_and_is_told(
 
 
 async def test_without_tracked_blocks_loads_are_told_as_if_all_were_new() -> None:
-    bench = await bench_of(ScriptedPlane(), KvRouterConfig(track_active_blocks=False), card(1))
+    bench = await bench_of(ScriptedPlane(), card(1), config=KvRouterConfig(track_active_blocks=False))
     request = generate_request()
     assert bench.model.view(bench.model.hash_prompt(request.token_ids)).not_active is None
 
@@ -191,7 +189,7 @@ async def test_without_tracked_blocks_loads_are_told_as_if_all_were_new() -> Non
 async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
     plane = ScriptedPlane()
     plane.accepts = asyncio.Event()
-    bench = await bench_of(plane, KvRouterConfig(ttft_timeout_s=0.05), PREFILL, DECODE)
+    bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=0.05))
     async with bench.service.generate(generate_request()) as generation:
         reading = asyncio.create_task(anext(generation))
         await until(lambda: generation.error is not None)
@@ -206,8 +204,7 @@ async def test_time_that_is_up_while_prefill_is_sent_ends_the_request() -> None:
 async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_worker() -> None:
     """Decode is the first to know that the prefill worker died: its zone, which has no other, keeps it."""
     plane = ScriptedPlane()
-    other = card(3, Role.PREFILL, zone="a", enforcement=Enforcement.REQUIRED)
-    bench = await bench_of(plane, KvRouterConfig(), PREFILL, other, DECODE)
+    bench = await bench_of(plane, PREFILL, prefill_card(3), DECODE)
     reading = asyncio.create_task(read_all(bench, max_tokens=2))
     prefill = await plane.wait_for(Leg.PREFILL)
     prefill.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))

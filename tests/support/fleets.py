@@ -63,6 +63,19 @@ def card(
     )
 
 
+def prefill_card(worker_id: int, *, zone: str = "a", bootstrap: bool = False, dp_size: int = 1) -> WorkerCard:
+    """A prefill worker whose KV must stay in its zone."""
+    required = Enforcement.REQUIRED
+    return card(
+        worker_id, Role.PREFILL, zone=zone, bootstrap=bootstrap, dp_size=dp_size, enforcement=required
+    )
+
+
+def decode_card(worker_id: int, *, zone: str = "a") -> WorkerCard:
+    """A decode worker."""
+    return card(worker_id, Role.DECODE, zone=zone)
+
+
 class HandDiscovery:
     """Cards come and go when the test says so."""
 
@@ -181,6 +194,13 @@ class Bench:
         """Active blocks and prefill tokens over all ranks: 0 when nothing is booked."""
         columns = self.model.ledger.columns()
         return int(columns.active_blocks.sum() + columns.prefill_tokens.sum())
+
+
+async def bench_of(plane: RequestPlane, *cards: WorkerCard, config: KvRouterConfig | None = None) -> Bench:
+    """A router that runs, before these workers."""
+    bench = Bench(plane, config)
+    await bench.start(*cards)
+    return bench
 
 
 def generate_request(
