@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 
 from kvrouter.assembly import nats as connection
 from kvrouter.assembly.nats import NatsUnreachable, nats_connection
@@ -71,34 +72,45 @@ async def test_a_server_that_dismisses_us_is_tried_again(
     assert error.decode().lower() in str([vars(line) for line in caplog.records])
 
 
+async def _lost_and_back(client: Client, lose: Callable[[], None], bring_back: Callable[[], None]) -> None:
+    async def is_lost() -> bool:
+        return not client.is_connected
+
+    async def is_back() -> bool:
+        return client.is_connected
+
+    lose()
+    await eventually(is_lost)
+    bring_back()
+    await eventually(is_back)
+
+
+def _losses(log: pytest.LogCaptureFixture) -> list[str]:
+    """Why the connection was lost, each time."""
+    lost = [vars(line)["kvrouter_fields"] for line in log.records if line.message == "plane_lost"]
+    return [str(fields["reason"]).partition(": ")[2] for fields in lost]
+
+
 async def test_a_lost_connection_is_told_once_with_the_reason(
+    own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
+    settings = PlaneSettings(nats_server=own_nats.url)
+    async with nats_connection(settings, name="test", tls=None) as client:
+        await _lost_and_back(client, own_nats.kill, own_nats.start)
+    assert "it closed the connection" in _losses(caplog)
+    assert "unexpected EOF" not in str([vars(line) for line in caplog.records])
+
+
+async def test_a_server_that_does_not_answer_is_told_as_that(
     own_nats: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(connection, "PING_S", 0.1)
     monkeypatch.setattr(connection, "RECONNECT_WAIT_S", 0.05)
-    caplog.set_level(logging.ERROR, logger="kvrouter")
-
-    def losses() -> list[str]:
-        return [vars(line)["kvrouter_fields"]["reason"].partition(": ")[2] for line in caplog.records]
-
-    async with nats_connection(PlaneSettings(nats_server=own_nats.url), name="test", tls=None) as client:
-
-        async def is_lost() -> bool:
-            return not client.is_connected
-
-        async def is_back() -> bool:
-            return client.is_connected
-
-        own_nats.kill()
-        await eventually(is_lost)
-        own_nats.start()
-        await eventually(is_back)
-        assert losses() == ["it closed the connection"]
-        own_nats.pause()
-        await eventually(is_lost)
-        own_nats.resume()
-        await eventually(is_back)
-        assert losses()[1] == "it did not answer for 0.2 s"
+    settings = PlaneSettings(nats_server=own_nats.url)
+    async with nats_connection(settings, name="test", tls=None) as client:
+        await _lost_and_back(client, own_nats.pause, own_nats.resume)
+    assert "it did not answer for 0.2 s" in _losses(caplog)
 
 
 async def test_who_is_not_let_in_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
