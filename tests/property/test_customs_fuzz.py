@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
+from kvrouter.engines.customs.follower import BatchFollower
 from kvrouter.engines.customs.frames import read_published, read_replayed
-from kvrouter.engines.customs.source import EventSource
 from kvrouter.engines.customs.words import EngineFacts
 from kvrouter.engines.trtllm.native import NativeEvents, native_batches
 from tests.support.engine_frames import DECODERS, samples
@@ -155,16 +155,16 @@ def test_frames_are_accepted_or_refused_by_field(frames: list[bytes]) -> None:
 
 @settings(max_examples=100)
 @given(seed=SEEDS, can_replay=st.booleans())
-def test_a_source_survives_every_message(seed: int, can_replay: bool) -> None:
+def test_a_follower_survives_every_message(seed: int, can_replay: bool) -> None:
     fuzz, chance = Fuzz(seed), random.Random(seed)
-    source = EventSource(DECODERS["vllm"], EngineFacts(block_size=4), can_replay=can_replay)
-    source.start()
+    follower = BatchFollower(DECODERS["vllm"], EngineFacts(block_size=4), can_replay=can_replay)
+    follower.start()
     for _ in range(10):
         ends = chance.random() < 0.2
         frames = (
             (b"", b"\xff" * 8, b"") if ends else (b"", bytes([*[0] * 7, chance.randrange(7)]), fuzz.payload())
         )
-        receive = chance.choice((source.on_published, source.on_replayed))
+        receive = chance.choice((follower.on_published, follower.on_replayed))
         receive(frames)
 
 

@@ -11,9 +11,9 @@ from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.events import Held, Medium
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Slot
+from kvrouter.engines.customs.follower import AskReplay, BatchFollower, Command, Publish
 from kvrouter.engines.customs.frames import REPLAY_END
 from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.source import AskReplay, Command, EventSource, Publish
 from kvrouter.engines.customs.words import (
     EngineCleared,
     EngineEvent,
@@ -148,8 +148,8 @@ class Wire:
         self.sent = before
         self.questions: list[int] = []
         self.index = NaiveBlockIndex()
-        self.source = EventSource(decode, EngineFacts(block_size=BLOCK_SIZE), can_replay=can_replay)
-        self._carry_out(self.source.start())
+        self.follower = BatchFollower(decode, EngineFacts(block_size=BLOCK_SIZE), can_replay=can_replay)
+        self._carry_out(self.follower.start())
 
     def restart(self) -> None:
         """The engine dies, with what was on its way, and is back."""
@@ -158,7 +158,7 @@ class Wire:
         self.reconnect()
 
     def reconnect(self) -> None:
-        self._carry_out(self.source.on_reconnected())
+        self._carry_out(self.follower.on_reconnected())
 
     def lose(self) -> None:
         """The next batch is never seen."""
@@ -167,20 +167,20 @@ class Wire:
     def deliver(self) -> None:
         """All that is on its way arrives."""
         while self.sent < len(self.engine.payloads):
-            self._carry_out(self.source.on_published(self.engine.frames(self.sent)))
+            self._carry_out(self.follower.on_published(self.engine.frames(self.sent)))
             self.sent += 1
 
     def answer(self) -> None:
         """One question is answered."""
         if self.questions:
             for frames in self.engine.replay(self.questions.pop(0)):
-                self._carry_out(self.source.on_replayed(frames))
+                self._carry_out(self.follower.on_replayed(frames))
 
     def fail(self) -> None:
         """One question is never answered."""
         if self.questions:
             self.questions.pop(0)
-            self._carry_out(self.source.on_replay_failed())
+            self._carry_out(self.follower.on_replay_failed())
 
     def settle(self) -> None:
         """The wire is good from here on; one more store shows whether something is missing."""
@@ -213,11 +213,11 @@ def test_routers_hold_what_the_engine_holds_or_less_and_all_of_it_while_nothing_
     for op, choice in ops:
         _do(wire, op, choice)
     wire.settle()
-    assert not wire.source.is_waiting
+    assert not wire.follower.is_waiting
     held = _counted(wire.index.dump(SLOT))
     truth = Counter({(_name(path), _sequence(path)): n for path, n in wire.engine.truth.items()})
     assert held <= truth
-    if not wire.source.partial_ranks:
+    if not wire.follower.partial_ranks:
         assert held == truth
 
 

@@ -8,9 +8,9 @@ from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import KvEvent, Removed, Stored
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed
 from kvrouter.core.ids import DpRank
+from kvrouter.engines.customs.follower import BatchFollower, Publish
 from kvrouter.engines.customs.frames import read_published, read_replayed
 from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.source import EventSource, Publish
 from kvrouter.engines.customs.words import EngineCleared, EngineFacts, EngineRemoved, EngineStored
 from tests.support.engine_frames import Sample, samples, stored
 
@@ -119,8 +119,8 @@ def test_a_block_that_is_reported_again_when_found_is_counted_again() -> None:
 
 def _published(name: str) -> tuple[KvEvent, ...]:
     sample = _named(name)
-    source = EventSource(sample.decode, EngineFacts(block_size=sample.block_size), can_replay=False)
-    publish = [each for each in source.on_published(sample.frames) if isinstance(each, Publish)]
+    follower = BatchFollower(sample.decode, EngineFacts(block_size=sample.block_size), can_replay=False)
+    publish = [each for each in follower.on_published(sample.frames) if isinstance(each, Publish)]
     assert [each.dp_rank for each in publish] == [DpRank(sample.dp_rank)]
     return publish[0].events
 

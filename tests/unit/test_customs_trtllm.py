@@ -8,7 +8,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, hash_seed, multimodal_hash
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.customs.source import EventSource, Missed, Publish
+from kvrouter.engines.customs.follower import BatchFollower, Missed, Publish
 from kvrouter.engines.customs.words import EngineFacts, EngineSkipped, Skipped
 from kvrouter.engines.trtllm.events import decode
 from kvrouter.engines.trtllm.native import NativeEvents, native_batches
@@ -112,11 +112,11 @@ def test_other_events_are_skipped_and_a_clear_clears() -> None:
 
 
 def test_a_lost_event_empties_the_rank() -> None:
-    source = EventSource(NativeEvents(4).decode, FACTS, can_replay=False)
+    follower = BatchFollower(NativeEvents(4).decode, FACTS, can_replay=False)
     polled = native_batches(
         json.dumps([_event(0, _stored(_block(11, 0))), _event(2, {"type": "created"})]).encode()
     )
-    commands = [command for _, batch in polled for command in source.on_batch(batch)]
+    commands = [command for _, batch in polled for command in follower.on_batch(batch)]
     assert commands[1:] == [Missed(1, 1), Publish(DpRank(0), (Cleared(),))]
 
 
@@ -157,8 +157,8 @@ def test_a_poll_that_is_no_list_is_refused() -> None:
 
 def test_the_published_form_tells_images_by_number() -> None:
     (sample,) = (sample for sample in samples() if sample.name == "trtllm_published_stored")
-    source = EventSource(decode, EngineFacts(block_size=32), can_replay=False)
-    (publish,) = source.on_published((b"", bytes(8), sample.payload))
+    follower = BatchFollower(decode, EngineFacts(block_size=32), can_replay=False)
+    (publish,) = follower.on_published((b"", bytes(8), sample.payload))
     assert isinstance(publish, Publish)
     (told,) = publish.events
     assert isinstance(told, Stored)
@@ -166,11 +166,11 @@ def test_the_published_form_tells_images_by_number() -> None:
 
 
 def _told(*events: dict[str, object]) -> list[KvEvent]:
-    source = EventSource(NativeEvents(4).decode, FACTS, can_replay=False)
+    follower = BatchFollower(NativeEvents(4).decode, FACTS, can_replay=False)
     commands = [
         command
         for _, batch in native_batches(json.dumps(events).encode())
-        for command in source.on_batch(batch)
+        for command in follower.on_batch(batch)
     ]
     assert all(isinstance(command, Publish) for command in commands)
     return [event for command in commands if isinstance(command, Publish) for event in command.events]

@@ -1,11 +1,9 @@
-"""Customs: what the customs of every engine share, from frames on a wire to ``core`` events.
+"""What the customs of every engine share, from frames on a wire to ``core`` events.
 
 ::
 
-    frames ──▶ EventSource ──▶ an engine's decode ──▶ EngineBatch ──▶ RankLedger ──▶ KvEvent
-               order, gaps,     its wire, alone        words that       counts, parents,
-               replay, restart  (vllm, sglang,         no engine owns   what is not counted
-                                trtllm)
-
-Nothing here opens a socket or reads a clock.
+    frames ──▶ BatchFollower ──▶ an engine's decode ──▶ EngineBatch ──▶ RankLedger ──▶ KvEvent
+               order, gaps,      its wire, alone        words that      counts, parents,
+               replay, restart   (vllm, sglang,         no engine owns  what is not counted
+                                 trtllm)
 """

@@ -113,7 +113,7 @@ _DATA: msgspec.json.Decoder[_Data] = msgspec.json.Decoder(_Data)
 def native_batches(payload: bytes) -> tuple[tuple[DpRank, Published], ...]:
     """What one poll of the engine brought: each event as a batch, numbered by its id, in its rank's stream.
 
-    Ids count up in each rank; hand each rank's to an ``EventSource`` of its own, without replay. Raises
+    Ids count up in each rank; hand each rank's to a ``BatchFollower`` of its own, without replay. Raises
     ProtocolError, which names the field.
     """
     if len(payload) > PAYLOAD_BYTES_MAX:

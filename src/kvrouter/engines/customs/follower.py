@@ -29,7 +29,7 @@ from kvrouter.engines.customs.words import Decode, EngineFacts
 
 
 @dataclass(frozen=True, slots=True)
-class SourceLimits:
+class FollowerLimits:
     """The limits of one socket.
 
     ``waiting_batches_max``: live batches kept during a replay; when full they are let go, and the gap is
@@ -81,7 +81,7 @@ class Refused:
 Command = Publish | AskReplay | Missed | Restarted | Refused
 
 
-class EventSource:
+class BatchFollower:
     """Turns the frames of one engine socket into what its ranks publish.
 
     The driver carries the commands out in order before its next call. With ``can_replay`` it connects its
@@ -94,13 +94,13 @@ class EventSource:
         facts: EngineFacts,
         *,
         can_replay: bool,
-        limits: SourceLimits | None = None,
+        limits: FollowerLimits | None = None,
     ) -> None:
         self.ledgers: dict[DpRank, RankLedger] = {}
         self._decode = decode
         self._facts = facts
         self._can_replay = can_replay
-        self._limits = limits or SourceLimits()
+        self._limits = limits or FollowerLimits()
         self._next_seq: int | None = None
         self._remembered: dict[int, int] = {}
         self._is_partial = False
