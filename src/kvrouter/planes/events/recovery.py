@@ -151,7 +151,10 @@ async def recover_snapshot(
 ) -> KvSnapshot | None:
     """Ask for all that the rank holds; None when there is no one to ask or the worker falls silent."""
     body = await _recover(ask, SnapshotQuestion(rank), timeout_s)
-    return None if body is None else decode_snapshot(body)
+    if body is None:
+        return None
+    await asyncio.sleep(0)  # putting a large one together took a while, and so does reading it
+    return decode_snapshot(body)
 
 
 async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | None:
