@@ -64,6 +64,30 @@ async def test_tokens_come_in_order_and_once_with_the_words_of_the_last_chunk(wi
         await stream.__anext__()
 
 
+async def test_an_engines_own_bytes_come_whole_and_in_order(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    events = [f"data: {n}\n\n".encode() * (n % 7 + 1) for n in range(3000)]
+
+    async def produce() -> None:
+        inner = worker.streams[0]
+        for n, raw in enumerate(events):
+            token_ids = tuple(range(n, n + n % 3))
+            await inner.put(EngineChunk(token_ids=token_ids, raw=raw, text_chars=n % 5))
+        await inner.put(EngineChunk(finish=FinishReason.STOP, raw=b"data: [DONE]\n\n", text_chars=0))
+
+    producer = asyncio.create_task(produce())
+    chunks = [chunk async for chunk in stream]
+    await producer
+    assert b"".join(chunk.raw for chunk in chunks) == b"".join(events) + b"data: [DONE]\n\n"
+    assert [token for chunk in chunks for token in chunk.token_ids] == [
+        token for n in range(3000) for token in range(n, n + n % 3)
+    ]
+    assert sum(chunk.text_chars or 0 for chunk in chunks) == sum(n % 5 for n in range(3000))
+    assert chunks[-1].finish is FinishReason.STOP
+
+
 async def test_streams_do_not_mix(wire: Wire) -> None:
     worker = ScriptedWorker()
     address, _ = await wire.serve(worker)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import EngineChunk, FinishReason, merge_chunks
 from kvrouter.planes.requests.port import StreamBroken, TokenSink
-from kvrouter.planes.requests.wire import is_bare
+from kvrouter.planes.requests.wire import is_bare, weight_of
 
 
 class LegStream:
@@ -75,7 +75,7 @@ class LegStream:
                 self.push_tokens(chunk.token_ids)
                 return
             self._sink = None
-        self._add(chunk, len(chunk.token_ids) or 1)
+        self._add(chunk, weight_of(chunk))
 
     def fail(self, error: KvrouterError) -> None:
         """The leg is lost: the reader gets what came before, then ``error``. Nothing counts after the end."""

@@ -91,7 +91,15 @@ def is_bare(chunk: EngineChunk) -> bool:
         and chunk.cached_tokens is None
         and chunk.kv_transfer_params is None
         and chunk.error is None
+        and not chunk.raw
     )
+
+
+def weight_of(chunk: EngineChunk) -> int:
+    """Return how many tokens of credit ``chunk`` is worth, at least one. An engine's own bytes are worth one
+    and are never cut: its adapter sees to it that they are few.
+    """
+    return 1 if chunk.raw else len(chunk.token_ids) or 1
 
 
 def encode_chunk(chunk: EngineChunk) -> bytes:

@@ -35,7 +35,7 @@ from kvrouter.planes.requests.nats.frames import (
 )
 from kvrouter.planes.requests.nats.post import Box, Post
 from kvrouter.planes.requests.port import RequestServer, WorkerFull, WorkerUnreachable
-from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, decode_request, is_bare, refusal_of
+from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES, decode_request, is_bare, refusal_of, weight_of
 from kvrouter.planes.seal import Newest, Seal
 
 PARTS_MAX_BYTES = 256 * 1024 * 1024
@@ -97,7 +97,7 @@ class _Answer:
         else:
             self._box.put(Chunk(self._leg, number, chunk))
         self.number = number
-        self._sent_tokens += len(chunk.token_ids) or 1
+        self._sent_tokens += weight_of(chunk)
 
     async def end(self, error: Exception) -> None:
         """Refuse, or say that the leg is lost."""

@@ -53,7 +53,7 @@ class TcpAnswer:
 
     def take(self, chunk: EngineChunk) -> bool:
         """Send, if there is credit for all of it and room to write."""
-        n_tokens = len(chunk.token_ids) or 1
+        n_tokens = credit_of(chunk)
         if n_tokens > self._credit_tokens or self._sink.is_choked:
             return False
         self._credit_tokens -= n_tokens
@@ -82,7 +82,7 @@ class TcpAnswer:
     async def _fitting(self, chunk: EngineChunk) -> EngineChunk:
         """Send what ``chunk`` has above the credit as credit comes; return the rest once it may go.
 
-        The first part tells cached tokens, the last an end.
+        The first part tells cached tokens, the last an end. An engine's own bytes are no parts.
         """
         while True:
             n_tokens = credit_of(chunk)

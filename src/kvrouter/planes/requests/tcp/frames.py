@@ -22,6 +22,7 @@ from kvrouter.planes.requests.wire import (
     encode_chunk,
     encode_request,
     refusal_of,
+    weight_of,
 )
 
 T = TypeVar("T")
@@ -200,8 +201,10 @@ def encode_items(items: list[Item]) -> bytes:
 
 
 def credit_of(chunk: EngineChunk) -> int:
-    """Return the tokens of credit that ``chunk`` takes: one without tokens takes one, but for the last."""
-    return len(chunk.token_ids) or (1 if chunk.finish is None else 0)
+    """Return the tokens of credit that ``chunk`` takes: a last one that brings nothing takes none."""
+    if chunk.finish is not None and not chunk.token_ids and not chunk.raw:
+        return 0
+    return weight_of(chunk)
 
 
 def whole_chunk(chunk: EngineChunk) -> bytes:
