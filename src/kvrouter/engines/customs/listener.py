@@ -1,28 +1,35 @@
-"""Hears one rank's batches over ZeroMQ, each once and in order, with what was missed asked for again."""
+"""Listens to one engine's events over ZeroMQ and passes on what its ranks publish."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
-from kvrouter.core.errors import ProtocolError
-from kvrouter.engines.customs.frames import (
-    Published,
-    ReplayEnd,
-    read_published,
-    read_replayed,
-    replay_question,
+from kvrouter.core.events import KvEvent
+from kvrouter.core.ids import DpRank
+from kvrouter.engines.customs.follower import (
+    AskReplay,
+    BatchFollower,
+    Command,
+    Missed,
+    Publish,
+    Refused,
+    Restarted,
 )
+from kvrouter.engines.customs.frames import replay_question
+from kvrouter.engines.customs.words import Decode, EngineFacts
 
 QUEUE_BATCHES_MAX = 100_000
-"""How many batches wait here while a replay comes; what is lost beyond is asked for again."""
+"""How many batches wait in the socket; what is lost beyond is asked for again."""
 
 REPLAY_LIMIT_S = 5.0
 """How long the next message of a replay may take."""
 
-LINGER_MS = 0
+EventsSink = Callable[[DpRank, tuple[KvEvent, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,89 +42,122 @@ class EventsAt:
 
 
 class EngineListener:
-    """Follows one publisher until :meth:`run` is cancelled.
+    """Follows one publisher from :meth:`start` to :meth:`stop`.
 
-    ``on_batch`` hears the payload of every batch, in order. ``on_missed`` hears how many batches are gone for
-    good: before the first one that was heard, or in the middle. ``on_refused`` hears what could not be read.
-    A publisher that counts from 0 again is a new start: the one who runs this hears of that elsewhere.
+    ``on_events`` hears what its ranks publish, ``on_change`` in words what was lost, refused or began anew.
     """
 
     def __init__(
         self,
         at: EventsAt,
+        decode: Decode,
+        facts: EngineFacts,
         *,
-        on_batch: Callable[[bytes], None],
-        on_missed: Callable[[int], None],
-        on_refused: Callable[[ProtocolError], None],
+        on_events: EventsSink,
+        on_change: Callable[[str], None],
         replay_limit_s: float = REPLAY_LIMIT_S,
     ) -> None:
         self._at = at
-        self._on_batch = on_batch
-        self._on_missed = on_missed
-        self._on_refused = on_refused
+        self._follower = BatchFollower(decode, facts, can_replay=at.replay is not None)
+        self._on_events = on_events
+        self._on_change = on_change
         self._replay_limit_s = replay_limit_s
-        self._next_seq = 0
+        self._was_partial = False
+        self._context: zmq.asyncio.Context | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._replaying: asyncio.Task[None] | None = None
 
     @property
-    def next_seq(self) -> int:
-        """The number of the batch that is heard next."""
-        return self._next_seq
+    def is_partial(self) -> bool:
+        """Whether events were missed: more blocks may be held than are known."""
+        return bool(self._follower.partial_ranks)
 
-    async def run(self) -> None:
-        """Listen from the first batch on, for as long as the caller wants."""
-        context = zmq.asyncio.Context()
-        try:
-            live = context.socket(zmq.SUB)
-            live.setsockopt(zmq.LINGER, LINGER_MS)
-            live.setsockopt(zmq.RCVHWM, QUEUE_BATCHES_MAX)
-            live.connect(self._at.events)
-            live.subscribe(self._at.topic.encode())
-            await self._replay(context, None)
-            while True:
-                frames = await live.recv_multipart()
-                try:
-                    published = read_published(frames)
-                except ProtocolError as error:
-                    self._on_refused(error)
-                    continue
-                if published.seq > self._next_seq:
-                    await self._replay(context, published.seq)
-                self._take(published)
-        finally:
-            context.destroy(linger=LINGER_MS)
+    def start(self) -> None:
+        """Connect, and ask for what the publisher still has."""
+        context = self._context = zmq.asyncio.Context()
+        live = context.socket(zmq.SUB)
+        live.setsockopt(zmq.LINGER, 0)
+        live.setsockopt(zmq.RCVHWM, QUEUE_BATCHES_MAX)
+        monitor = live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        live.connect(self._at.events)
+        live.subscribe(self._at.topic.encode())
+        self._tasks = [
+            asyncio.create_task(self._hear(live)),
+            asyncio.create_task(self._notice_reconnections(monitor)),
+        ]
+        self._do(self._follower.start())
 
-    async def _replay(self, context: zmq.asyncio.Context, until_seq: int | None) -> None:
-        """Take what the publisher still has from the next batch on, up to ``until_seq`` or its last one."""
-        if self._at.replay is None:
-            return
+    def stop(self) -> None:
+        """Listen no more. Idempotent."""
+        for task in (*self._tasks, self._replaying):
+            if task is not None:
+                task.cancel()
+        self._tasks, self._replaying = [], None
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    async def _hear(self, live: zmq.asyncio.Socket) -> None:
+        while True:
+            self._do(self._follower.on_published(await live.recv_multipart()))
+
+    async def _notice_reconnections(self, monitor: Any) -> None:
+        """The first connection is no reconnection."""
+        n_connections = 0
+        while True:
+            parse_monitor_message(await monitor.recv_multipart())
+            n_connections += 1
+            if n_connections > 1:
+                self._do(self._follower.on_reconnected())
+
+    async def _replay(self, context: zmq.asyncio.Context, address: str, start_seq: int) -> None:
         socket = context.socket(zmq.DEALER)
         try:
-            socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.connect(self._at.replay)
-            await socket.send_multipart(replay_question(self._next_seq))
-            while until_seq is None or self._next_seq < until_seq:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(address)
+            await socket.send_multipart(replay_question(start_seq))
+            while self._follower.is_waiting:
                 async with asyncio.timeout(self._replay_limit_s):
                     frames = await socket.recv_multipart()
-                said = read_replayed(frames)
-                if isinstance(said, ReplayEnd):
-                    return
-                self._take(said)
+                commands = self._follower.on_replayed(frames)
+                self._do(commands)
+                if any(isinstance(command, AskReplay) for command in commands):
+                    return  # another question: this answer is none any more
         except TimeoutError:
-            self._on_refused(
-                ProtocolError(
-                    f"{self._at.replay}: no answer to a replay in {self._replay_limit_s} s", param="replay"
-                )
-            )
-        except ProtocolError as error:
-            self._on_refused(error)
+            self._on_change(f"{address} did not answer to a replay within {self._replay_limit_s:g} s")
+            self._do(self._follower.on_replay_failed())
         finally:
             socket.close()
 
-    def _take(self, published: Published) -> None:
-        """Pass a batch on, unless it was heard before."""
-        if published.seq < self._next_seq:
+    def _do(self, commands: Iterable[Command]) -> None:
+        for command in commands:
+            match command:
+                case Publish():
+                    self._on_events(command.dp_rank, command.events)
+                case AskReplay():
+                    self._ask(command.start_seq)
+                case Missed():
+                    self._on_change(_told(command))
+                case Restarted():
+                    self._on_change("its publisher of KV events began anew")
+                case Refused():
+                    self._on_change(f"a message of its KV events cannot be read: {command.error.message}")
+        if self.is_partial is not self._was_partial:
+            self._was_partial = self.is_partial
+            self._on_change(
+                "a block's parent is not known" if self.is_partial else "its whole cache is known again"
+            )
+
+    def _ask(self, start_seq: int) -> None:
+        if self._context is None or self._at.replay is None:
             return
-        if published.seq > self._next_seq:
-            self._on_missed(published.seq - self._next_seq)
-        self._next_seq = published.seq + 1
-        self._on_batch(published.payload)
+        before = self._replaying
+        self._replaying = asyncio.create_task(self._replay(self._context, self._at.replay, start_seq))
+        if before is not None and before is not asyncio.current_task():
+            before.cancel()
+
+
+def _told(missed: Missed) -> str:
+    if missed.last_seq is None:
+        return f"KV events from batch {missed.first_seq} on may be lost"
+    return f"KV events of the batches {missed.first_seq} to {missed.last_seq} are lost for good"

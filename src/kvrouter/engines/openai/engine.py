@@ -9,8 +9,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import LoadReport
-from kvrouter.engines.customs.listener import EventsAt
-from kvrouter.engines.customs.rank import RankCustoms
+from kvrouter.engines.customs.listener import EngineListener, EventsAt
 from kvrouter.engines.customs.words import Decode, EngineFacts
 from kvrouter.engines.openai.events import ReadEvent, read_event
 from kvrouter.engines.openai.server import EngineServer
@@ -84,7 +83,7 @@ class ServedEngine:
         self._ways = ways
         self._told = told
         self._look_each_s = look_each_s
-        self._customs: list[RankCustoms] = []
+        self._listeners: list[EngineListener] = []
         self._on_state: StateSink = lambda _: None
         self._looking: asyncio.Task[None] | None = None
         self._started = started
@@ -97,15 +96,15 @@ class ServedEngine:
     async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
         """Listen to the ranks, and look after the engine."""
         for rank, at in self._told.events_at.items():
-            customs = RankCustoms(
+            listener = EngineListener(
                 at,
                 self._told.decode,
                 EngineFacts(block_size=self._told.block_size, dp_rank=rank),
                 on_events=on_events,
-                on_lost=self._tell,
+                on_change=self._tell,
             )
-            self._customs.append(customs)
-            customs.start()
+            self._listeners.append(listener)
+            listener.start()
         self._looking = asyncio.create_task(self._look_after(on_load))
 
     async def submit(self, request: EngineRequest) -> EngineStream:
@@ -118,9 +117,9 @@ class ServedEngine:
 
     async def stop(self) -> None:
         """Leave the engine alone; open answers break. Idempotent."""
-        for customs in self._customs:
-            customs.stop()
-        self._customs.clear()
+        for listener in self._listeners:
+            listener.stop()
+        self._listeners.clear()
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
@@ -148,8 +147,6 @@ class ServedEngine:
         self._failed_looks = 0
         if look.started != self._started:
             self._started = look.started
-            for customs in self._customs:
-                customs.begin_anew()
             self._tell("the engine was started anew")
         elif was_silent:
             self._tell("the engine answers again")
@@ -162,7 +159,7 @@ class ServedEngine:
         self._on_state(
             EngineState(
                 answers=not self._is_silent,
-                knows_cache=not any(customs.is_partial for customs in self._customs),
+                knows_cache=not any(listener.is_partial for listener in self._listeners),
                 why=why,
             )
         )
