@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, KvLoss, Leg, Sampling
+from kvrouter.core.requests import (
+    Bootstrap,
+    EngineChunk,
+    EngineRequest,
+    FinishReason,
+    KvLoss,
+    Leg,
+    Sampling,
+    merge_chunks,
+)
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.planes.requests.wire import (
     decode_chunk,
@@ -66,6 +75,15 @@ def test_a_request_is_read_as_it_was_sent(request: EngineRequest) -> None:
 @given(chunks)
 def test_a_chunk_is_read_as_it_was_sent(chunk: EngineChunk) -> None:
     assert decode_chunk(encode_chunk(chunk)) == chunk
+
+
+@given(st.lists(chunks, min_size=1, max_size=4), st.lists(chunks, min_size=1, max_size=4))
+def test_chunks_may_be_merged_in_any_portions(first: list[EngineChunk], later: list[EngineChunk]) -> None:
+    whole = merge_chunks([*first, *later])
+    assert merge_chunks([merge_chunks(first), merge_chunks(later)]) == whole
+    assert whole.token_ids == tuple(token for chunk in [*first, *later] for token in chunk.token_ids)
+    last = later[-1]
+    assert (whole.finish, whole.error, whole.kv_lost) == (last.finish, last.error, last.kv_lost)
 
 
 @given(

@@ -4,15 +4,16 @@ The whole of it is made before anything is sent, so that a request whose KV may 
 refused while it has cost nothing.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import Fleet, mix64
+from kvrouter.fleet import BoolColumn, Fleet, mix64
 from kvrouter.routing.cost import Costs, leg_costs, own_blocks
 from kvrouter.routing.decision import Candidate, Decision, Pick
-from kvrouter.routing.eligibility import Mask, Step, first_refusals, not_busy, screen
+from kvrouter.routing.eligibility import Mask, Screen, Step, first_refusals, not_busy, screen
 from kvrouter.routing.explain import pick_at, rows_of
 from kvrouter.routing.pair import (
     constraint_of,
@@ -67,7 +68,7 @@ def route_decode(
     """
     fleet = view.fleet
     who, free = screen(request, fleet, Leg.DECODE), not_busy(view)
-    able = who.mask if free is None else who.mask.within(free)
+    able = _able(who, free)
     chosen = decode_mask(able, fleet, constraint)
     sender = None if prefill is None else fleet.slot_of(prefill)
     if not chosen.mask.n_allowed:
@@ -82,8 +83,7 @@ def route_decode(
     rows: tuple[Candidate, ...] = ()
     if explain:
         steps = () if chosen.fallback_used else decode_steps(fleet, constraint)
-        stopped = first_refusals(who, fleet, (*steps, *busy_steps(free)))
-        rows = rows_of(who, fleet, stopped, decode.costs, decode.pick.slot)
+        rows = _rows(who, fleet, (*steps, *busy_steps(free)), decode)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -99,15 +99,12 @@ def route_decode(
 def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decision:
     fleet = view.fleet
     who, free = screen(request, fleet, Leg.AGGREGATED), not_busy(view)
-    mask = who.mask if free is None else who.mask.within(free)
+    mask = _able(who, free)
     if not mask.n_allowed:
         raise refuse_leg(request, view, who, free, explain=explain)
     rules = rules_of(view.settings, request.override)
     whole = _pick(request, view, Leg.AGGREGATED, rules, mask, turn=view.turn)
-    rows: tuple[Candidate, ...] = ()
-    if explain:
-        stopped = first_refusals(who, fleet, busy_steps(free))
-        rows = rows_of(who, fleet, stopped, whole.costs, whole.pick.slot)
+    rows = _rows(who, fleet, busy_steps(free), whole) if explain else ()
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -128,15 +125,12 @@ def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decis
     if not placed.all():
         steps = (*who.steps, Step(Reason.DOMAIN_UNKNOWN, placed))
         who = who._replace(steps=steps, mask=who.mask.within(placed))
-    mask = who.mask if free is None else who.mask.within(free)
+    mask = _able(who, free)
     if not mask.n_allowed:
         raise refuse_leg(request, view, who, free, explain=explain)
     rules = rules_of(view.settings, request.override)
     prefill = _pick(request, view, Leg.PREFILL, rules, mask, turn=view.turn)
-    rows: tuple[Candidate, ...] = ()
-    if explain:
-        stopped = first_refusals(who, fleet, busy_steps(free))
-        rows = rows_of(who, fleet, stopped, prefill.costs, prefill.pick.slot)
+    rows = _rows(who, fleet, busy_steps(free), prefill) if explain else ()
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -151,7 +145,7 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     fleet, router_default = view.fleet, view.settings.topology_default
     free = not_busy(view)
     screens = screens_of(request, fleet, router_default, free)
-    able = screens.decode.mask if free is None else screens.decode.mask.within(free)
+    able = _able(screens.decode, free)
     senders = prefill_mask(screens, fleet, able, router_default)
     if not senders.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)
@@ -169,13 +163,9 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
         tiers = tiers_of(screens.groups, fleet, able)
         passed = tiers.home if (senders.allowed & tiers.home).any() else has_legal_decode(tiers)
         near = () if chosen.fallback_used else decode_steps(fleet, constraint)
-        prefill_later = (*prefill_steps(fleet, screens.groups, passed), *busy_steps(free))
-        for who, later, picked in (
-            (screens.prefill, prefill_later, prefill),
-            (screens.decode, (*near, *busy_steps(free)), decode),
-        ):
-            stopped = first_refusals(who, fleet, later)
-            rows += rows_of(who, fleet, stopped, picked.costs, picked.pick.slot)
+        far = prefill_steps(fleet, screens.groups, passed)
+        rows = _rows(screens.prefill, fleet, (*far, *busy_steps(free)), prefill)
+        rows += _rows(screens.decode, fleet, (*near, *busy_steps(free)), decode)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -187,6 +177,17 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
         cross_domain=_crosses(fleet, constraint, decode.pick.slot),
         rows=rows,
     )
+
+
+def _able(who: Screen, not_busy: BoolColumn | None) -> Mask:
+    """Who may take the leg now."""
+    return who.mask if not_busy is None else who.mask.within(not_busy)
+
+
+def _rows(who: Screen, fleet: Fleet, later: Iterable[Step], picked: _Picked) -> tuple[Candidate, ...]:
+    """A row for every rank of the leg's role; ``later`` are the steps that follow the screen's own."""
+    stopped = first_refusals(who, fleet, later)
+    return rows_of(who, fleet, stopped, picked.costs, picked.pick.slot)
 
 
 def _pick(
