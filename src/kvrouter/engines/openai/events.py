@@ -61,6 +61,7 @@ class _Words(msgspec.Struct, frozen=True):
 class Choice(msgspec.Struct, frozen=True):
     """One of the answers, or a piece of it."""
 
+    index: int = 0
     delta: _Words | None = None
     message: _Words | None = None
     text: str | None = None
@@ -80,6 +81,12 @@ class AnswerEvent(msgspec.Struct, frozen=True):
     usage: AnswerUsage | None = None
     error: _Failure | None = None
     kv_transfer_params: KvTransferParams | None = None
+    system_fingerprint: str | None = None
+
+    @property
+    def is_first_choice_alone(self) -> bool:
+        """Whether it is of the one choice that an answer usually has."""
+        return len(self.choices) == 1 and self.choices[0].index == 0
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -40,7 +40,8 @@ class EventCutter:
 def _end_of_event(data: bytes, begin: int) -> int:
     """Where the event that begins at ``begin`` ends, its blank line included; -1 while it is not complete."""
     bare = data.find(b"\n\n", begin)
-    full = data.find(b"\r\n\r\n", begin, len(data) if bare < 0 else bare)
+    # Whichever ends first, so that what comes later never changes where an event ended.
+    full = data.find(b"\r\n\r\n", begin, len(data) if bare < 0 else bare + 1)
     if full >= 0:
         return full + 4
     return -1 if bare < 0 else bare + 2

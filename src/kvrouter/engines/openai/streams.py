@@ -9,7 +9,8 @@ import aiohttp
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
-from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event, without_token_ids
+from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
+from kvrouter.engines.openai.raw import RawEvents
 from kvrouter.engines.openai.sse import DONE, EventCutter
 from kvrouter.planes.requests.port import StreamBroken
 
@@ -49,6 +50,7 @@ class SseStream:
         self._is_over = False
         self._ready: deque[EngineChunk] = deque()
         self._gathered = _Gathered(reading)
+        self._raw = RawEvents(added_token_ids=reading.added_token_ids, added_usage=reading.added_usage)
 
     def __aiter__(self) -> "SseStream":
         return self
@@ -93,11 +95,11 @@ class SseStream:
         for raw, data in self._cutter.push(piece):
             gathered = self._gathered
             if data == DONE:
-                gathered.done(raw)
+                gathered.add_raw(self._raw.end(raw))
                 self._ready.append(gathered.chunk(self._last_finish(), self._params))
                 return
             if data:
-                self._take(self._read(data), raw, gathered)
+                self._take(self._read(data), raw)
             if gathered.is_full:
                 self._flush()
         if self._gathered.is_worth_sending:
@@ -107,17 +109,18 @@ class SseStream:
         self._ready.append(self._gathered.chunk(None, None))
         self._gathered = _Gathered(self._reading)
 
-    def _take(self, event: AnswerEvent, raw: bytes, gathered: "_Gathered") -> None:
+    def _take(self, event: AnswerEvent, raw: bytes) -> None:
         if event.error is not None:
             raise StreamBroken(f"the engine failed: {event.error.message}")
         self._finish = event.finish or self._finish
         self._params = event.kv_transfer_params or self._params
-        gathered.take(event, raw)
+        self._gathered.take(event)
+        self._gathered.add_raw(self._raw.take(event, raw))
 
     def _last(self) -> EngineChunk:
         if not self._cutter.is_between:
             raise StreamBroken("the engine closed the connection in the middle of an event")
-        return EngineChunk(finish=self._last_finish(), kv_transfer_params=self._params)
+        return self._gathered.chunk(self._last_finish(), self._params)
 
     def _last_finish(self) -> FinishReason:
         if self._finish is None:
@@ -174,7 +177,8 @@ class WholeStream:
         if event.finish is None:
             raise StreamBroken("the engine's answer has no finish reason")
         gathered = _Gathered(self._reading)
-        gathered.take(event, body)
+        gathered.take(event)
+        gathered.add_raw(body)
         return gathered.chunk(event.finish, event.kv_transfer_params)
 
 
@@ -202,22 +206,20 @@ class _Gathered:
         """Whether it is enough for one chunk."""
         return self._raw_bytes >= RAW_CHUNK_BYTES
 
-    def take(self, event: AnswerEvent, raw: bytes) -> None:
+    def take(self, event: AnswerEvent) -> None:
         """Another event came."""
-        self._raw_bytes += len(raw)
         self.is_empty = False
         self._token_ids.extend(event.token_ids)
         chars = event.text_chars
         self._text_chars = None if chars is None or self._text_chars is None else self._text_chars + chars
         if event.usage is not None and event.usage.cached_tokens is not None:
             self._cached_tokens = event.usage.cached_tokens
-        if self._reading.passes_raw and not (self._reading.added_usage and event.is_usage_alone):
-            self._raw.append(without_token_ids(raw) if self._reading.added_token_ids else raw)
 
-    def done(self, raw: bytes) -> None:
-        """The stream said that it is over."""
-        if self._reading.passes_raw:
+    def add_raw(self, raw: bytes) -> None:
+        """So much more of the engine's own bytes goes to the client."""
+        if self._reading.passes_raw and raw:
             self._raw.append(raw)
+            self._raw_bytes += len(raw)
 
     def chunk(self, finish: FinishReason | None, params: KvTransferParams | None) -> EngineChunk:
         """Return all of it as one chunk."""
