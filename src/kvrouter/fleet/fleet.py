@@ -63,6 +63,7 @@ class Fleet:
         self._rank_at: list[WorkerRank | None] = []
         self._free: list[Slot] = []
         self._derived: dict[tuple[object, object], object] = {}
+        self._took_calls = False
 
     # --- who is there
 
@@ -113,8 +114,12 @@ class Fleet:
 
     @property
     def takes_calls(self) -> bool:
-        """Whether every worker gives its engine calls as clients wrote them; False without any worker."""
-        return self.derived(_takes_calls, None)
+        """Whether every worker gives its engine calls as clients wrote them; without any worker, whether the
+        last ones did.
+        """
+        if self._members:
+            self._took_calls = self.derived(_takes_calls, None)
+        return self._took_calls
 
     @property
     def required_domain(self) -> str | None:
@@ -322,7 +327,7 @@ def _known(count: int | None) -> int:
 
 
 def _takes_calls(fleet: Fleet, _key: None) -> bool:
-    return len(fleet) > 0 and all(card.takes_calls for card in fleet)
+    return all(card.takes_calls for card in fleet)
 
 
 def _has_prefill(fleet: Fleet, _: None) -> bool:
