@@ -7,6 +7,7 @@ from uuid import uuid4
 import nats
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.sync import (
@@ -166,6 +167,43 @@ async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> 
     assert sum("token" in why for why in refused) == 3
     await end()
     await client.close()
+
+
+async def test_what_was_overheard_on_nats_is_old_when_it_is_said_again(shared_nats: NatsServer) -> None:
+    client, stranger = await nats.connect(shared_nats.url), await nats.connect(shared_nats.url)
+    namespace = f"ns-{uuid4().hex}"
+    refused: list[str] = []
+    a = NatsSyncPlane(client, namespace=namespace, token="secret")
+    b = NatsSyncPlane(client, namespace=namespace, token="secret", on_refused=refused.append)
+    ear = Ear(B)
+    overheard: list[tuple[str, bytes]] = []
+
+    async def overhear(message: Msg) -> None:
+        overheard.append((message.subject, message.data))
+
+    await stranger.subscribe("kvrouter.>", cb=overhear)
+    for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
+        await stranger.flush()
+    end = await b.subscribe(B, ear)
+    said: list[SyncMessage] = [Deltas(A, 1, (add(),)), Heartbeat(A, 1, 1), Goodbye(A)]
+    for message in said:
+        a.publish(message)
+    assert await ear.wait_for(3) == said
+    async with asyncio.timeout(WITHIN_S):
+        while len(overheard) < 3:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.01)
+    for subject, frame in overheard:
+        await stranger.publish(subject, frame)  # as it was said
+        await stranger.publish(subject.replace(".all.", f".to.{B}."), frame)  # and to one alone
+    await stranger.flush()
+    a.publish(Heartbeat(A, 2, 0))
+    assert await ear.wait_for(4) == [*said, Heartbeat(A, 2, 0)]
+    async with asyncio.timeout(WITHIN_S):
+        while len(refused) < 6:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await end()
+    await client.close()
+    await stranger.close()
 
 
 async def test_nats_drops_what_it_cannot_take(shared_nats: NatsServer) -> None:
