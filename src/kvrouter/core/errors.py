@@ -5,13 +5,15 @@
     KvrouterError
     ├── InvalidRequest          400  the client's mistake; names the field
     │   ├── ContextLengthExceeded
-    │   ├── UnknownModel        404
+    │   ├── NotFound            404  what it names is not here
+    │   │   └── UnknownModel
     │   └── BodyTooLarge        413
     ├── Unauthorized            401  an admin route without its token
-    ├── RoutingRefused               nobody may take this request now
-    │   ├── NoEligibleWorker    503  no worker passes; counts per reason
-    │   └── AllWorkersBusy      503  workers pass, and each one is busy
-    ├── ShuttingDown            503  this router drains
+    ├── Unavailable             503  not now; later it may be served
+    │   ├── RoutingRefused           nobody may take this request now
+    │   │   ├── NoEligibleWorker     no worker passes; counts per reason
+    │   │   └── AllWorkersBusy       workers pass, and each one is busy
+    │   └── ShuttingDown             this router drains
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
     ├── ProtocolError           502  a peer sent what its wire does not allow; names the field
@@ -66,10 +68,16 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
-class UnknownModel(InvalidRequest):
-    """No worker ever registered this model."""
+class NotFound(InvalidRequest):
+    """What the request names is not here."""
 
     status_hint = 404
+    code = "not_found"
+
+
+class UnknownModel(NotFound):
+    """No worker ever registered this model."""
+
     code = "model_not_found"
 
 
@@ -88,14 +96,19 @@ class Unauthorized(KvrouterError):
     type = "authentication_error"
 
 
-class RoutingRefused(KvrouterError):
+class Unavailable(KvrouterError):
+    """It cannot be served now; nothing is wrong with it, and later it may be."""
+
+    status_hint = 503
+    code = "unavailable"
+    type = "service_unavailable"
+
+
+class RoutingRefused(Unavailable):
     """Nobody may take the request now. ``refusals`` counts worker ranks per reason.
 
     ``rows`` are routing's candidates, each with its reason; empty unless an explanation was asked for.
     """
-
-    status_hint = 503
-    type = "service_unavailable"
 
     def __init__(
         self,
@@ -127,12 +140,10 @@ class AllWorkersBusy(RoutingRefused):
     code = "all_workers_busy"
 
 
-class ShuttingDown(KvrouterError):
+class ShuttingDown(Unavailable):
     """The router drains and takes no new requests."""
 
-    status_hint = 503
     code = "shutting_down"
-    type = "service_unavailable"
 
 
 class WorkerFailed(KvrouterError):

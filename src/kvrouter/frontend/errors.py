@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError, RoutingRefused
+from kvrouter.core.errors import InvalidRequest, KvrouterError, NotFound, RoutingRefused, Unavailable
 from kvrouter.frontend import http
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
@@ -16,17 +16,15 @@ class UnknownWorker(InvalidRequest):
     code = "unknown_worker"
 
 
-class UnknownPath(InvalidRequest):
+class UnknownPath(NotFound):
     """Nothing lives at this path."""
 
-    status_hint = 404
     code = "not_found"
 
 
-class UnknownDecision(InvalidRequest):
+class UnknownDecision(NotFound):
     """No decision is kept for this request id."""
 
-    status_hint = 404
     code = "decision_not_found"
 
 
@@ -41,12 +39,10 @@ class MethodNotAllowed(InvalidRequest):
         self.allow = allow
 
 
-class NotReady(KvrouterError):
+class NotReady(Unavailable):
     """No model has a worker, or a pair of workers, that may answer."""
 
-    status_hint = 503
     code = "not_ready"
-    type = "service_unavailable"
 
 
 def refusal_counts(error: RoutingRefused) -> Mapping[str, int]:

@@ -8,7 +8,7 @@ inputs and their times alone.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.core.errors import InvalidRequest, Unavailable
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
@@ -31,10 +31,9 @@ SERVED_LEGS = {
 }
 
 
-class EngineFull(KvrouterError):
+class EngineFull(Unavailable):
     """The engine's waiting queue is full; the request was not accepted."""
 
-    status_hint = 503
     code = "engine_full"
 
 

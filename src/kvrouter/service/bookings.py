@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
+from kvrouter.core.errors import InvalidRequest, NotFound, ShuttingDown, Unavailable
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.service.model_router import ModelRouter
@@ -22,19 +22,16 @@ class RequestInUse(InvalidRequest):
     code = "request_in_use"
 
 
-class NotBooked(InvalidRequest):
+class NotBooked(NotFound):
     """No booking of this request id is here: it never was, it was freed, or its time ran out."""
 
-    status_hint = 404
     code = "request_not_booked"
 
 
-class BookingsFull(KvrouterError):
+class BookingsFull(Unavailable):
     """As many requests are booked as may be."""
 
-    status_hint = 503
     code = "bookings_full"
-    type = "service_unavailable"
 
 
 @dataclass(slots=True)

@@ -8,8 +8,10 @@ from kvrouter.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
     KvrouterError,
+    NotFound,
     RoutingRefused,
     ShuttingDown,
+    Unavailable,
 )
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams, Leg
@@ -38,18 +40,15 @@ PREFILLS_MAX = 4096
 """How many prefill legs may run at a time; as many that have ended can still be let go."""
 
 
-class PrefillsFull(KvrouterError):
+class PrefillsFull(Unavailable):
     """As many prefill legs run as may."""
 
-    status_hint = 503
     code = "prefills_full"
-    type = "service_unavailable"
 
 
-class UnknownPrefill(InvalidRequest):
+class UnknownPrefill(NotFound):
     """No prefill of this request id is known here."""
 
-    status_hint = 404
     code = "prefill_not_found"
 
 

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import Unavailable
 from kvrouter.core.requests import TokenBuffer
 
 OFF_LOOP_CHARS = 8_192
@@ -14,12 +14,10 @@ OFF_LOOP_CHARS = 8_192
 T = TypeVar("T")
 
 
-class EncodePoolFull(KvrouterError):
+class EncodePoolFull(Unavailable):
     """More long prompts wait for a thread than the pool admits."""
 
-    status_hint: ClassVar[int] = 503
-    code: ClassVar[str] = "encode_pool_full"
-    type: ClassVar[str] = "service_unavailable"
+    code = "encode_pool_full"
 
 
 class EncodePool:
