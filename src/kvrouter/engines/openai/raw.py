@@ -15,6 +15,11 @@ class RawEvents:
         self._added_usage = added_usage
         self._last = b""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether bytes wait here: the tokens that belong to them wait too."""
+        return bool(self._last)
+
     def take(self, event: AnswerEvent, raw: bytes) -> bytes:
         """Return what of ``raw``, and of what waits, goes to the client now."""
         if self._added_usage and event.is_usage_alone:

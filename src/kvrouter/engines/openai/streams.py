@@ -100,9 +100,9 @@ class SseStream:
                 return
             if data:
                 self._take(self._read(data), raw)
-            if gathered.is_full:
+            if gathered.is_full and not self._raw.is_waiting:
                 self._flush()
-        if self._gathered.is_worth_sending:
+        if self._gathered.is_worth_sending and not self._raw.is_waiting:
             self._flush()
 
     def _flush(self) -> None:
