@@ -120,6 +120,7 @@ class SseStream:
     def _last(self) -> EngineChunk:
         if not self._cutter.is_between:
             raise StreamBroken("the engine closed the connection in the middle of an event")
+        self._gathered.add_raw(self._raw.end(b""))
         return self._gathered.chunk(self._last_finish(), self._params)
 
     def _last_finish(self) -> FinishReason:

@@ -1,0 +1,263 @@
+"""Answers of engines, cut anywhere on their way: the same events, bytes, tokens and end."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
+
+import aiohttp
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.engines.openai import sse
+from kvrouter.engines.openai.events import without_token_ids
+from kvrouter.engines.openai.sse import EventCutter
+from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, Reading, SseStream
+from kvrouter.planes.requests.port import StreamBroken
+from tests.support.engine_server import event_of, page
+
+PLAIN = Reading(passes_raw=True)
+ADDED = Reading(passes_raw=True, added_token_ids=True, added_usage=True)
+TOKENS = Reading(passes_raw=False)
+
+TRICKY = st.sampled_from(
+    [
+        'a,"token_ids":[1]',
+        ',"prompt_token_ids":[1, 2]',
+        '\\",\\"token_ids\\":[3]',
+        "data: [DONE]\n\n",
+        "\r\n\r\n",
+        "日本",
+        "\u2028",
+        "",
+    ]
+)
+TEXTS = TRICKY | st.text(max_size=12)
+CHUNKS = st.lists(st.tuples(TEXTS, st.lists(st.integers(0, 2**32 - 1), max_size=3)), max_size=8)
+
+
+def cut(data: bytes, at: Sequence[int]) -> list[bytes]:
+    """``data`` in pieces, cut at each of these places, whatever its length."""
+    places = sorted({place % (len(data) + 1) for place in at} | {0, len(data)})
+    return [data[begin:end] for begin, end in pairwise(places)]
+
+
+CUTS = st.lists(st.integers(0, 10_000), max_size=12)
+
+
+class Pieces:
+    """Stands for an HTTP answer whose body comes in these pieces."""
+
+    url = "http://engine"
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = [piece for piece in pieces if piece]
+        self.is_closed = False
+
+    @property
+    def content(self) -> "Pieces":
+        return self
+
+    async def readany(self) -> bytes:
+        return self._pieces.pop(0) if self._pieces else b""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def read(pieces: Sequence[bytes], reading: Reading) -> tuple[list[EngineChunk], str | None]:
+    """The chunks of an answer, and why it broke."""
+
+    async def reads() -> tuple[list[EngineChunk], str | None]:
+        answer = Pieces(pieces)
+        stream = SseStream(cast(aiohttp.ClientResponse, answer), reading)
+        chunks: list[EngineChunk] = []
+        broken: str | None = None
+        try:
+            async for chunk in stream:
+                chunks.append(chunk)
+        except StreamBroken as error:
+            broken = error.message
+        assert answer.is_closed
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        return chunks, broken
+
+    return asyncio.run(reads())
+
+
+def chat_event(text: str, token_ids: Sequence[int] | None, finish: str | None = None) -> dict[str, object]:
+    return {
+        "id": "chatcmpl-1",
+        "choices": [
+            {"index": 0, "delta": {"content": text}, "finish_reason": finish, "token_ids": token_ids}
+        ],
+    }
+
+
+USAGE = {"id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3,
+         "prompt_tokens_details": {"cached_tokens": 4}}}  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"data: a", b"data:b", b": ping", b"\n", b"\r\n", b"\r", b"\n\n"]), max_size=20
+    ),
+    CUTS,
+)
+@example([b"data: a", b"\r\n", b"\r\n", b"\n", b"data: b", b"\n\n"], [11])
+def test_any_cutting_gives_the_same_events(words: list[bytes], at: list[int]) -> None:
+    data = b"".join(words)
+    whole, cutter = EventCutter(), EventCutter()
+    expected = list(whole.push(data))
+    assert [event for piece in cut(data, at) for event in cutter.push(piece)] == expected
+    assert cutter.is_between is whole.is_between
+    assert data.startswith(b"".join(raw for raw, _ in expected))
+
+
+@given(st.lists(st.text("abc{}:\"' é", max_size=9), max_size=6), st.sampled_from([b"\n", b"\r\n"]), CUTS)
+def test_either_line_ending_gives_the_data(datas: list[str], ending: bytes, at: list[int]) -> None:
+    raws = [b"data: " + data.encode() + ending * 2 for data in datas]
+    cutter = EventCutter()
+    events = [event for piece in cut(b"".join(raws), at) for event in cutter.push(piece)]
+    assert events == [(raw, data.strip().encode()) for raw, data in zip(raws, datas, strict=True)]
+    assert cutter.is_between
+
+
+def test_comments_are_events_without_data_and_lines_of_data_are_joined() -> None:
+    events = list(EventCutter().push(b": ping\n\ndata: a\ndata: b\nid: 7\n\n"))
+    assert [data for _, data in events] == [b"", b"a\nb"]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=20))
+def test_no_more_than_the_limit_and_one_piece_is_held(pieces: list[bytes]) -> None:
+    limit_bytes, held = 64, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sse, "EVENT_MAX_BYTES", limit_bytes)
+        cutter = EventCutter()
+        for piece in pieces:
+            try:
+                held += len(piece) - sum(len(raw) for raw, _ in cutter.push(piece))
+            except ProtocolError:
+                assert sum(map(len, pieces)) > limit_bytes
+                return
+            assert held <= limit_bytes
+
+
+@given(CHUNKS, CUTS, st.sampled_from([PLAIN, ADDED, TOKENS]), st.booleans(), st.booleans())
+def test_what_the_engine_wrote_arrives_whole_and_in_order(
+    chunks: list[tuple[str, list[int]]], at: list[int], reading: Reading, tells_usage: bool, says_done: bool
+) -> None:
+    events = [chat_event(text, ids) for text, ids in chunks]
+    events.append(chat_event("", None, "stop"))
+    end = event_of("[DONE]") if says_done else b""
+    wire = b"".join(map(event_of, [*events, *([USAGE] if tells_usage else [])])) + end
+    got, broken = read(cut(wire, at), reading)
+    assert broken is None
+    assert [chunk.finish for chunk in got if chunk.finish] == [FinishReason.STOP]
+    assert got[-1].finish is FinishReason.STOP
+    assert [token for chunk in got for token in chunk.token_ids] == [t for _, ids in chunks for t in ids]
+    assert [c.cached_tokens for c in got if c.cached_tokens is not None] == [4] * tells_usage
+    raw = b"".join(chunk.raw for chunk in got)
+    if reading is PLAIN:
+        assert raw == wire
+    elif reading is TOKENS:
+        assert raw == b""
+    else:
+        bare = [chat_event(text, None) for text, _ in chunks]
+        bare.append(chat_event("", None, "stop"))
+        assert raw == b"".join(map(event_of, bare)) + end
+        assert sum(chunk.text_chars or 0 for chunk in got) == sum(len(text) for text, _ in chunks)
+        assert all(chunk.text_chars is not None for chunk in got if chunk.raw)
+
+
+@given(CHUNKS, CUTS, st.integers(0, 10_000))
+def test_an_answer_that_breaks_off_gives_only_whole_events_and_never_an_end(
+    chunks: list[tuple[str, list[int]]], at: list[int], until: int
+) -> None:
+    events = [event_of(chat_event(text, ids)) for text, ids in chunks]
+    wire = b"".join([*events, event_of(chat_event("", None, "length"))])
+    sent = wire[: until % len(wire)]
+    got, broken = read(cut(sent, at), PLAIN)
+    assert broken is not None
+    assert all(chunk.finish is None for chunk in got)
+    assert sent.startswith(b"".join(chunk.raw for chunk in got))
+    if at:
+        return
+    n_whole = sum(1 for i in range(len(events)) if len(b"".join(events[: i + 1])) <= len(sent))
+    assert sum(len(chunk.token_ids) for chunk in got) == sum(len(ids) for _, ids in chunks[:n_whole])
+
+
+@given(st.integers(1, 40), st.integers(1, 400))
+def test_many_events_of_one_read_are_chunks_of_a_bounded_size(n: int, text_chars: int) -> None:
+    event = event_of(chat_event("x" * text_chars, [1]))
+    got, broken = read([event * n + event_of(chat_event("", None, "stop")) + event_of("[DONE]")], PLAIN)
+    assert broken is None
+    last_bytes = 200
+    assert all(len(chunk.raw) < RAW_CHUNK_BYTES + len(event) + last_bytes for chunk in got)
+    assert sum(len(chunk.token_ids) for chunk in got) == n
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(TEXTS, JSON_VALUES, st.lists(st.integers(0, 2**32 - 1), max_size=4), st.booleans())
+@example('","token_ids":[1]', ['","token_ids":[1]'], [5], True)
+def test_cutting_out_token_ids_changes_no_text(
+    text: str, other: object, ids: list[int], is_ascii: bool
+) -> None:
+    def event(token_ids: list[int] | None, prompt_token_ids: list[int] | None) -> bytes:
+        choice = {"index": 0, "text": text, "other": other, "token_ids": token_ids}
+        said = {"id": text, "choices": [choice], "prompt_token_ids": prompt_token_ids, "prompt_text": None}
+        return json.dumps(said, separators=(",", ":"), ensure_ascii=is_ascii).encode()
+
+    if "token_ids" in _keys(other) or "prompt_token_ids" in _keys(other):
+        return
+    assert without_token_ids(event(ids, ids)) == event(None, None)
+    assert without_token_ids(event(None, None)) == event(None, None)
+
+
+def _keys(value: object) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(_keys, value.values()))
+    return set().union(*map(_keys, value)) if isinstance(value, list) else set()
+
+
+@given(CUTS)
+def test_a_recorded_chat_asked_for_tokens_is_the_chat_as_without_them(at: list[int]) -> None:
+    got, broken = read(cut(page("vllm-0.32.0-chat-tokens.sse"), at), ADDED)
+    assert broken is None
+    raw = b"".join(chunk.raw for chunk in got)
+    assert _shape(raw) == _shape(page("vllm-0.32.0-chat.sse"))
+    assert [token for chunk in got for token in chunk.token_ids] == [1390, 1043, 4]
+    assert (got[-1].finish, sum(chunk.text_chars or 0 for chunk in got)) == (FinishReason.LENGTH, 14)
+
+
+@given(CUTS)
+def test_a_recorded_completion_has_its_tokens_and_its_end(at: list[int]) -> None:
+    got, broken = read(cut(page("vllm-0.32.0-completion-tokens.sse"), at), ADDED)
+    assert broken is None
+    assert [token for chunk in got for token in chunk.token_ids] == [1629, 1581, 1629]
+    assert got[-1].finish is FinishReason.LENGTH
+    assert b'"usage"' not in b"".join(chunk.raw for chunk in got)
+
+
+def _shape(stream: bytes) -> list[object]:
+    """The events but for what each answer has of its own, and the fingerprint, which moves with the usage."""
+    events: list[object] = []
+    for _, data in EventCutter().push(stream):
+        if data == b"[DONE]":
+            continue
+        event = json.loads(data)
+        for field in ("id", "created", "system_fingerprint"):
+            event.pop(field, None)
+        events.append(event)
+    return events
