@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import WorkerId
@@ -292,6 +292,16 @@ BLOCKS = st.integers(8, 24)
 
 @settings(deadline=None, max_examples=150)
 @given(requests=REQUESTS, acts=acts_of(LIKELY + ENDINGS), policy=POLICIES, blocks=BLOCKS)
+@example(  # the blocks that a decode leg is given while its KV is still to come are load
+    requests=[
+        Request(True, DECODE, [0] * 17),
+        Request(False, DECODE, [0, 99, 0]),
+        Request(True, DECODE, [0] * 13),
+    ],
+    acts=[Act(0.0, "both", 1), Act(0.0, "decode", 0), Act(0.0, "both", 2)],
+    policy=KvLoadFailurePolicy.FAIL,
+    blocks=8,
+)
 def test_two_processes_do_what_one_does(
     requests: list[Request], acts: list[Act], policy: KvLoadFailurePolicy, blocks: int
 ) -> None:

@@ -252,6 +252,7 @@ class RankScheduler:
                 sequence.state = SequenceState.RECEIVING
                 self.n_receiving += 1
                 self.admitted_remote.append(sequence)
+                self._changed = True
             else:
                 self._seat(sequence, n_tokens, work)
                 budget -= n_tokens
