@@ -1,6 +1,7 @@
 """The tokens of one answer as they come: the gaps between them, and the blocks that they fill."""
 
 import time
+from array import array
 from collections.abc import Sequence
 
 from kvrouter.journey.journey import Journey
@@ -15,8 +16,8 @@ class Output:
     """
 
     def __init__(self, journey: Journey, placer: Placer, watch: SilenceWatch) -> None:
-        self.gaps_s: list[float] = []
-        """Seconds between two arrivals of tokens."""
+        self.gaps_s = array("d")
+        """Seconds between two arrivals of tokens: 8 bytes each, however long the answer is."""
         self._journey = journey
         self._placer = placer
         self._watch = watch

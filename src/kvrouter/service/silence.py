@@ -67,10 +67,9 @@ class SilenceWatch:
         self._arm()
 
     def stop(self) -> None:
-        """Watch no longer."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """Watch no longer, and know nobody who would be told: what a request held goes with its last user."""
+        self._disarm()
+        self._on_too_long = _tell_nobody
 
     def _due(self) -> tuple[float, TooLong]:
         """When the next limit is reached, and which one it is."""
@@ -84,8 +83,13 @@ class SilenceWatch:
             limit_s, kind = self.heard_s + patience.between_tokens_s, TooLong.SILENCE
         return (end_s, TooLong.REQUEST) if end_s <= limit_s else (limit_s, kind)
 
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _arm(self) -> None:
-        self.stop()
+        self._disarm()
         wait_s = max(0.0, self._due()[0] - time.monotonic())
         self._timer = self._loop.call_later(wait_s, self._look)
 
@@ -99,3 +103,7 @@ class SilenceWatch:
             self._arm()
         else:
             self._on_too_long(kind, now_s - self.heard_s)
+
+
+def _tell_nobody(_kind: TooLong, _silent_s: float) -> None:
+    """Whose watch it was has ended."""

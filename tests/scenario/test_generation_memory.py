@@ -1,0 +1,34 @@
+"""What a long answer held goes with its last user, not when Python's collector comes round."""
+
+import gc
+
+from kvrouter.core.requests import FinishReason
+from tests.support.fleets import Bench, bench_of, card, generate_request
+from tests.support.planes import ScriptedPlane
+
+
+async def read_one(bench: Bench) -> None:
+    async with bench.service.generate(generate_request()) as generation:
+        async for _ in generation:
+            pass
+
+
+async def test_an_answer_leaves_no_circle_behind() -> None:
+    plane = ScriptedPlane(lambda stream: stream.tokens(1, 2, 3, finish=FinishReason.STOP))
+    bench = await bench_of(plane, card(1))
+    await read_one(bench)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        await read_one(bench)
+        plane.opened.clear()
+        gc.collect()
+        left = {
+            type(each).__qualname__ for each in gc.garbage if type(each).__module__.startswith("kvrouter.")
+        }
+        assert left == set()
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
