@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.requests import EngineChunk
 from kvrouter.planes.requests.tcp.frames import Kind, credit_of, encode_number, encode_refused
+from kvrouter.planes.requests.wire import is_bare
 
 
 class AnswerSink(Protocol):
@@ -18,6 +19,9 @@ class AnswerSink(Protocol):
 
     def send(self, kind: Kind, body: bytes = b"") -> None:
         """Send a frame with the others of this turn."""
+
+    def bring_tokens(self, stream_id: int, token_ids: tuple[int, ...]) -> None:
+        """Send bare tokens with the others of this turn."""
 
     def bring(self, stream_id: int, chunk: EngineChunk) -> None:
         """Send a chunk with the others of this turn; raise ProtocolError for what cannot travel."""
@@ -52,12 +56,14 @@ class TcpAnswer:
         self._sink.send(Kind.ACCEPTED, encode_number(self.stream_id))
 
     def take(self, chunk: EngineChunk) -> bool:
-        """Send, if there is credit for all of it and room to write."""
-        n_tokens = credit_of(chunk)
+        """Send bare tokens, if there is credit for all of them and room to write: what most chunks are."""
+        if not is_bare(chunk):
+            return False
+        n_tokens = len(chunk.token_ids) or 1
         if n_tokens > self._credit_tokens or self._sink.is_choked:
             return False
         self._credit_tokens -= n_tokens
-        self._sink.bring(self.stream_id, chunk)
+        self._sink.bring_tokens(self.stream_id, chunk.token_ids)
         return True
 
     async def send(self, chunk: EngineChunk) -> None:

@@ -178,19 +178,26 @@ class WorkerEnd(Connection):
 
     # What legs bring
 
-    def bring(self, stream_id: int, chunk: EngineChunk) -> None:
-        """Send a chunk with the others of this turn; raise ProtocolError for what cannot travel."""
-        if is_bare(chunk):
-            self._items.append((stream_id, chunk.token_ids, None))
-        else:
-            body = whole_chunk(chunk)
-            self._items.append((stream_id, (), msgspec.Raw(body)))
-            self._items_tokens += len(body) // 4
-        self._items_tokens += ITEM_TOKENS + len(chunk.token_ids)
+    def bring_tokens(self, stream_id: int, token_ids: tuple[int, ...]) -> None:
+        """Send bare tokens with the others of this turn."""
+        self._items.append((stream_id, token_ids, None))
+        self._items_tokens += ITEM_TOKENS + len(token_ids)
         if self._items_tokens >= CHUNKS_FLUSH_TOKENS:
             self.gather()
         if not self.is_flush_due:  # as flush_soon does: this is done for every token of every answer
             self.flush_soon()
+
+    def bring(self, stream_id: int, chunk: EngineChunk) -> None:
+        """Send a chunk with the others of this turn; raise ProtocolError for what cannot travel."""
+        if is_bare(chunk):
+            self.bring_tokens(stream_id, chunk.token_ids)
+            return
+        body = whole_chunk(chunk)
+        self._items.append((stream_id, (), msgspec.Raw(body)))
+        self._items_tokens += ITEM_TOKENS + len(body) // 4
+        if self._items_tokens >= CHUNKS_FLUSH_TOKENS:
+            self.gather()
+        self.flush_soon()
 
     def gather(self) -> None:
         """Put what all legs brought into one frame."""

@@ -1,0 +1,61 @@
+"""An engine's own bytes over every request plane: in one piece, however long, and held back by a reader that is slow."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.planes.requests.port import EngineStream
+from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg
+from tests.support.wires import WIRES, Wire
+
+N_CHUNKS = 8_000
+
+
+@pytest.fixture(params=sorted(WIRES))
+async def wire(request: pytest.FixtureRequest) -> AsyncIterator[Wire]:
+    of = await WIRES[request.param]()
+    yield of
+    await of.close()
+
+
+async def read(stream: EngineStream) -> list[EngineChunk]:
+    async with asyncio.timeout(IN_TIME_S):
+        return [chunk async for chunk in stream]
+
+
+def joined(chunks: list[EngineChunk]) -> bytes:
+    return b"".join(chunk.raw for chunk in chunks)
+
+
+async def test_a_long_piece_goes_whole_whatever_its_tokens(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    stream = await wire.plane.open(address, leg())
+    tokens = tuple(range(5_000))
+    await worker.streams[0].put(EngineChunk(token_ids=tokens, raw=b"x" * 500_000, text_chars=9))
+    await worker.streams[0].put(EngineChunk(token_ids=(1,), raw=b"y", finish=FinishReason.LENGTH))
+    chunks = await read(stream)
+    assert joined(chunks) == b"x" * 500_000 + b"y"
+    assert len(chunks[0].raw) >= 500_000
+    assert chunks[0].token_ids[:5_000] == tokens
+
+
+async def test_a_slow_reader_of_bytes_stops_its_own_producer_only(wire: Wire) -> None:
+    worker = ScriptedWorker()
+    address, _ = await wire.serve(worker)
+    slow = await wire.plane.open(address, leg("slow"))
+    quick = await wire.plane.open(address, leg("quick"))
+    piece = b"data: " + b"." * 300
+
+    async def produce(inner: ScriptedStream) -> None:
+        for _ in range(N_CHUNKS):
+            await inner.put(EngineChunk(raw=piece))
+        await inner.put(EngineChunk(finish=FinishReason.LENGTH))
+
+    producers = [asyncio.create_task(produce(inner)) for inner in worker.streams]
+    assert len(joined(await read(quick))) == N_CHUNKS * len(piece)
+    assert worker.streams[0].n_put < N_CHUNKS // 2
+    assert len(joined(await read(slow))) == N_CHUNKS * len(piece)
+    await asyncio.gather(*producers)
