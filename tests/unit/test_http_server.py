@@ -1,114 +1,39 @@
-"""The server on real sockets, on both event loops: order, streams, back-pressure, leaving, draining."""
+"""The server on real sockets, on both event loops: order, streams, handlers that fail, draining."""
 
 import asyncio
 import json
 import socket
-import struct
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import httpx
 import pytest
-import uvloop
 
 from kvrouter.frontend.http import (
-    SSE_DONE,
-    SSE_FILLER,
     Disconnect,
-    Disconnected,
     Handler,
     HttpEvent,
     HttpServer,
     Limits,
     Request,
     Responder,
-    Stream,
-    sse_event,
 )
 from kvrouter.telemetry.logs import JsonFormatter
+from tests.support.http_serving import (
+    GET,
+    LAST_GET,
+    LOOPS,
+    Run,
+    Told,
+    echo,
+    runner,
+    serving,
+    three_events,
+)
 from tests.support.waits import until
 
-GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
-LAST_GET = b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-QUICK = Limits(sweep_s=0.02, probe_s=0.02, linger_s=0.2, handler_grace_s=0.1)
 
-Run = Callable[[Coroutine[object, object, None]], None]
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Run:
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
-
-    def run_with_limit(scenario: Coroutine[object, object, None]) -> None:
-        async def limited() -> None:
-            async with asyncio.timeout(10):
-                await scenario
-
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(limited())
-
-    return run_with_limit
-
-
-@dataclass
-class Served:
-    server: HttpServer
-    counts: Counter[HttpEvent] = field(default_factory=Counter)
-
-    @property
-    def port(self) -> int:
-        return self.server.addresses[0][1]
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port)
-
-    async def exchange(self, data: bytes) -> bytes:
-        """Everything that comes back until the server closes."""
-        reader, writer = await self.connect()
-        writer.write(data)
-        received = await reader.read()
-        writer.close()
-        return received
-
-    def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)
-
-
-@asynccontextmanager
-async def serving(handler: Handler, limits: Limits = QUICK) -> AsyncIterator[Served]:
-    counts: Counter[HttpEvent] = Counter()
-
-    def observe(event: HttpEvent) -> None:
-        counts[event] += 1
-
-    server = HttpServer(handler, limits, observer=observe)
-    await server.serve("127.0.0.1", 0)
-    try:
-        yield Served(server, counts)
-    finally:
-        await server.drain(0)
-        assert server.connections == 0
-        assert server.running == 0
-        assert (
-            counts[HttpEvent.CONNECTION_OPENED] + counts[HttpEvent.CONNECTION_REFUSED]
-            == (counts[HttpEvent.CONNECTION_CLOSED])
-        )
-
-
-async def echo(request: Request, responder: Responder) -> None:
-    answer = f"{request.method} {request.path} {request.query} ".encode() + request.body
-    await responder.send(200, [(b"content-type", b"text/plain")], answer)
-
-
-async def three_events(request: Request, responder: Responder) -> None:
-    stream = await responder.start_stream(200, [(b"content-type", b"text/event-stream")])
-    for number in (b"1", b"2", b"3"):
-        stream.write(sse_event(number))
-        await asyncio.sleep(0)
-    stream.write(SSE_DONE)
-    stream.end()
+    return runner(request.param)
 
 
 def test_keep_alive_mixes_answers_and_streams(run: Run) -> None:
@@ -244,213 +169,6 @@ def test_tokens_of_one_turn_leave_in_one_chunk(run: Run) -> None:
         async with serving(handler) as served:
             received = await served.exchange(LAST_GET)
             assert received.split(b"\r\n\r\n", 1)[1] == b"a\r\nababababab\r\n0\r\n\r\n"
-
-    run(scenario())
-
-
-@dataclass
-class Told:
-    """What a handler learned of its client."""
-
-    reasons: list[Disconnect] = field(default_factory=list)
-    began: asyncio.Event = field(default_factory=asyncio.Event)
-    streams: list[Stream] = field(default_factory=list)
-
-    async def endless(self, request: Request, responder: Responder) -> None:
-        """Tokens for as long as somebody reads."""
-        responder.on_disconnect(self.reasons.append)
-        stream = await responder.start_stream(200, filler=SSE_FILLER)
-        self.streams.append(stream)
-        while responder.disconnected is None:
-            stream.write(sse_event(b"token"))
-            self.began.set()
-            await asyncio.sleep(0.001)
-        stream.write(b"into the void")
-
-    async def silent(self, request: Request, responder: Responder) -> None:
-        """A long prefill: nothing is written before the client goes."""
-        self.began.set()
-        gone = asyncio.Event()
-        responder.on_disconnect(self.reasons.append)
-        responder.on_disconnect(lambda _: gone.set())
-        await gone.wait()
-
-    async def silent_stream(self, request: Request, responder: Responder) -> None:
-        """A stream whose first token is far away."""
-        await responder.start_stream(200, filler=SSE_FILLER)
-        await self.silent(request, responder)
-
-
-@pytest.mark.parametrize("kind", ["endless", "silent", "silent_stream"])
-@pytest.mark.parametrize("how", ["close", "reset"])
-def test_a_client_that_leaves_is_noticed(run: Run, kind: str, how: str) -> None:
-    async def scenario() -> None:
-        told = Told()
-        async with serving(getattr(told, kind)) as served:
-            reader, writer = await served.connect()
-            writer.write(GET)
-            await told.began.wait()
-            if kind != "silent":
-                await reader.readuntil(b"\r\n\r\n")
-            if how == "reset":
-                sock: socket.socket = writer.get_extra_info("socket")
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                writer.transport.abort()
-            else:
-                writer.close()
-            await until(lambda: bool(told.reasons))
-            await until(lambda: served.server.running == 0)
-            assert told.reasons == [Disconnect.CLIENT_LEFT]
-            assert served.counts[HttpEvent.CLIENT_LEFT] == 1
-            assert served.counts[HttpEvent.HANDLER_FAILED] == 0
-
-    run(scenario())
-
-
-def test_httpx_leaving_mid_stream_is_noticed(run: Run) -> None:
-    async def scenario() -> None:
-        told = Told()
-        async with serving(told.endless) as served, served.client() as client:
-            async with client.stream("POST", "/") as response:
-                async for _ in response.aiter_bytes():
-                    break
-            await until(lambda: bool(told.reasons))
-            assert told.reasons == [Disconnect.CLIENT_LEFT]
-
-    run(scenario())
-
-
-def test_a_half_closed_client_still_gets_its_answer(run: Run) -> None:
-    async def handler(request: Request, responder: Responder) -> None:
-        await asyncio.sleep(0.1)  # several probes long
-        await three_events(request, responder)
-
-    async def scenario() -> None:
-        async with serving(handler) as served:
-            reader, writer = await served.connect()
-            writer.write(GET)
-            writer.write_eof()
-            received = await reader.read()
-            head, _, rest = received.partition(b"HTTP/1.1 200 OK")
-            assert head
-            assert head.replace(b"HTTP/1.1 102 Processing\r\n\r\n", b"") == b""
-            assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-            writer.close()
-
-    run(scenario())
-
-
-def small_receiver(port: int, data: bytes = GET) -> socket.socket:
-    """A connected client that will hold little and read nothing."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.connect(("127.0.0.1", port))
-    sock.sendall(data)
-    return sock
-
-
-def test_a_client_that_does_not_read_holds_the_stream_back(run: Run) -> None:
-    written_bytes = 0
-    outcome: list[Disconnect] = []
-
-    async def handler(request: Request, responder: Responder) -> None:
-        nonlocal written_bytes
-        stream = await responder.start_stream(200)
-        try:
-            while True:
-                stream.write(b"x" * 1000)
-                written_bytes += 1000
-                await stream.wait_ready()
-        except Disconnected as gone:
-            outcome.append(gone.reason)
-
-    async def scenario() -> None:
-        limits = Limits(sweep_s=0.02, write_stall_s=0.3, high_water_bytes=20_000, low_water_bytes=5_000)
-        async with serving(handler, limits) as served:
-            with small_receiver(served.port):
-                await until(lambda: bool(outcome))
-        assert outcome == [Disconnect.WRITE_STALLED]
-        assert served.counts[HttpEvent.WRITE_STALLED] == 1
-        # What the kernel took at once, and the mark: far from what would have been written in 0.3 s.
-        assert written_bytes < 6_000_000
-
-    run(scenario())
-
-
-def test_a_stream_that_ignores_back_pressure_loses_its_client(run: Run) -> None:
-    outcome: list[Disconnect] = []
-    most_bytes = 0
-
-    async def handler(request: Request, responder: Responder) -> None:
-        nonlocal most_bytes
-        stream = await responder.start_stream(200)
-        while responder.disconnected is None:
-            stream.write(b"x" * 10_000)
-            if not stream.ready:
-                most_bytes += 10_000
-            if most_bytes % 50_000 == 0:
-                await asyncio.sleep(0)
-        outcome.append(responder.disconnected)
-
-    async def scenario() -> None:
-        limits = Limits(high_water_bytes=20_000, low_water_bytes=5_000, overflow_bytes=500_000)
-        async with serving(handler, limits) as served:
-            with small_receiver(served.port):
-                await until(lambda: bool(outcome))
-        assert outcome == [Disconnect.WRITE_OVERFLOW]
-        assert most_bytes <= 600_000
-        assert served.counts[HttpEvent.WRITE_OVERFLOW] == 1
-
-    run(scenario())
-
-
-def test_the_last_answer_may_stall_too(run: Run) -> None:
-    async def handler(request: Request, responder: Responder) -> None:
-        responder.answer(200, (), b"x" * 20_000_000)
-
-    async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=0.2)) as served:
-            with small_receiver(served.port, LAST_GET):
-                await until(lambda: served.server.connections == 1)
-                await until(lambda: served.server.connections == 0)
-        assert served.counts[HttpEvent.WRITE_STALLED] == 1
-
-    run(scenario())
-
-
-def test_a_slow_reader_that_reads_is_not_stalled(run: Run) -> None:
-    async def handler(request: Request, responder: Responder) -> None:
-        await responder.send(200, (), b"x" * 16_000_000)
-
-    async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=1.0)) as served:
-            reader, writer = await served.connect()
-            writer.write(LAST_GET)
-            received = 0
-            while data := await reader.read(400_000):
-                received += len(data)
-                await asyncio.sleep(0.03)  # about 60 times: in all longer than a stall may be
-            assert received > 16_000_000
-            assert served.counts[HttpEvent.WRITE_STALLED] == 0
-            writer.close()
-
-    run(scenario())
-
-
-def test_answers_do_not_pile_up_for_a_client_that_only_sends(run: Run) -> None:
-    started = 0
-
-    async def handler(request: Request, responder: Responder) -> None:
-        nonlocal started
-        started += 1
-        responder.answer(200, (), b"x" * 100_000)
-
-    async def scenario() -> None:
-        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=0.3)) as served:
-            with small_receiver(served.port) as sock:
-                sock.sendall(GET * 200)
-                await until(lambda: served.counts[HttpEvent.WRITE_STALLED] == 1)
-        assert started < 100
 
     run(scenario())
 
