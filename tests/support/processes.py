@@ -137,9 +137,11 @@ class Fleet:
         self.processes: list[Running] = []
         self._starts = 0
 
-    async def worker(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Running:
-        """Start a mock worker and return once it serves."""
-        running = await self._start("worker", ("worker", "mock", *arguments), environ, CLI)
+    async def worker(
+        self, *arguments: str, engine: str = "mock", environ: Mapping[str, str] | None = None
+    ) -> Running:
+        """Start a worker and return once it serves."""
+        running = await self._start("worker", ("worker", engine, *arguments), environ, CLI)
         self.processes.append(running)
         return running
 

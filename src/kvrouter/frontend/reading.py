@@ -75,7 +75,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     report_active_blocks=int(columns.report_active_blocks[slot]) if reported else None,
                     report_prefill_tokens=int(columns.report_prefill_tokens[slot]) if reported else None,
                     held_blocks=None if held_of is None else held_of(slot),
-                    feed=None if feed is None else feed.state,
+                    feed=None if feed is None else _state(card, feed),
                     stale_s=None if feed is None else feed.stale_s,
                     lag_s=None if feed is None else feed.lag_s,
                     silent_s=None if feed is None else feed.silent_s,
@@ -83,6 +83,15 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                 )
             )
         yield WorkerReading(card, fleet.is_alive(card.worker_id), tuple(ranks))
+
+
+def _state(card: WorkerCard, feed: FeedReading) -> FeedState:
+    """How far what is known of a rank can be trusted. All that its worker tells may have come, and yet the
+    worker itself may know its engine's cache in part only.
+    """
+    if card.cache_is_partial and feed.state is FeedState.LIVE:
+        return FeedState.PARTIAL
+    return feed.state
 
 
 def read_index(model: ModelRouter) -> IndexReading | None:

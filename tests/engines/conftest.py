@@ -1,0 +1,22 @@
+"""Real engines, shared by the tests of a module: they take half a minute to start."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.support.processes import Fleet, fleet
+
+
+@pytest.fixture(scope="module")
+def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engines of a module write their logs."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def kvrouter() -> AsyncIterator[Fleet]:
+    """The processes of kvrouter, without NATS."""
+    async with fleet() as processes:
+        yield processes
