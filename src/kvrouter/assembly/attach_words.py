@@ -10,6 +10,9 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.port import Engine
 
+API_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
+"""The environment variable with the key that an engine's server asks for."""
+
 
 class EngineKind(StrEnum):
     """Engines that can be attached."""

@@ -7,10 +7,10 @@ from typing import TypeVar
 
 from kvrouter.assembly.attach_sglang import attach_sglang
 from kvrouter.assembly.attach_vllm import attach_vllm
-from kvrouter.assembly.attach_words import Attached, EngineAt, EngineKind
+from kvrouter.assembly.attach_words import API_KEY_VARIABLE, Attached, EngineAt, EngineKind
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import EngineServer, KeyRefused
 from kvrouter.engines.sglang.facts import ask_facts as ask_sglang
 from kvrouter.engines.vllm.facts import ask_facts as ask_vllm
 from kvrouter.planes.requests.port import WorkerUnreachable
@@ -53,6 +53,10 @@ async def _asked(
     while True:
         try:
             return await ask(server)
+        except KeyRefused as error:
+            raise ConfigError(
+                f"--url: {error.message}: give its key in {API_KEY_VARIABLE}", param="url"
+            ) from error
         except WorkerUnreachable as error:
             if loop.time() >= until_s:
                 raise ConfigError(

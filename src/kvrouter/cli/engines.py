@@ -15,8 +15,6 @@ from kvrouter.config.sources import load_settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 
-API_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
-
 WORKER_IDS = 2**63
 
 _VLLM_HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
@@ -124,7 +122,7 @@ def _serve(
         raise click.UsageError("--no-kv-events and --kv-events contradict each other")
     of_fleet = fleet_of_one(said)
     group = of_fleet.workers[0]
-    from kvrouter.assembly.attach_words import EngineAt, EngineKind  # noqa: PLC0415
+    from kvrouter.assembly.attach_words import API_KEY_VARIABLE, EngineAt, EngineKind  # noqa: PLC0415
     from kvrouter.assembly.described import placed_config  # noqa: PLC0415
     from kvrouter.assembly.engine_worker import EngineWorkerSpec, serve_engine_worker  # noqa: PLC0415
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrouter.core.errors import ProtocolError
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import LoadReport
@@ -15,7 +15,7 @@ from kvrouter.engines.openai.events import ReadEvent, read_event
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
-from kvrouter.planes.requests.port import EngineStream, WorkerUnreachable
+from kvrouter.planes.requests.port import EngineStream
 
 LOOK_EACH_S = 1.0
 """How often an engine is looked at: its load, and whether it answers."""
@@ -55,7 +55,7 @@ class Ways(Protocol):
         """Return how the engine is asked for a leg. Raises InvalidRequest."""
 
     async def look(self, server: EngineServer) -> Look:
-        """Ask for its load. Raises WorkerUnreachable or ProtocolError."""
+        """Ask for its load; an error of the core tree for whatever is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ServedEngine:
         while True:
             try:
                 look = await self._ways.look(self._server)
-            except (WorkerUnreachable, ProtocolError) as error:
+            except KvrouterError as error:
                 self._not_heard(error.message)
             else:
                 self._heard(look)
@@ -145,7 +145,7 @@ class ServedEngine:
     def _heard(self, look: Look) -> None:
         was_silent = self._is_silent
         self._failed_looks = 0
-        if look.started != self._started:
+        if look.started is not None and look.started != self._started:
             self._started = look.started
             self._tell("the engine was started anew")
         elif was_silent:

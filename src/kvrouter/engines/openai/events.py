@@ -69,9 +69,12 @@ class Choice(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] | None = None
 
 
-class _Failure(msgspec.Struct, frozen=True):
+class Failure(msgspec.Struct, frozen=True):
+    """An error where an answer should be."""
+
     message: str = ""
     code: int | str | None = None
+    param: str | None = None
 
 
 class AnswerEvent(msgspec.Struct, frozen=True):
@@ -79,7 +82,7 @@ class AnswerEvent(msgspec.Struct, frozen=True):
 
     choices: tuple[Choice, ...] = ()
     usage: AnswerUsage | None = None
-    error: _Failure | None = None
+    error: Failure | None = None
     kv_transfer_params: KvTransferParams | None = None
     system_fingerprint: str | None = None
 

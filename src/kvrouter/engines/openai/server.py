@@ -1,6 +1,7 @@
 """The engine's HTTP server, as the worker beside it reaches it."""
 
 from collections.abc import Mapping
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -26,7 +27,16 @@ SAID_MAX_CHARS = 500
 _FULL = frozenset({429, 503})
 """The statuses with which an engine says that it takes no more for now."""
 
-_CONTEXT_WORDS = ("maximum context length", "max_model_len", "context length", "too long")
+_AT_FAULT = frozenset({400, 404, 413, 422})
+"""The statuses that blame the call."""
+
+_CONTEXT_WORDS = (
+    "maximum context length",
+    "max_model_len",
+    "context length",
+    "maximum allowed length",
+    "too long",
+)
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -46,6 +56,10 @@ class _Failure(msgspec.Struct, frozen=True):
 _failure = msgspec.json.Decoder(_Failure)
 
 
+class KeyRefused(WorkerUnreachable):
+    """The engine asks for a key, or for another one."""
+
+
 class EngineServer:
     """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
 
@@ -62,6 +76,7 @@ class EngineServer:
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
         self._session: aiohttp.ClientSession | None = None
+        self._answers: WeakSet[aiohttp.ClientResponse] = WeakSet()
 
     async def open(self) -> None:
         """Be ready to ask; nothing is sent yet."""
@@ -76,13 +91,15 @@ class EngineServer:
     async def close(self) -> None:
         """Close every connection; open answers break. Idempotent."""
         if self._session is not None:
+            for answer in tuple(self._answers):
+                answer.close()  # a session alone leaves whoever reads waiting
             await self._session.close()
             self._session = None
 
     async def look(self, path: str) -> bytes | None:
         """Ask a small question; None when the engine does not know the path.
 
-        Raises WorkerUnreachable when it does not answer, or with an error.
+        Raises WorkerUnreachable when it does not answer, or with an error, KeyRefused for one about its key.
         """
         limit = aiohttp.ClientTimeout(total=self._look_limit_s, sock_connect=self._connect_limit_s)
         try:
@@ -90,9 +107,13 @@ class EngineServer:
                 if answer.status in (404, 405):
                     return None
                 body = await _read_whole(answer)
+                if answer.status in (401, 403):
+                    raise KeyRefused(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
                 if answer.status != 200:
-                    raise failure_of(answer.status, body, f"{self.url}{path}")
+                    raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
                 return body
+        except StreamBroken as error:
+            raise WorkerUnreachable(error.message) from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from error
 
@@ -110,6 +131,7 @@ class EngineServer:
                 data=body,
                 headers={"content-type": "application/json", **(headers or {})},
             )
+            self._answers.add(answer)
             if answer.status == 200:
                 return answer
             async with answer:
@@ -142,11 +164,16 @@ def failure_of(status: int, body: bytes, where: str) -> KvrouterError:
     message, param = said(body)
     if status in _FULL:
         return WorkerFull(f"{where} answered {status}: {message}")
-    if status in (400, 404, 413, 422):
-        if any(words in message for words in _CONTEXT_WORDS):
-            return ContextLengthExceeded(message, param=param)
-        return InvalidRequest(message or f"the engine answered {status}", param=param)
+    if status in _AT_FAULT:
+        return _refused(status, message, param)
     return WorkerUnreachable(f"{where} answered {status}: {message}")
+
+
+def failure_inside(code: int | str | None, message: str, param: str | None) -> KvrouterError:
+    """Return what an error means that takes the place of an answer: the call's fault, or a failed engine."""
+    if isinstance(code, int) and code in _AT_FAULT:
+        return _refused(code, message, param)
+    return StreamBroken(f"the engine failed: {message}")
 
 
 def said(body: bytes) -> tuple[str, str | None]:
@@ -159,6 +186,12 @@ def said(body: bytes) -> tuple[str, str | None]:
         return failure.error.message[:SAID_MAX_CHARS], failure.error.param
     message = failure.message or ("" if failure.detail is None else str(failure.detail))
     return message[:SAID_MAX_CHARS], failure.param
+
+
+def _refused(status: int, message: str, param: str | None) -> InvalidRequest:
+    if any(words in message for words in _CONTEXT_WORDS):
+        return ContextLengthExceeded(message, param=param)
+    return InvalidRequest(message or f"the engine answered {status}", param=param)
 
 
 async def _read_whole(answer: aiohttp.ClientResponse) -> bytes:

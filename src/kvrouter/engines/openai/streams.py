@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from kvrouter.core.errors import ProtocolError
+from kvrouter.core.errors import InvalidRequest, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.raw import RawEvents
+from kvrouter.engines.openai.server import failure_inside
 from kvrouter.engines.openai.sse import DONE, EventCutter
 from kvrouter.planes.requests.port import StreamBroken
 
@@ -48,6 +49,7 @@ class SseStream:
         self._params: KvTransferParams | None = None
         self._cancelled: str | None = None
         self._is_over = False
+        self._has_begun = False
         self._ready: deque[EngineChunk] = deque()
         self._gathered = _Gathered(reading)
         self._raw = RawEvents(added_token_ids=reading.added_token_ids, added_usage=reading.added_usage)
@@ -59,11 +61,11 @@ class SseStream:
         if self._is_over:
             raise StopAsyncIteration
         chunk: EngineChunk | None = None
-        broken: StreamBroken | None = None
+        broken: StreamBroken | InvalidRequest | None = None
         if self._cancelled is None:
             try:
                 chunk = await self._next()
-            except StreamBroken as error:
+            except (StreamBroken, InvalidRequest) as error:
                 broken = error
             except (aiohttp.ClientError, OSError, ProtocolError) as error:
                 broken = StreamBroken(f"{self._answer.url}: {type(error).__name__}: {error}")
@@ -111,7 +113,11 @@ class SseStream:
 
     def _take(self, event: AnswerEvent, raw: bytes) -> None:
         if event.error is not None:
-            raise StreamBroken(f"the engine failed: {event.error.message}")
+            failure = event.error
+            # Once it began to answer, the call cannot be what was wrong.
+            code = None if self._has_begun else failure.code
+            raise failure_inside(code, failure.message, failure.param)
+        self._has_begun = True
         self._finish = event.finish or self._finish
         self._params = event.kv_transfer_params or self._params
         self._gathered.take(event)
@@ -158,15 +164,16 @@ class WholeStream:
             raise StopAsyncIteration
         await asyncio.wait({self._answering})
         self._is_over = True
-        if self._answering.cancelled():
+        if self._cancelled is not None or self._answering.cancelled():
             return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         return self._chunk(self._answering.result())
 
     def cancel(self, reason: str) -> None:
         """Close the connection: the engine aborts what it runs for it. Idempotent."""
-        if self._cancelled is None:
+        if self._cancelled is None and not self._is_over:
             self._cancelled = reason
-            self._answering.cancel()
+            if not self._answering.cancel() and not self._answering.cancelled():
+                self._answering.exception()  # nobody reads it any more
 
     def _chunk(self, body: bytes) -> EngineChunk:
         try:
@@ -174,7 +181,7 @@ class WholeStream:
         except ProtocolError as error:
             raise StreamBroken(error.message) from error
         if event.error is not None:
-            raise StreamBroken(f"the engine failed: {event.error.message}")
+            raise failure_inside(event.error.code, event.error.message, event.error.param)
         if event.finish is None:
             raise StreamBroken("the engine's answer has no finish reason")
         gathered = _Gathered(self._reading)

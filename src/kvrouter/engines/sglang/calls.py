@@ -10,7 +10,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, is_set_inside, put, put_inside
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice
+from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice, Failure
 from kvrouter.engines.openai.streams import Reading
 
 GENERATE = "/generate"
@@ -108,6 +108,7 @@ def _sampling(request: EngineRequest) -> dict[str, object]:
 class _Ended(msgspec.Struct, frozen=True):
     type: str
     message: str = ""
+    status_code: int | None = None
 
 
 class _Meta(msgspec.Struct, frozen=True):
@@ -120,7 +121,14 @@ class _Meta(msgspec.Struct, frozen=True):
 class _Generated(msgspec.Struct, frozen=True):
     output_ids: tuple[int, ...] = ()
     meta_info: _Meta = _Meta()
-    error: msgspec.Raw | None = None
+    error: Failure | None = None
+
+
+def _aborted(ended: _Ended | None) -> Failure | None:
+    """What was refused, or failed, is told as an abort with a status, beside a token of no worth."""
+    if ended is None or ended.type != "abort" or ended.status_code is None:
+        return None
+    return Failure(ended.message, ended.status_code)
 
 
 _generated = msgspec.json.Decoder(_Generated)
@@ -140,12 +148,17 @@ class GenerateReader:
             said = _generated.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"the engine's answer: {error}", param="data") from error
-        if said.error is not None:
-            raise ProtocolError(
-                f"the engine failed: {bytes(said.error).decode('utf-8', 'replace')}", param="error"
-            )
         meta = said.meta_info
-        new = said.output_ids[len(said.output_ids) - max(0, meta.completion_tokens - self._seen) :]
+        failure = said.error or _aborted(meta.finish_reason)
+        if failure is not None:
+            return AnswerEvent(error=failure)
+        n_new = max(0, meta.completion_tokens - self._seen)
+        if n_new > len(said.output_ids):
+            raise ProtocolError(
+                f"output_ids: {n_new} new tokens are counted, and {len(said.output_ids)} told",
+                param="output_ids",
+            )
+        new = said.output_ids[len(said.output_ids) - n_new :]
         self._seen = max(self._seen, meta.completion_tokens)
         return AnswerEvent(
             choices=(

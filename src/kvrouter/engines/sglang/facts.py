@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,7 +44,7 @@ class _Events(msgspec.Struct, frozen=True):
 
 
 class _Server(msgspec.Struct, frozen=True):
-    page_size: int
+    page_size: Annotated[int, msgspec.Meta(ge=1)]
     max_total_num_tokens: int
     served_model_name: str
     tokenizer_path: str = ""

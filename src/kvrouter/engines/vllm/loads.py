@@ -1,6 +1,7 @@
 """How busy vLLM says that it is, from its metrics page."""
 
 from collections.abc import Mapping
+from math import isfinite
 
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
@@ -39,5 +40,5 @@ def _by_rank(samples: Samples, name: str) -> dict[DpRank, float]:
     return {
         DpRank(int(sample.labels["engine"])): sample.value
         for sample in samples.get(name, ())
-        if sample.labels.get("engine", "").isdecimal()
+        if sample.labels.get("engine", "").isdecimal() and isfinite(sample.value)
     }

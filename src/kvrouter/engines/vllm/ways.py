@@ -10,6 +10,7 @@ from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.calls import call_of
 from kvrouter.engines.vllm.facts import STARTED_METRIC, RankFacts, started_of
 from kvrouter.engines.vllm.loads import LOAD_METRICS, load_reports
+from kvrouter.planes.requests.port import WorkerUnreachable
 
 
 class VllmWays:
@@ -27,5 +28,7 @@ class VllmWays:
     async def look(self, server: EngineServer) -> Look:
         """Read its metrics page."""
         page = await server.look("/metrics")
-        samples = read_metrics(page or b"", (*LOAD_METRICS, STARTED_METRIC))
+        if page is None:
+            raise WorkerUnreachable(f"{server.url} has no /metrics any more: is it another server?")
+        samples = read_metrics(page, (*LOAD_METRICS, STARTED_METRIC))
         return Look(tuple(load_reports(samples, self._ranks, self._worker_id)), started_of(samples))

@@ -1,0 +1,165 @@
+"""What an engine's HTTP answers mean: the call's fault, a full engine, one that failed or is not there."""
+
+import json
+
+import pytest
+
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.engines.openai import server as server_module
+from kvrouter.engines.openai.server import SAID_MAX_CHARS, EngineServer, KeyRefused, failure_of
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
+
+COMPLETIONS = "/v1/completions"
+
+
+class Asked:
+    """A scripted engine, and a server that reaches it."""
+
+    def __init__(self, *answers: Answer, api_key: str | None = None, look_limit_s: float = 30.0) -> None:
+        self.engine = ScriptedEngine()
+        self.engine.answers.extend(answers)
+        self._api_key = api_key
+        self._look_limit_s = look_limit_s
+
+    async def __aenter__(self) -> "Asked":
+        await self.engine.start()
+        self.server = EngineServer(
+            self.engine.url + "/", api_key=self._api_key, look_limit_s=self._look_limit_s
+        )
+        await self.server.open()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.server.close()
+        await self.engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "says", "param"),
+    [
+        (400, page("vllm-0.32.0-error-context.json"), ContextLengthExceeded, "max_model_len=", "max_tokens"),
+        (404, page("vllm-0.32.0-error-model.json"), InvalidRequest, "`nope` does not exist", "model"),
+        (400, page("vllm-0.32.0-error-field.json"), InvalidRequest, "valid integer", "body.max_tokens"),
+        (400, page("sglang-0.5.23-error-context.json"), ContextLengthExceeded, "of 4096 tokens", None),
+        (422, b'{"detail":[{"loc":["body","n"],"msg":"bad"}]}', InvalidRequest, "'msg': 'bad'", None),
+        (413, b"", InvalidRequest, "the engine answered 413", None),
+        (404, b'{"detail":"Not Found"}', InvalidRequest, "Not Found", None),
+        (400, b"no JSON", InvalidRequest, "no JSON", None),
+        (400, b'{"error":{"message":5}}', InvalidRequest, '{"error"', None),
+        (429, b'{"error":{"message":"queue"}}', WorkerFull, "answered 429: queue", None),
+        (503, b"", WorkerFull, "answered 503", None),
+        (401, b'{"error":"Unauthorized"}', WorkerUnreachable, "answered 401", None),
+        (500, b'{"error":{"message":"EngineCore died"}}', WorkerUnreachable, "EngineCore died", None),
+        (502, b"<html>", WorkerUnreachable, "answered 502", None),
+    ],
+)  # fmt: skip
+def test_every_status_has_a_meaning(
+    status: int, body: bytes, kind: type[KvrouterError], says: str, param: str | None
+) -> None:
+    failure = failure_of(status, body, "http://engine/v1/completions")
+    assert type(failure) is kind
+    assert says in failure.message
+    assert failure.param == param
+
+
+def test_an_engine_that_talks_on_is_cut_short() -> None:
+    failure = failure_of(400, json.dumps({"error": {"message": "é" * 10_000}}).encode(), "engine")
+    assert len(failure.message) == SAID_MAX_CHARS
+
+
+async def test_a_question_is_answered_and_a_path_that_is_not_there_is_none() -> None:
+    async with Asked(api_key="secret") as asked:
+        assert await asked.server.look("/version") == b'{"version":"0.32.0"}'
+        assert await asked.server.look("/nothing") is None
+        asked.engine.set_page("/odd", b"", status=405)
+        assert await asked.server.look("/odd") is None
+        assert [each["Authorization"] for each in asked.engine.question_headers] == ["Bearer secret"] * 3
+
+
+@pytest.mark.parametrize("status", [400, 422, 429, 500, 503])
+async def test_whatever_error_answers_a_question_the_engine_counts_as_not_there(status: int) -> None:
+    async with Asked() as asked:
+        asked.engine.set_page("/metrics", '{"error":{"message":"not now"}}', status=status)
+        with pytest.raises(WorkerUnreachable, match=rf"/metrics answered {status}: not now"):
+            await asked.server.look("/metrics")
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_key_that_is_wanted_is_told_apart(status: int) -> None:
+    async with Asked() as asked:
+        asked.engine.set_page("/v1/models", '{"error":"Unauthorized"}', status=status)
+        with pytest.raises(KeyRefused, match="Unauthorized"):
+            await asked.server.look("/v1/models")
+
+
+async def test_a_question_that_is_never_answered_ends_in_its_time() -> None:
+    async with Asked(look_limit_s=0.05) as asked:
+        asked.engine.pages["/metrics"] = Answer(ends=Ends.NO_HEADERS)
+        with pytest.raises(WorkerUnreachable, match="TimeoutError"):
+            await asked.server.look("/metrics")
+        asked.engine.pages["/metrics"] = Answer((b"vllm:",), ends=Ends.HELD)
+        with pytest.raises(WorkerUnreachable, match="TimeoutError"):
+            await asked.server.look("/metrics")
+
+
+async def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "ANSWER_MAX_BYTES", 1000)
+    long = Answer((b"x" * 1001,), content_type=JSON)
+    async with Asked(long) as asked:
+        asked.engine.pages["/metrics"] = long
+        with pytest.raises(WorkerUnreachable, match="over the 1000 bytes"):
+            await asked.server.look("/metrics")
+        with pytest.raises(StreamBroken, match="over the 1000 bytes"):
+            await asked.server.ask(COMPLETIONS, b"{}")
+
+
+async def test_nobody_listens() -> None:
+    async with Asked() as asked:
+        await asked.engine.stop()
+        for asking in (asked.server.look("/metrics"), asked.server.ask(COMPLETIONS, b"{}")):
+            with pytest.raises(WorkerUnreachable, match="ClientConnectorError"):
+                await asking
+        await asked.engine.start()
+        assert await asked.server.look("/version") is not None
+
+
+async def test_a_call_arrives_as_it_was_sent_and_its_whole_answer_comes_back() -> None:
+    whole = page("vllm-0.32.0-completion.json")
+    async with Asked(Answer((whole[:9], whole[9:]), content_type=JSON)) as asked:
+        answer = await asked.server.ask(COMPLETIONS, b'{ "a" : 1.0 }', {"X-Request-Id": "r-1"})
+        assert answer == whole
+        call = await asked.engine.called()
+        assert (call.path, call.raw) == (COMPLETIONS, b'{ "a" : 1.0 }')
+        assert (call.headers["x-request-id"], call.headers["content-type"]) == ("r-1", JSON)
+
+
+async def test_errors_of_calls_are_what_their_status_means() -> None:
+    answers = [
+        Answer.error(400, "vllm-0.32.0-error-context.json"),
+        Answer((b"",), status=503),
+        Answer((b"boom",), status=500),
+    ]
+    async with Asked(*answers) as asked:
+        for kind in (ContextLengthExceeded, WorkerFull, WorkerUnreachable):
+            with pytest.raises(kind):
+                await asked.server.post(COMPLETIONS, b"{}")
+
+
+async def test_a_call_that_was_never_answered_may_go_elsewhere_and_a_cut_answer_is_broken() -> None:
+    refused, cut = Answer(ends=Ends.REFUSED), Answer((b'{"id":',), content_type=JSON, ends=Ends.CUT)
+    async with Asked(refused, cut) as asked:
+        with pytest.raises(WorkerUnreachable, match="ServerDisconnectedError"):
+            await asked.server.ask(COMPLETIONS, b"{}")
+        with pytest.raises(StreamBroken, match="ClientPayloadError"):
+            await asked.server.ask(COMPLETIONS, b"{}")
+
+
+async def test_one_server_after_the_other_is_closed_for_good() -> None:
+    async with scripted_engine() as engine:
+        server = EngineServer(engine.url)
+        await server.open()
+        await server.close()
+        await server.close()
+        with pytest.raises(RuntimeError, match="not opened"):
+            await server.look("/version")

@@ -1,0 +1,259 @@
+"""A leg's answer over real sockets: as it comes, cancelled, broken off, refused late."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.engines.openai.events import read_event
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
+from kvrouter.engines.sglang.calls import GenerateReader
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from tests.support.engine_server import JSON, Answer, Call, Ends, ScriptedEngine, event_of, page, sse
+
+RAW = Reading(passes_raw=True)
+TOKENS = Reading(passes_raw=False)
+PATH = "/v1/completions"
+WHOLE = page("vllm-0.32.0-completion.json")
+
+
+def token(token_id: int, finish: str | None = None) -> dict[str, object]:
+    return {"choices": [{"index": 0, "text": "x", "token_ids": [token_id], "finish_reason": finish}]}
+
+
+@dataclass
+class Asked:
+    """An engine that was asked for one leg."""
+
+    engine: ScriptedEngine
+    server: EngineServer
+
+    async def stream(self, reading: Reading = RAW) -> SseStream:
+        return SseStream(await self.server.post(PATH, b"{}"), reading)
+
+    def whole(self, reading: Reading = TOKENS) -> WholeStream:
+        return WholeStream(self.server.ask(PATH, b"{}"), reading)
+
+    async def call(self) -> Call:
+        return await self.engine.called()
+
+
+@asynccontextmanager
+async def asked(*answers: Answer) -> AsyncIterator[Asked]:
+    engine = ScriptedEngine()
+    engine.answers.extend(answers)
+    await engine.start()
+    server = EngineServer(engine.url)
+    await server.open()
+    try:
+        async with asyncio.timeout(60):
+            yield Asked(engine, server)
+    finally:
+        await server.close()
+        await engine.stop()
+
+
+async def read(stream: SseStream | WholeStream) -> list[EngineChunk]:
+    return [chunk async for chunk in stream]
+
+
+async def test_a_recorded_answer_passes_byte_for_byte() -> None:
+    recorded = page("vllm-0.32.0-chat.sse")
+    async with asked(Answer((recorded[:100], recorded[100:101], recorded[101:]))) as at:
+        chunks = await read(await at.stream())
+    assert b"".join(chunk.raw for chunk in chunks) == recorded
+    assert chunks[-1].finish is FinishReason.LENGTH
+
+
+async def test_each_token_is_there_as_soon_as_the_engine_wrote_it() -> None:
+    async with asked(Answer((event_of(token(1)),), ends=Ends.HELD)) as at:
+        stream = await at.stream(TOKENS)
+        assert (await anext(stream)).token_ids == (1,)
+        assert not (await at.call()).left.is_set()
+
+
+async def test_a_cancelled_stream_closes_its_connection_and_a_read_that_waits_ends() -> None:
+    async with asked(Answer((event_of(token(1)),), ends=Ends.HELD)) as at:
+        stream = await at.stream()
+        await anext(stream)
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        stream.cancel("the client left")
+        stream.cancel("again")
+        last = await waiting
+        assert (last.finish, last.error) == (FinishReason.CANCELLED, "the client left")
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await (await at.call()).left.wait()
+
+
+async def test_a_stream_that_is_cancelled_before_its_first_read_ends_as_well() -> None:
+    async with asked(Answer((sse(token(1, "stop")),))) as at:
+        stream = await at.stream()
+        stream.cancel("no more")
+        assert [chunk.finish for chunk in await read(stream)] == [FinishReason.CANCELLED]
+
+
+@pytest.mark.parametrize(
+    ("answer", "n_tokens", "says"),
+    [
+        (Answer((event_of(token(1)), b'data: {"choices"'), ends=Ends.CUT), 1, "ClientPayloadError"),
+        (Answer((event_of(token(1)), b'data: {"choices"')), 1, "in the middle of an event"),
+        (Answer((event_of(token(1)),)), 1, "without a finish reason"),
+        (Answer((sse(token(1)),)), 0, "without a finish reason"),
+        (Answer((b"data: nonsense\n\n",)), 0, "the engine's answer"),
+        (Answer((b"data: [1]\n\n",)), 0, "the engine's answer"),
+        (Answer(()), 0, "without a finish reason"),
+    ],
+)
+async def test_what_breaks_off_is_broken(answer: Answer, n_tokens: int, says: str) -> None:
+    async with asked(answer) as at:
+        stream = await at.stream()
+        for _ in range(n_tokens):
+            assert (await anext(stream)).token_ids == (1,)
+        with pytest.raises(StreamBroken, match=says):
+            await anext(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_an_engine_that_stops_breaks_its_streams() -> None:
+    async with asked(Answer((event_of(token(1)),), ends=Ends.HELD)) as at:
+        stream = await at.stream()
+        await anext(stream)
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        await at.server.close()
+        with pytest.raises(StreamBroken):
+            await waiting
+
+
+async def test_an_engine_that_stops_answers_nobody_who_waits() -> None:
+    async with asked(Answer(ends=Ends.NO_HEADERS), Answer((b"{",), content_type=JSON, ends=Ends.HELD)) as at:
+        unheard, begun = at.whole(), at.whole()
+        waiting = [asyncio.create_task(anext(stream)) for stream in (unheard, begun)]
+        await at.engine.called(2)
+        await at.server.close()
+        for each in waiting:
+            with pytest.raises((WorkerUnreachable, StreamBroken)):
+                await each
+
+
+@pytest.mark.parametrize(
+    ("events", "kind", "says"),
+    [
+        ([{"error": {"message": "no tool", "code": 400, "param": "tools"}}], InvalidRequest, "no tool"),
+        ([{"error": {"message": "core died", "code": 500}}], StreamBroken, "core died"),
+        ([{"error": {"message": "odd", "code": "400"}}], StreamBroken, "odd"),
+        ([token(1), {"error": {"message": "late", "code": 400}}], StreamBroken, "late"),
+    ],
+)
+async def test_an_error_event_blames_the_call_only_in_place_of_an_answer(
+    events: list[object], kind: type[KvrouterError], says: str
+) -> None:
+    async with asked(Answer(tuple(map(event_of, events)))) as at:
+        stream = await at.stream()
+        with pytest.raises(kind, match=says):
+            await read(stream)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_an_error_event_of_sglang_blames_the_call_too() -> None:
+    async with asked(Answer((page("sglang-0.5.23-error-in-stream.sse"),))) as at:
+        with pytest.raises(ContextLengthExceeded, match="1018 tokens"):
+            await read(await at.stream())
+
+
+@pytest.mark.parametrize("name", ["sglang-0.5.23-generate-error.sse", "sglang-0.5.23-generate-abort.sse"])
+async def test_both_ways_in_which_sglang_refuses_token_ids_blame_the_call(name: str) -> None:
+    async with asked(Answer((page(name),))) as at:
+        stream = SseStream(await at.server.post(PATH, b"{}"), TOKENS, GenerateReader())
+        with pytest.raises(ContextLengthExceeded, match="tokens"):
+            await read(stream)
+
+
+async def test_tokens_of_sglang_come_once_each() -> None:
+    async with asked(Answer((page("sglang-0.5.23-generate.sse"),))) as at:
+        chunks = await read(SseStream(await at.server.post(PATH, b"{}"), TOKENS, GenerateReader()))
+    assert [t for chunk in chunks for t in chunk.token_ids] == [1309, 722, 504, 1369, 1022, 1252]
+    assert (chunks[-1].finish, chunks[-1].raw) == (FinishReason.LENGTH, b"")
+
+
+async def test_a_whole_answer_is_one_chunk() -> None:
+    async with asked(Answer((WHOLE,), content_type=JSON)) as at:
+        assert await read(at.whole(RAW)) == [
+            EngineChunk(finish=FinishReason.LENGTH, cached_tokens=0, raw=WHOLE)
+        ]
+
+
+async def test_a_prefill_tells_where_its_kv_waits_and_passes_no_bytes() -> None:
+    params = {"remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_port": 5600}
+    body = WHOLE.replace(b'"kv_transfer_params":null', b'"kv_transfer_params":' + _json(params))
+    async with asked(Answer((body,), content_type=JSON)) as at:
+        (chunk,) = await read(at.whole())
+    assert (chunk.kv_transfer_params, chunk.raw) == (params, b"")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Answer.error(400, "vllm-0.32.0-error-context.json"), ContextLengthExceeded),
+        (Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
+        (Answer((b"",), status=429), WorkerFull),
+        (Answer((b"",), status=500), WorkerUnreachable),
+        (Answer(ends=Ends.REFUSED), WorkerUnreachable),
+        (Answer((WHOLE[:20],), content_type=JSON, ends=Ends.CUT), StreamBroken),
+        (Answer((b"no JSON",), content_type=JSON), StreamBroken),
+        (Answer((b"{}",), content_type=JSON), StreamBroken),
+        (Answer((b'{"error":{"message":"died","code":500}}',), content_type=JSON), StreamBroken),
+        (Answer((b'{"error":{"message":"n","code":400}}',), content_type=JSON), InvalidRequest),
+    ],
+)
+async def test_the_read_of_a_whole_answer_raises_what_the_engine_says(
+    answer: Answer, kind: type[KvrouterError]
+) -> None:
+    async with asked(answer) as at:
+        stream = at.whole()
+        with pytest.raises(kind) as caught:
+            await anext(stream)
+        assert type(caught.value) is kind
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+async def test_a_whole_answer_that_is_cancelled_closes_its_connection() -> None:
+    async with asked(Answer(ends=Ends.NO_HEADERS)) as at:
+        stream = at.whole()
+        waiting = asyncio.create_task(anext(stream))
+        call = await at.call()
+        stream.cancel("the client left")
+        assert (await waiting).finish is FinishReason.CANCELLED
+        await call.left.wait()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+
+@pytest.mark.parametrize("answer", [Answer((WHOLE,), content_type=JSON), Answer((b"",), status=500)])
+async def test_what_came_before_the_cancellation_is_not_read_any_more(answer: Answer) -> None:
+    async with asked(answer) as at:
+        answering = asyncio.create_task(at.server.ask(PATH, b"{}"))
+
+        async def answered() -> bytes:
+            return await answering
+
+        stream = WholeStream(answered(), TOKENS, read_event)
+        await asyncio.wait({answering})
+        for _ in range(5):
+            await asyncio.sleep(0)
+        stream.cancel("no more")
+        assert [chunk.finish for chunk in await read(stream)] == [FinishReason.CANCELLED]
+
+
+def _json(value: object) -> bytes:
+    return event_of(value)[6:-2]
