@@ -1,4 +1,4 @@
-"""An engine's own bytes over every request plane: in one piece, however long, and held back by a reader that is slow."""
+"""An engine's own bytes over every request plane: in one piece, and held back by a slow reader."""
 
 import asyncio
 from collections.abc import AsyncIterator
