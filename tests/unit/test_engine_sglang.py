@@ -1,0 +1,322 @@
+"""How SGLang is asked, and what its server tells of itself."""
+
+import json
+from array import array
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from msgspec.structs import replace
+
+from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
+from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.requests import (
+    Bootstrap,
+    CallRoute,
+    ClientCall,
+    EngineRequest,
+    FinishReason,
+    Leg,
+    Sampling,
+)
+from kvrouter.core.workers import LoadReport, Role
+from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.sglang.calls import GenerateReader, call_of
+from kvrouter.engines.sglang.facts import SglangFacts, ask_facts, ask_loads
+from kvrouter.engines.sglang.ways import SglangWays
+from kvrouter.planes.requests.port import WorkerUnreachable
+from tests.support.engine_server import SGLANG_PAGES, ScriptedEngine, page, scripted_engine
+
+CHAT: dict[str, object] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 0.1,
+    "stream": True,
+    "stop": ["END"],
+    "min_p": 0.2,
+    "never_heard_of": 1,
+}
+MEETING = Bootstrap(host="10.0.0.3", port=8998, room=2**62 + 1)
+MET = {"bootstrap_host": "10.0.0.3", "bootstrap_port": 8998, "bootstrap_room": 2**62 + 1}
+R0, R1 = DpRank(0), DpRank(1)
+W = WorkerId(7)
+
+
+def client(body: dict[str, object]) -> ClientCall:
+    return ClientCall(
+        route=CallRoute.CHAT, body=json.dumps(body).encode(), stream=bool(body.get("stream")), resumable=True
+    )
+
+
+def leg(call: ClientCall | None = None, kind: Leg = Leg.AGGREGATED, **changes: Any) -> EngineRequest:
+    request = EngineRequest(
+        request_id=RequestId("r"),
+        attempt=1,
+        leg=kind,
+        model=ModelName("tiny"),
+        token_ids=array("I", [5, 6, 7]),
+        sampling=Sampling(max_tokens=9, min_tokens=2, temperature=0.5, seed=3, stop_token_ids=(2,)),
+        intake="i",
+        call=call,
+    )
+    return replace(request, **changes)
+
+
+def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[str, Any]]:
+    call = call_of(request, n_ranks=n_ranks)
+    return call, json.loads(call.body)
+
+
+def test_a_streamed_chat_goes_as_it_was_written() -> None:
+    call, body = asked(leg(client(CHAT)))
+    assert body == {**CHAT, "rid": "r-i#1#aggregated", "stream_options": {"include_usage": True}}
+    assert (call.path, call.streams) == ("/v1/chat/completions", True)
+    assert call.reading == Reading(passes_raw=True, added_usage=True)
+
+
+def test_a_client_that_wants_the_usage_gets_it() -> None:
+    said = {**CHAT, "stream_options": {"include_usage": True}}
+    call, body = asked(leg(client(said)))
+    assert (body["stream_options"], call.reading) == (said["stream_options"], Reading(passes_raw=True))
+
+
+def test_both_legs_get_the_same_call_and_the_same_meeting_place() -> None:
+    prefill, sent_to_prefill = asked(leg(client(CHAT), Leg.PREFILL, bootstrap=MEETING))
+    decode, sent_to_decode = asked(leg(client(CHAT), Leg.DECODE, bootstrap=MEETING))
+    assert sent_to_prefill == {**CHAT, **MET, "stream": False, "rid": "r-i#1#prefill"}
+    assert sent_to_decode == {
+        **CHAT,
+        **MET,
+        "rid": "r-i#1#decode",
+        "stream_options": {"include_usage": True},
+    }
+    assert (prefill.streams, prefill.reading) == (False, Reading(passes_raw=False))
+    assert (decode.streams, decode.reading) == (True, Reading(passes_raw=True, added_usage=True))
+
+
+@pytest.mark.parametrize("kind", list(Leg))
+def test_tokens_go_where_tokens_are_taken(kind: Leg) -> None:
+    call, body = asked(leg(None, kind, bootstrap=MEETING))
+    is_prefill = kind is Leg.PREFILL
+    assert body == {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {
+            "max_new_tokens": 9, "min_new_tokens": 2, "temperature": 0.5, "top_p": 1.0, "top_k": -1,
+            "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "ignore_eos": False,
+            "stop_token_ids": [2], "sampling_seed": 3,
+        },
+        "stream": not is_prefill,
+        "rid": f"r-i#1#{kind}",
+        **MET,
+    }  # fmt: skip
+    assert (call.path, call.streams) == ("/generate", not is_prefill)
+    assert call.reading == Reading(passes_raw=False)
+    assert isinstance(call.reader(), GenerateReader)
+    assert call.reader() is not call.reader()
+
+
+def test_what_goes_on_elsewhere_is_drawn_as_the_client_said_and_has_no_stop_strings() -> None:
+    call, body = asked(leg(client(CHAT), resumed_tokens=1))
+    assert call.path == "/generate"
+    assert body["sampling_params"] == {
+        "max_new_tokens": 9, "min_new_tokens": 2, "temperature": 0.1, "min_p": 0.2
+    }  # fmt: skip
+    assert "messages" not in body
+
+
+@pytest.mark.parametrize("kind", list(Leg))
+@pytest.mark.parametrize("call", [client(CHAT), None])
+def test_every_leg_has_its_salt_its_adapter_and_its_rank(kind: Leg, call: ClientCall | None) -> None:
+    request = leg(call, kind, cache_namespace="tenant", lora_name="lora-a", dp_rank=R1)
+    _, body = asked(request, n_ranks=2)
+    assert (body["cache_salt"], body["lora_path"], body["routed_dp_rank"]) == ("tenant", "lora-a", 1)
+    assert not {"cache_salt", "lora_path", "routed_dp_rank", *MET} & set(asked(leg(call, kind))[1])
+
+
+def test_what_is_no_object_is_the_clients_mistake() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked(leg(client({**CHAT, "stream_options": 1})))
+    assert caught.value.param == "stream_options"
+
+
+def told(output_ids: list[int], completion_tokens: int, finish: object = None) -> bytes:
+    meta = {"finish_reason": finish, "completion_tokens": completion_tokens, "prompt_tokens": 3}
+    return json.dumps({"output_ids": output_ids, "meta_info": meta}).encode()
+
+
+@pytest.mark.parametrize(
+    ("finish", "expected"),
+    [
+        ({"type": "stop", "matched": 2}, FinishReason.STOP),
+        ({"type": "length", "length": 1}, FinishReason.LENGTH),
+        ({"type": "abort", "message": "left"}, FinishReason.CANCELLED),
+    ],
+)
+def test_why_an_answer_ended(finish: object, expected: FinishReason) -> None:
+    assert GenerateReader()(told([1], 1, finish)).finish is expected
+
+
+def test_an_abort_with_a_status_is_a_failure_and_its_token_is_none() -> None:
+    event = GenerateReader()(told([0], 1, {"type": "abort", "message": "no room", "status_code": 503}))
+    assert event.error is not None
+    assert (event.error.message, event.error.code, event.token_ids) == ("no room", 503, ())
+
+
+def test_a_whole_answer_is_read_too() -> None:
+    event = GenerateReader()(page("sglang-0.5.23-generate.json"))
+    assert (event.token_ids, event.finish) == ((1309,), FinishReason.LENGTH)
+    assert event.usage is not None
+    assert event.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b'{"output_ids":"x"}', b'{"output_ids":[-1.5]}', b"\xff"])
+def test_what_is_no_answer_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        GenerateReader()(data)
+    assert caught.value.param == "data"
+
+
+def test_tokens_that_are_counted_and_not_told_are_no_answer() -> None:
+    reader = GenerateReader()
+    reader(told([1], 1))
+    with pytest.raises(ProtocolError) as caught:
+        reader(told([3], 3))
+    assert caught.value.param == "output_ids"
+
+
+@pytest_asyncio.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with scripted_engine(SGLANG_PAGES) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture
+async def server(engine: ScriptedEngine) -> AsyncIterator[EngineServer]:
+    server = EngineServer(engine.url)
+    await server.open()
+    yield server
+    await server.close()
+
+
+def change(engine: ScriptedEngine, **fields: object) -> None:
+    engine.set_json("/server_info", {**engine.json("/server_info"), **fields})
+
+
+async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
+    facts = await ask_facts(server)
+    assert facts == SglangFacts(
+        version="0.5.23",
+        model="tiny",
+        tokenizer="tiny-model",
+        context_length=4096,
+        block_size=16,
+        total_blocks=64,
+        dp_size=1,
+        prefix_caching=True,
+        tells_cached_tokens=False,
+        role=Role.BOTH,
+        bootstrap_port=8998,
+        events={R0: EventsAt("tcp://127.0.0.1:16401", "tcp://127.0.0.1:16501", "kv-events")},
+        started=facts.started,
+    )
+    assert "load_weight" in facts.started
+
+
+async def test_each_rank_has_the_next_port(engine: ScriptedEngine, server: EngineServer) -> None:
+    events = {**engine.json("/server_info")["kv_events"], "dp_size": 2, "endpoint_host": "fd00::3"}
+    change(engine, dp_size=2, kv_events={**events, "replay_endpoint_port_base": None})
+    assert (await ask_facts(server)).events == {
+        R0: EventsAt("tcp://[fd00::3]:16401", None, "kv-events"),
+        R1: EventsAt("tcp://[fd00::3]:16402", None, "kv-events"),
+    }
+
+
+@pytest.mark.parametrize("events", [None, {"publisher": "null"}])
+async def test_an_engine_without_events_has_no_sources(
+    engine: ScriptedEngine, server: EngineServer, events: object
+) -> None:
+    change(engine, kv_events=events)
+    assert (await ask_facts(server)).events == {}
+
+
+@pytest.mark.parametrize(
+    ("mode", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("null", Role.BOTH)]
+)
+async def test_its_mode_is_its_role(
+    engine: ScriptedEngine, server: EngineServer, mode: str, role: Role
+) -> None:
+    change(engine, disaggregation_mode=mode)
+    assert (await ask_facts(server)).role is role
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info"])
+async def test_no_page_no_sglang(engine: ScriptedEngine, server: EngineServer, path: str) -> None:
+    del engine.pages[path]
+    with pytest.raises(ConfigError, match=rf"^--url: .* has no {path}: is it SGLang's server\?"):
+        await ask_facts(server)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda e: change(e, page_size=0),
+        lambda e: change(e, page_size=None),
+        lambda e: e.set_page("/server_info", "<html>"),
+        lambda e: e.set_page("/server_info", b"\xff"),
+        lambda e: e.set_json("/v1/models", {"data": []}),
+        lambda e: e.set_json("/v1/models", {"data": [{"id": "tiny"}]}),
+    ],
+)
+async def test_what_cannot_be_read_is_refused(
+    engine: ScriptedEngine, server: EngineServer, spoil: Callable[[ScriptedEngine], None]
+) -> None:
+    spoil(engine)
+    with pytest.raises(ProtocolError) as caught:
+        await ask_facts(server)
+    assert caught.value.param == "server_info"
+
+
+async def test_loads_are_told_for_each_rank(engine: ScriptedEngine, server: EngineServer) -> None:
+    load = engine.json("/v1/loads")["loads"][0]
+    busy = {"dp_rank": 1, "num_running_reqs": 3, "num_waiting_reqs": 2, "num_waiting_uncached_tokens": 40,
+            "num_used_tokens": 17}  # fmt: skip
+    engine.set_json("/v1/loads", {"loads": [load, {**load, **busy}]})
+    assert await ask_loads(server, W, 16) == (
+        LoadReport(rank=WorkerRank(W, R0), active_blocks=0, total_blocks=64),
+        LoadReport(
+            rank=WorkerRank(W, R1),
+            active_blocks=2,
+            total_blocks=64,
+            active_prefill_tokens=40,
+            running_requests=3,
+            waiting_requests=2,
+        ),
+    )
+    engine.set_page("/v1/loads", "[]")
+    with pytest.raises(ProtocolError) as caught:
+        await ask_loads(server, W, 16)
+    assert caught.value.param == "loads"
+    del engine.pages["/v1/loads"]
+    assert await ask_loads(server, W, 16) == ()
+
+
+async def test_only_after_a_look_that_failed_is_it_asked_which_start_this_is(
+    engine: ScriptedEngine, server: EngineServer
+) -> None:
+    facts = await ask_facts(server)
+    ways = SglangWays(W, facts)
+    assert [(await ways.look(server)).started for _ in range(2)] == [facts.started] * 2
+    assert engine.asked["/server_info"] == 1
+    loads = engine.pages["/v1/loads"]
+    engine.set_page("/v1/loads", "", status=500)
+    change(engine, startup_time={"load_weight": 9.0})
+    with pytest.raises(WorkerUnreachable):
+        await ways.look(server)
+    engine.pages["/v1/loads"] = loads
+    assert (await ways.look(server)).started == "{'load_weight': 9.0}"
+    assert (await ways.look(server)).loads
+    assert engine.asked["/server_info"] == 2

@@ -1,0 +1,185 @@
+"""How vLLM is asked for each leg."""
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import DpRank, ModelName, RequestId
+from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
+from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
+
+CHAT: dict[str, object] = {
+    "model": "public",
+    "messages": [{"role": "user", "content": "hi"}],
+    "temperature": 0.10,
+    "stream": True,
+    "stop": ["END"],
+    "never_heard_of": {"a": 1.0},
+}
+COMPLETION: dict[str, object] = {"model": "public", "prompt": "hi", "stream": True, "stop": "END", "seed": 1}
+
+
+def client(body: dict[str, object], *, resumable: bool = True) -> ClientCall:
+    return ClientCall(
+        route=CallRoute.CHAT if "messages" in body else CallRoute.COMPLETION,
+        body=json.dumps(body).encode(),
+        stream=bool(body.get("stream")),
+        resumable=resumable,
+    )
+
+
+def leg(call: ClientCall | None = None, kind: Leg = Leg.AGGREGATED, **changes: Any) -> EngineRequest:
+    request = EngineRequest(
+        request_id=RequestId("r"),
+        attempt=1,
+        leg=kind,
+        model=ModelName("public"),
+        token_ids=array("I", [5, 6, 7]),
+        sampling=Sampling(max_tokens=9, min_tokens=2, temperature=0.5, seed=3, stop_token_ids=(2,)),
+        intake="i",
+        call=call,
+    )
+    return replace(request, **changes)
+
+
+def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[str, Any]]:
+    call = call_of(request, model="tiny", n_ranks=n_ranks)
+    return call, json.loads(call.body)
+
+
+def test_a_streamed_chat_goes_as_it_was_written_and_is_asked_for_what_routing_needs() -> None:
+    call, body = asked(leg(client(CHAT)))
+    assert body == {
+        **CHAT,
+        "model": "tiny",
+        "return_token_ids": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert b'"temperature":0.1,' in call.body
+    assert (call.path, call.streams) == ("/v1/chat/completions", True)
+    assert call.reading == Reading(passes_raw=True, added_token_ids=True, added_usage=True)
+    assert call.headers == {"X-Request-Id": "r-i#1"}
+
+
+def test_nothing_is_added_that_the_client_asked_for_itself() -> None:
+    said = {**COMPLETION, "return_token_ids": False, "stream_options": {"include_usage": True, "x": 1}}
+    call, body = asked(leg(client(said)))
+    assert body == {**said, "model": "tiny"}
+    assert call.reading == Reading(passes_raw=True)
+
+
+def test_usage_that_the_client_does_not_want_is_asked_for_beside_its_other_options() -> None:
+    _, body = asked(leg(client({**COMPLETION, "stream_options": {"include_usage": False, "x": 1}})))
+    assert body["stream_options"] == {"include_usage": True, "x": 1}
+
+
+def test_an_answer_that_nobody_could_go_on_with_needs_no_tokens() -> None:
+    call, body = asked(leg(client(CHAT, resumable=False)))
+    assert "return_token_ids" not in body
+    assert call.reading == Reading(passes_raw=True, added_usage=True)
+
+
+def test_a_whole_answer_is_asked_for_as_the_client_did() -> None:
+    said = {name: value for name, value in CHAT.items() if name != "stream"}
+    call, body = asked(leg(client(said)))
+    assert body == {**said, "model": "tiny"}
+    assert (call.streams, call.reading) == (False, Reading(passes_raw=True))
+
+
+@pytest.mark.parametrize("said", [CHAT, COMPLETION])
+def test_a_prefill_keeps_the_prompt_and_makes_one_token(said: dict[str, object]) -> None:
+    more = {"max_tokens": 50, "max_completion_tokens": 50, "min_tokens": 4, "n": 1, "best_of": 1,
+            "stream_options": {"include_usage": True}}  # fmt: skip
+    call, body = asked(leg(client({**said, **more}), Leg.PREFILL))
+    is_chat = "messages" in said
+    kept = {} if is_chat else {"max_completion_tokens": 50}
+    assert body == {
+        **said,
+        **kept,
+        "model": "tiny",
+        "stream": False,
+        "max_tokens": 1,
+        "kv_transfer_params": ASK_FOR_KV,
+    }
+    assert call.path == ("/v1/chat/completions" if is_chat else "/v1/completions")
+    assert (call.streams, call.reading) == (False, Reading(passes_raw=False))
+
+
+def test_a_prefill_of_what_goes_on_elsewhere_is_of_tokens() -> None:
+    call, body = asked(leg(client(CHAT), Leg.PREFILL, resumed_tokens=1))
+    assert (call.path, body["prompt"], body["max_tokens"]) == ("/v1/completions", [5, 6, 7], 1)
+    assert "messages" not in body
+    assert body["kv_transfer_params"] == dict(ASK_FOR_KV)
+
+
+def test_a_prefill_without_a_clients_call_is_of_tokens() -> None:
+    _, body = asked(leg(None, Leg.PREFILL))
+    assert (body["prompt"], body["stream"], body["max_tokens"]) == ([5, 6, 7], False, 1)
+
+
+@pytest.mark.parametrize("call", [client(CHAT), None])
+def test_a_decode_brings_what_the_prefill_worker_said(call: ClientCall | None) -> None:
+    params = {"remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_port": 5600}
+    _, body = asked(leg(call, Leg.DECODE, kv_transfer_params=params))
+    assert body["kv_transfer_params"] == params
+    assert "kv_transfer_params" not in asked(leg(call, Leg.DECODE))[1]
+
+
+def test_what_goes_on_elsewhere_is_a_completion_of_tokens_without_stop_strings() -> None:
+    more = {"tools": [], "max_completion_tokens": 90, "n": 1, "chat_template": "x", "top_k": 4}
+    call, body = asked(leg(client({**CHAT, **more}), resumed_tokens=2))
+    assert body == {
+        "model": "tiny",
+        "prompt": [5, 6, 7],
+        "temperature": 0.1,
+        "never_heard_of": {"a": 1.0},
+        "top_k": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "max_tokens": 9,
+        "min_tokens": 2,
+    }
+    assert (call.path, call.streams) == ("/v1/completions", True)
+    assert call.reading == Reading(passes_raw=False)
+
+
+def test_a_request_that_no_client_wrote_says_how_tokens_are_drawn() -> None:
+    _, body = asked(leg())
+    assert body == {
+        "temperature": 0.5, "top_p": 1.0, "top_k": -1, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "repetition_penalty": 1.0, "ignore_eos": False, "stop_token_ids": [2], "seed": 3, "model": "tiny",
+        "prompt": [5, 6, 7], "stream": True, "stream_options": {"include_usage": True},
+        "return_token_ids": True, "max_tokens": 9, "min_tokens": 2,
+    }  # fmt: skip
+    assert "seed" not in asked(leg(None, sampling=Sampling(max_tokens=1)))[1]
+
+
+@pytest.mark.parametrize("kind", list(Leg))
+@pytest.mark.parametrize("call", [client(CHAT), None])
+def test_every_leg_has_its_salt_its_adapter_and_its_rank(kind: Leg, call: ClientCall | None) -> None:
+    request = leg(call, kind, cache_namespace="tenant", lora_name="lora-a", dp_rank=DpRank(1))
+    sent, body = asked(request, n_ranks=2)
+    assert (body["cache_salt"], body["model"]) == ("tenant", "lora-a")
+    assert sent.headers == {"X-Request-Id": "r-i#1", "X-data-parallel-rank": "1"}
+    assert "X-data-parallel-rank" not in asked(request)[0].headers
+    assert "cache_salt" not in asked(leg(call, kind))[1]
+
+
+@pytest.mark.parametrize("kind", list(Leg))
+def test_no_call_makes_the_engine_repeat_its_stores(kind: Leg) -> None:
+    _, body = asked(leg(client({**CHAT, "vllm_xargs": {"kv_cache_report_mode": "full", "x": 1}}), kind))
+    assert body["vllm_xargs"] == {"x": 1}
+
+
+@pytest.mark.parametrize("field", ["vllm_xargs", "stream_options"])
+def test_what_is_no_object_is_the_clients_mistake(field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked(leg(client({**CHAT, field: "text"})))
+    assert caught.value.param == field

@@ -1,0 +1,239 @@
+"""What vLLM's server tells of itself: the recorded pages, and pages that contradict them."""
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.openai.metrics import Sample, read_metrics
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.vllm.facts import RankFacts, VllmFacts, ask_facts, reachable
+from kvrouter.engines.vllm.loads import LOAD_METRICS, load_reports
+from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.planes.requests.port import WorkerUnreachable
+from tests.support.engine_server import ScriptedEngine, page, scripted_engine
+
+METRICS = "/metrics"
+R0, R1 = DpRank(0), DpRank(1)
+W = WorkerId(7)
+
+
+@pytest_asyncio.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with scripted_engine() as engine:
+        yield engine
+
+
+async def ask(engine: ScriptedEngine) -> VllmFacts:
+    server = EngineServer(engine.url)
+    await server.open()
+    try:
+        return await ask_facts(server)
+    finally:
+        await server.close()
+
+
+def without(engine: ScriptedEngine, path: str, words: str) -> None:
+    """Leave out the lines of a page that have these words."""
+    lines = engine.pages[path].pieces[0].decode().splitlines()
+    engine.set_page(path, "\n".join(line for line in lines if words not in line) + "\n")
+
+
+def two_ranks(engine: ScriptedEngine, *, block_size: int = 32, n_blocks: int = 200) -> None:
+    """The metrics page of an engine of two ranks, of which the second is as told."""
+    lines = engine.pages[METRICS].pieces[0].decode().splitlines()
+    second = [
+        line.replace('engine="0"', 'engine="1"')
+        .replace('block_size="32"', f'block_size="{block_size}"')
+        .replace('num_gpu_blocks="200"', f'num_gpu_blocks="{n_blocks}"')
+        for line in lines
+        if 'engine="0"' in line
+    ]
+    engine.set_page(METRICS, "\n".join([*second, *lines]) + "\n")
+
+
+async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
+    facts = await ask(engine)
+    assert facts == VllmFacts(
+        version="0.32.0",
+        models=("tiny",),
+        adapters=(),
+        root="tiny-model",
+        context_length=2048,
+        prefix_caching=True,
+        ranks={R0: RankFacts(32, 200)},
+        events={R0: EventsAt("tcp://127.0.0.1:16201", "tcp://127.0.0.1:16301", "kv-events")},
+        started_s=1.79528047303e09,
+    )
+    assert facts.block_size == 32
+
+
+async def test_adapters_are_told_from_names_of_the_model(engine: ScriptedEngine) -> None:
+    models = engine.json("/v1/models")
+    base = models["data"][0]
+    models["data"] = [{**base, "id": "lora-a", "parent": "tiny"}, base, {**base, "id": "alias", "root": None}]
+    engine.set_json("/v1/models", models)
+    facts = await ask(engine)
+    assert (facts.models, facts.adapters, facts.root) == (("tiny", "alias"), ("lora-a",), "tiny-model")
+
+
+async def test_ranks_are_told_in_order_whatever_the_page_has_first(engine: ScriptedEngine) -> None:
+    two_ranks(engine, n_blocks=150)
+    source = engine.json("/kv_event_sources")["0"]
+    engine.set_json("/kv_event_sources", {"1": {**source, "endpoint": "tcp://*:16202"}, "0": source})
+    facts = await ask(engine)
+    assert list(facts.ranks.items()) == [(R0, RankFacts(32, 200)), (R1, RankFacts(32, 150))]
+    assert facts.events[R1].events == "tcp://127.0.0.1:16202"
+
+
+async def test_the_size_that_blocks_are_hashed_in_wins(engine: ScriptedEngine) -> None:
+    engine.replace(METRICS, 'hash_block_size="None"', 'hash_block_size="16"')
+    assert (await ask(engine)).block_size == 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"enable_kv_cache_events": False}, {"publisher": "null"}, {"publisher": None}, {"endpoint": None}],
+)
+async def test_a_rank_without_events_has_no_source(engine: ScriptedEngine, change: dict[str, object]) -> None:
+    source = engine.json("/kv_event_sources")["0"]
+    engine.set_json("/kv_event_sources", {"0": {**source, **change}})
+    assert (await ask(engine)).events == {}
+
+
+async def test_older_servers_lack_some_pages(engine: ScriptedEngine) -> None:
+    del engine.pages["/kv_event_sources"], engine.pages["/version"]
+    without(engine, METRICS, "process_start_time")
+    facts = await ask(engine)
+    assert (facts.version, facts.events, facts.started_s) == ("", {}, None)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", METRICS])
+async def test_no_page_no_vllm(engine: ScriptedEngine, path: str) -> None:
+    del engine.pages[path]
+    with pytest.raises(ConfigError, match=rf"^--url: .* has no {path}: is it vLLM's server\?") as caught:
+        await ask(engine)
+    assert caught.value.param == "url"
+
+
+async def test_another_engine_has_other_metrics(engine: ScriptedEngine) -> None:
+    without(engine, METRICS, "vllm:cache_config_info")
+    with pytest.raises(ConfigError, match="has no vllm:cache_config_info"):
+        await ask(engine)
+
+
+async def test_an_engine_that_has_no_model_yet_is_waited_for(engine: ScriptedEngine) -> None:
+    engine.set_json("/v1/models", {"object": "list", "data": []})
+    with pytest.raises(WorkerUnreachable, match="no model yet"):
+        await ask(engine)
+
+
+def _two_sizes(engine: ScriptedEngine) -> None:
+    two_ranks(engine, block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        (_two_sizes, "block_size", r"\[16, 32\]"),
+        (lambda e: e.replace(METRICS, 'num_gpu_blocks="200"', 'num_gpu_blocks="None"'), "num_gpu_blocks",
+         "not 'None'"),
+        (lambda e: e.replace(METRICS, ',block_size="32"', ',block_size="-1"'), "block_size", "not '-1'"),
+        (lambda e: e.replace("/v1/models", '"max_model_len":2048', '"max_model_len":null'), "max_model_len",
+         "missing"),
+        (lambda e: e.set_page("/v1/models", "<html>"), "/v1/models", "/v1/models"),
+        (lambda e: e.set_page("/v1/models", b"\xff"), "/v1/models", "/v1/models"),
+        (lambda e: e.set_page("/kv_event_sources", "[]"), "/kv_event_sources", "/kv_event_sources"),
+        (lambda e: e.set_page("/version", "{"), "/version", "/version"),
+        (lambda e: e.set_page(METRICS, 'vllm:cache_config_info{engine="0} 1\n'), "metrics", "cannot be read"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_read_is_named(
+    engine: ScriptedEngine, change: Callable[[ScriptedEngine], None], param: str, says: str
+) -> None:
+    change(engine)
+    with pytest.raises(ProtocolError, match=says) as caught:
+        await ask(engine)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "url", "expected"),
+    [
+        ("tcp://*:5557", "http://gpu-3:8000", "tcp://gpu-3:5557"),
+        ("tcp://0.0.0.0:5557", "https://10.0.0.3", "tcp://10.0.0.3:5557"),
+        ("tcp://[::]:5557", "http://[fd00::3]:8000", "tcp://[fd00::3]:5557"),
+        ("tcp://10.0.0.9:5557", "http://gpu-3:8000", "tcp://10.0.0.9:5557"),
+        ("ipc:///run/events", "http://gpu-3:8000", "ipc:///run/events"),
+    ],
+)
+def test_where_an_engine_binds_everywhere_its_server_tells_the_host(
+    endpoint: str, url: str, expected: str
+) -> None:
+    assert reachable(endpoint, url) == expected
+
+
+def test_only_what_was_asked_for_is_read_of_a_page() -> None:
+    samples = read_metrics(page("vllm-0.32.0-metrics.txt"), ("vllm:num_requests_waiting",))
+    assert samples == {
+        "vllm:num_requests_waiting": [Sample({"engine": "0", "model_name": "tiny"}, 0.0)]
+    }  # and nothing of vllm:num_requests_waiting_by_reason
+    assert read_metrics(b"", LOAD_METRICS) == {}
+
+
+def reports(text: str, ranks: dict[DpRank, RankFacts]) -> list[LoadReport]:
+    return load_reports(read_metrics(text.encode(), LOAD_METRICS), ranks, W)
+
+
+USED = 'vllm:kv_cache_usage_perc{{engine="{}"}} {}\n'
+
+
+def test_loads_are_told_for_each_rank() -> None:
+    text = "".join(
+        [
+            USED.format(0, 0.25),
+            USED.format(1, 0.5),
+            'vllm:num_requests_running{engine="1"} 3.0\nvllm:num_requests_waiting{engine="1"} 2.0\n',
+        ]
+    )
+    assert reports(text, {R0: RankFacts(32, 200), R1: RankFacts(32, 100)}) == [
+        LoadReport(rank=WorkerRank(W, R0), active_blocks=50, total_blocks=200),
+        LoadReport(
+            rank=WorkerRank(W, R1), active_blocks=50, total_blocks=100, running_requests=3, waiting_requests=2
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "n_reports"),
+    [
+        ('vllm:gpu_cache_usage_perc{engine="0"} 0.1\n', 1),
+        ("vllm:kv_cache_usage_perc 0.1\n", 0),
+        (USED.format("x", 0.1), 0),
+        (USED.format(0, "NaN"), 0),
+        (USED.format(0, "+Inf"), 0),
+        (USED.format(3, 0.1), 0),
+        (USED.format(0, 0.1) + 'vllm:num_requests_running{engine="0"} NaN\n', 1),
+    ],
+)
+def test_a_rank_of_which_no_load_is_told_has_no_report(text: str, n_reports: int) -> None:
+    assert len(reports(text, {R0: RankFacts(32, 200)})) == n_reports
+
+
+async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> None:
+    server = EngineServer(engine.url)
+    await server.open()
+    try:
+        ways = VllmWays(W, model="tiny", ranks={R0: RankFacts(32, 200)})
+        look = await ways.look(server)
+        assert [report.total_blocks for report in look.loads] == [200]
+        assert look.started == 1.79528047303e09
+        del engine.pages[METRICS]
+        with pytest.raises(WorkerUnreachable, match="no /metrics any more"):
+            await ways.look(server)
+    finally:
+        await server.close()
