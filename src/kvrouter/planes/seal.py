@@ -2,7 +2,7 @@
 
 ::
 
-    number (8, big-endian) · MAC (16) · body
+    MAC (16) · number (8, big-endian) · body
 """
 
 import hmac
@@ -10,12 +10,13 @@ from collections.abc import Hashable
 
 from kvrouter.core.errors import ProtocolError
 
-NUMBER_BYTES = 8
 MAC_BYTES = 16
 """Half of what HMAC-SHA-256 gives, as little as RFC 2104 allows: a guess fits once in 2^128, and every guess
 is a message that has to be sent here."""
 
-SEAL_BYTES = NUMBER_BYTES + MAC_BYTES
+NUMBER_BYTES = 8
+
+SEAL_BYTES = MAC_BYTES + NUMBER_BYTES
 """What a message is longer than its body."""
 
 REMEMBERED_MAX = 65_536
@@ -36,8 +37,8 @@ class Seal:
 
     def seal(self, subject: str, body: bytes | memoryview, *, number: int = 0) -> bytes:
         """Return the message that says ``body`` on ``subject``. ``number``: 0 to 2^64 - 1."""
-        head = number.to_bytes(NUMBER_BYTES, "big")
-        return b"".join((head, self._mac(subject, head, body), body))
+        numbered = b"".join((number.to_bytes(NUMBER_BYTES, "big"), body))
+        return self._mac(subject, numbered) + numbered
 
     def opened(self, subject: str, message: bytes | memoryview) -> memoryview:
         """Return the body of a message that came on ``subject``; raise ProtocolError for a stranger's."""
@@ -46,19 +47,17 @@ class Seal:
     def numbered(self, subject: str, message: bytes | memoryview) -> tuple[int, memoryview]:
         """Return the number and the body; raise ProtocolError for a stranger's message."""
         view = memoryview(message)
-        head, mac, body = view[:NUMBER_BYTES], view[NUMBER_BYTES:SEAL_BYTES], view[SEAL_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(subject, head, body)):
+        if not hmac.compare_digest(view[:MAC_BYTES], self._mac(subject, view[MAC_BYTES:])):
             raise ProtocolError(
                 "not sealed with our token: is KVROUTER_PLANE_TOKEN the same at both ends?", param="token"
             )
-        return int.from_bytes(head, "big"), body
+        return int.from_bytes(view[MAC_BYTES:SEAL_BYTES], "big"), view[SEAL_BYTES:]
 
-    def _mac(self, subject: str, head: bytes | memoryview, body: bytes | memoryview) -> bytes:
+    def _mac(self, subject: str, numbered: bytes | memoryview) -> bytes:
         place = subject.encode()
         mac = self._keyed.copy()
         mac.update(len(place).to_bytes(4, "big") + place)
-        mac.update(head)
-        mac.update(body)
+        mac.update(numbered)
         return mac.digest()[:MAC_BYTES]
 
 
