@@ -41,8 +41,8 @@ async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
     """Two engines with little room; the second one's ring is tiny."""
     both = {number: VllmServer(engine_folder, f"vllm-{number}", core=number - 1) for number in (1, 2)}
     try:
-        await both[1].start(n_blocks=N_BLOCKS)
-        await both[2].start(n_blocks=N_BLOCKS, buffer_steps=RING_BATCHES, hash_seed="7")
+        await both[1].start(n_blocks=N_BLOCKS, context_length=1024)
+        await both[2].start(n_blocks=N_BLOCKS, context_length=1024, buffer_steps=RING_BATCHES, hash_seed="7")
         yield both
     finally:
         for engine in both.values():
