@@ -1,7 +1,6 @@
 """The answer to one leg at a mock engine, as its reader sees it."""
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from kvrouter.core.requests import EngineChunk, merge_chunks
@@ -9,7 +8,21 @@ from kvrouter.planes.requests.port import StreamBroken
 
 
 class MockStream:
-    """The answer to one leg. ``on_credit`` is told how many tokens were read, ``on_cancel`` why to end."""
+    """The answer to one leg. ``on_credit`` is told how many tokens were read, ``on_cancel`` why to end.
+
+    Thousands of prefill legs that have ended are kept, to be cancelled: an empty one is small.
+    """
+
+    __slots__ = (
+        "_broken",
+        "_chunks",
+        "_ended",
+        "_on_cancel",
+        "_on_credit",
+        "_read_tokens",
+        "_reader",
+        "_refill_tokens",
+    )
 
     def __init__(
         self, *, tokens_max: int, on_credit: Callable[[int], None], on_cancel: Callable[[str], None]
@@ -17,7 +30,7 @@ class MockStream:
         self._on_credit = on_credit
         self._on_cancel = on_cancel
         self._refill_tokens = max(1, tokens_max // 2)
-        self._chunks: deque[EngineChunk] = deque()
+        self._chunks: list[EngineChunk] = []
         self._read_tokens = 0
         self._ended = False
         self._broken: str | None = None
