@@ -25,17 +25,17 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) -m "not nightly" --ignore tests/chaos --ignore tests/engines
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/chaos --ignore tests/engines
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
-	$(BIN)/python -m pytest -n $(JOBS) -o faulthandler_timeout=300 tests/chaos
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
 
 test-engines: setup ## Install real engines outside the project and run them: minutes, gigabytes
 	$(BIN)/python -m tests.engines.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/engines
 
 test-nightly: setup ## Run the long laws too: a million decisions
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) -o faulthandler_timeout=0 --ignore tests/chaos --ignore tests/engines
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/chaos --ignore tests/engines
 
 lint: setup ## Ruff, import contracts, rustfmt and clippy, fresh docs
 	$(BIN)/ruff check .
