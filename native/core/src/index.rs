@@ -98,7 +98,7 @@ impl BlockIndex {
 
     /// The sequence hash that the rank calls `name`: in this medium, or in any other.
     fn sequence_of(&self, slot: u32, name: u64, medium: usize) -> Option<u64> {
-        let key = self.mixer.name_key(name);
+        let key = self.mixer.key(name);
         let in_medium = |medium: usize| self.media[medium].rank(slot)?.names.get(key);
         let found = in_medium(medium).or_else(|| (0..MEDIA).find_map(in_medium))?;
         Some(self.mixer.hash(found))
@@ -117,11 +117,11 @@ impl BlockIndex {
         let (pages, mixer) = (&mut self.pages, self.mixer);
         for (names, sequences) in names.chunks(TOGETHER).zip(sequences.chunks(TOGETHER)) {
             for (&name, &sequence) in names.iter().zip(sequences) {
-                rank.names.prefetch_for_change(mixer.name_key(name));
+                rank.names.prefetch_for_change(mixer.key(name));
                 blocks.prefetch_for_change(mixer.key(sequence));
             }
             for (&name, &sequence) in names.iter().zip(sequences) {
-                let (name, sequence) = (mixer.name_key(name), mixer.key(sequence));
+                let (name, sequence) = (mixer.key(name), mixer.key(sequence));
                 match rank.place(pages, name, sequence, self.blocks_per_rank_max) {
                     Placed::OverLimit => applied.over_limit += 1,
                     Placed::Repeated => applied.repeated += 1,
@@ -148,15 +148,15 @@ impl BlockIndex {
         let (pages, mixer) = (&mut self.pages, self.mixer);
         for names in names.chunks(TOGETHER) {
             for &name in names {
-                rank.names.prefetch_for_change(mixer.name_key(name));
+                rank.names.prefetch_for_change(mixer.key(name));
             }
             for &name in names {
-                if let Some(&sequence) = rank.names.get(mixer.name_key(name)).as_ref() {
+                if let Some(&sequence) = rank.names.get(mixer.key(name)).as_ref() {
                     blocks.prefetch_for_change(sequence);
                 }
             }
             for &name in names {
-                match rank.take_back(pages, mixer.name_key(name)) {
+                match rank.take_back(pages, mixer.key(name)) {
                     TakenBack::Unknown => applied.unknown_removed += 1,
                     TakenBack::StillStored => applied.removed += 1,
                     TakenBack::Last(sequence) => {
@@ -255,7 +255,7 @@ impl BlockIndex {
         let mut pairs = Vec::new();
         for part in parts {
             rank.names.for_each_in(part, |name, sequence| {
-                let pair = (self.mixer.name(name), self.mixer.hash(sequence));
+                let pair = (self.mixer.hash(name), self.mixer.hash(sequence));
                 pairs.extend(std::iter::repeat_n(pair, rank.n_stores(name)));
             });
         }
@@ -378,5 +378,17 @@ mod tests {
         let applied = store(&mut index, 0, None, &[1, 2, 3, 1], &[50, 60, 70, 50]);
         assert_eq!((applied.stored, applied.over_limit), (2, 1));
         assert_eq!(index.held(0, 0), 2);
+    }
+
+    #[test]
+    fn rows_of_numbers_are_spread_under_any_secret() {
+        let rows = |first: u64| (0..20_000).map(|i| 3 * i + first).collect::<Vec<u64>>();
+        let (names, sequences) = (rows(5), rows(7));
+        for secret in 0..500 {
+            let mut index = BlockIndex::new(1 << 20, secret);
+            let event = Event::Held { engine_hashes: &names, sequence_hashes: &sequences, medium: 0 };
+            index.apply(0, &event, &mut Applied::default());
+            assert_eq!(index.held(0, 0), names.len());
+        }
     }
 }

@@ -3,9 +3,12 @@
 //! A bucket begins on a cache line with its keys, so most scans read one line. Invariants: an entry lies in its home bucket or after it, and every bucket between is full; a bucket is filled from
 //! its beginning; homes rise with keys; the last bucket is never full, so that a scan ends without a bound check.
 
+mod filling;
+
 use std::marker::PhantomData;
 
 use crate::pages::{Page, PagePool, PAGE_BYTES};
+use filling::Filling;
 
 /// The key of a vacant slot.
 pub(crate) const VACANT: u64 = u64::MAX;
@@ -56,14 +59,7 @@ impl<V: Copy> Shard<V> {
     const SLOTS: usize = Self::BUCKET_BYTES / (size_of::<u64>() + size_of::<V>());
 
     pub fn new(pages: &mut PagePool, depth: u32, n_pages: usize) -> Self {
-        let mut shard = Shard { depth, n_pages: n_pages as u32, ..Self::vacant() };
-        for slot in &mut shard.pages[..n_pages] {
-            let page = pages.take();
-            // SAFETY: the page is ours; all ones is the vacant key.
-            unsafe { page.as_ptr().write_bytes(0xff, PAGE_BYTES) };
-            *slot = Some(page);
-        }
-        shard
+        Filling::new(pages, depth, n_pages).finish()
     }
 
     /// A shard without pages, which holds nothing and may only be replaced.
@@ -113,7 +109,7 @@ impl<V: Copy> Shard<V> {
 
     #[inline]
     fn key(&self, at: At) -> u64 {
-        // SAFETY: every slot of a page is initialised.
+        // SAFETY: every key of a finished shard is initialised.
         unsafe { *self.key_at(at) }
     }
 
@@ -303,27 +299,12 @@ impl<V: Copy> Shard<V> {
 
     /// Lays the entries out anew over `n_pages`. False, changing nothing, when they crowd at the end.
     fn rebuild(&mut self, pages: &mut PagePool, n_pages: usize) -> bool {
-        let mut target = Shard::new(pages, self.depth, n_pages);
+        let mut target = Filling::new(pages, self.depth, n_pages);
         let mut fits = true;
         self.for_each(|key, value| fits = fits && target.place(key, value));
+        let target = target.finish();
         let spare = if fits { std::mem::replace(self, target) } else { target };
         spare.release(pages);
-        fits
-    }
-
-    /// Puts in a key that is known to be absent. False when it would lie in the last bucket.
-    #[inline]
-    fn place(&mut self, key: u64, value: V) -> bool {
-        let mut bucket = self.home(key);
-        while self.is_full(bucket) {
-            bucket += 1;
-        }
-        let index = self.n_in_bucket(bucket);
-        let fits = bucket + 1 < self.n_buckets();
-        if fits {
-            self.write(At { bucket, index }, key, value);
-            self.len += 1;
-        }
         fits
     }
 
@@ -359,8 +340,10 @@ impl<V: Copy> Shard<V> {
     /// A shard of these entries; None when they crowd at the end.
     fn laid_out(pages: &mut PagePool, depth: u32, entries: &[(u64, V)]) -> Option<Self> {
         for n_pages in Self::pages_for(entries.len()).min(SHARD_PAGES)..=SHARD_PAGES {
-            let mut shard = Shard::new(pages, depth, n_pages);
-            if entries.iter().all(|&(key, value)| shard.place(key, value)) {
+            let mut filling = Filling::new(pages, depth, n_pages);
+            let fits = entries.iter().all(|&(key, value)| filling.place(key, value));
+            let shard = filling.finish();
+            if fits {
                 return Some(shard);
             }
             shard.release(pages);
