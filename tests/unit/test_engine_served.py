@@ -1,0 +1,271 @@
+"""An engine behind its own server, as the worker beside it has it: legs, loads, silence, a new start."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
+from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.workers import LoadReport
+from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Look, ServedEngine, Told
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.port import EngineState, WatchedEngine
+from kvrouter.engines.vllm.events import decode
+from kvrouter.engines.vllm.facts import RankFacts
+from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.planes.requests.port import WorkerFull, WorkerUnreachable
+from tests.support.engine_heard import Heard
+from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
+from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
+from tests.support.waits import until
+
+R0 = DpRank(0)
+METRICS = "/metrics"
+STARTED = 1.79528047303e09
+STARTED_LINE = "process_start_time_seconds 1.79528047303e+09"
+
+
+@dataclass
+class Watched:
+    """An attached engine, and all that it told."""
+
+    engine: ServedEngine
+    heard: Heard = field(default_factory=Heard)
+    loads: list[LoadReport] = field(default_factory=list)
+    states: list[EngineState] = field(default_factory=list)
+
+    @property
+    def state(self) -> EngineState:
+        return self.states[-1] if self.states else EngineState()
+
+    async def until(self, **wanted: object) -> None:
+        await until(lambda: all(getattr(self.state, name) == value for name, value in wanted.items()))
+
+
+@asynccontextmanager
+async def attached(
+    scripted: ScriptedEngine,
+    events_at: Mapping[DpRank, EventsAt] | None = None,
+    *,
+    started: float | None = STARTED,
+    ways: Any = None,
+) -> AsyncIterator[Watched]:
+    server = EngineServer(scripted.url)
+    await server.open()
+    engine = ServedEngine(
+        server,
+        ways or VllmWays(WorkerId(7), model="tiny", ranks={R0: RankFacts(32, 200)}),
+        Told(events_at or {}, decode, 32),
+        started=started,
+        look_each_s=0.005,
+    )
+    assert isinstance(engine, WatchedEngine)
+    watched = Watched(engine)
+    engine.watch(watched.states.append)
+    await engine.start(watched.heard.on_events, watched.loads.append)
+    try:
+        async with asyncio.timeout(60):
+            yield watched
+    finally:
+        await engine.stop()
+        await engine.stop()
+
+
+def leg(*, stream: bool = True, kind: Leg = Leg.AGGREGATED) -> EngineRequest:
+    body = b'{"model":"tiny","prompt":"hi","stream":%b}' % (b"true" if stream else b"false")
+    return EngineRequest(
+        request_id=RequestId("r"),
+        attempt=0,
+        leg=kind,
+        model=ModelName("tiny"),
+        token_ids=array("I", [1, 2]),
+        sampling=Sampling(max_tokens=3),
+        call=ClientCall(route=CallRoute.COMPLETION, body=body, stream=stream, resumable=True),
+    )
+
+
+async def looks(scripted: ScriptedEngine, n: int) -> None:
+    """Wait for so many looks more."""
+    last = scripted.asked[METRICS] + n
+    await until(lambda: scripted.asked[METRICS] >= last)
+
+
+async def test_its_load_is_told_at_every_look() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await until(lambda: len(watched.loads) >= 2)
+        assert (watched.loads[0].total_blocks, watched.states) == (200, [])
+        scripted.replace(
+            METRICS, 'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0',
+            'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5',
+        )  # fmt: skip
+        await until(lambda: watched.loads[-1].active_blocks == 100)
+
+
+async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await looks(scripted, 2)
+        scripted.set_page(METRICS, "", status=500)
+        await watched.until(answers=False)
+        assert "answered 500" in watched.state.why
+        scripted.set_page(METRICS, page("vllm-0.32.0-metrics.txt"))
+        await watched.until(answers=True)
+        assert [state.answers for state in watched.states] == [False, True]
+        assert watched.state.why == "the engine answers again"
+
+
+async def test_fewer_looks_in_vain_are_not_told() -> None:
+    class Flaky:
+        """Every answer but the last of these fails."""
+
+        n_looks = 0
+
+        async def look(self, server: EngineServer) -> Look:
+            self.n_looks += 1
+            if self.n_looks % SILENT_AFTER_LOOKS:
+                raise WorkerUnreachable("not now")
+            return Look((), STARTED)
+
+    flaky = Flaky()
+    async with scripted_engine() as scripted, attached(scripted, ways=flaky) as watched:
+        await until(lambda: flaky.n_looks >= 10 * SILENT_AFTER_LOOKS)
+        assert watched.states == []
+
+
+@pytest.mark.parametrize("error", [ConfigError("no vLLM"), InvalidRequest("odd")])
+async def test_no_odd_answer_ends_the_looking(error: Exception) -> None:
+    class Odd:
+        fails = True
+
+        async def look(self, server: EngineServer) -> Look:
+            if self.fails:
+                raise error
+            return Look((), STARTED)
+
+    odd = Odd()
+    async with scripted_engine() as scripted, attached(scripted, ways=odd) as watched:
+        await watched.until(answers=False, why=str(error))
+        odd.fails = False
+        await watched.until(answers=True)
+
+
+async def test_nobody_listens_for_a_while() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await looks(scripted, 1)
+        await scripted.stop()
+        await watched.until(answers=False)
+        with pytest.raises(WorkerUnreachable):
+            await watched.engine.submit(leg())
+        await scripted.start()
+        await watched.until(answers=True)
+
+
+async def test_a_new_start_is_told_and_its_cache_is_learned_from_the_beginning() -> None:
+    first = Publisher()
+    first.start()
+    async with scripted_engine() as scripted, attached(scripted, {R0: first.at}) as watched:
+        await first.subscribed.wait()
+        await first.publish(vllm_batch(stored_event(1), stored_event(2, parent=1)))
+        await until(lambda: watched.heard.held == [1, 2])
+        first.stop()
+        second = Publisher()
+        second.start(first.at)
+        await second.publish(vllm_batch(stored_event(11)))
+        try:
+            scripted.replace(METRICS, STARTED_LINE, "process_start_time_seconds 1.9e+09")
+            await until(lambda: watched.heard.held == [11])
+            assert watched.heard.n_cleared == 1
+            await until(lambda: "the engine was started anew" in [state.why for state in watched.states])
+            assert watched.state.knows_cache
+        finally:
+            second.stop()
+
+
+@pytest.mark.parametrize("started", [STARTED, None])
+async def test_a_page_that_does_not_tell_the_start_is_no_new_start(started: float | None) -> None:
+    async with scripted_engine() as scripted:
+        scripted.replace(METRICS, STARTED_LINE, "")
+        async with attached(scripted, started=started) as watched:
+            await looks(scripted, 3)
+            assert watched.states == []
+
+
+async def test_events_that_are_gone_for_good_make_what_is_known_a_part() -> None:
+    engine = Publisher(replays=False)
+    engine.start()
+    try:
+        async with scripted_engine() as scripted, attached(scripted, {R0: engine.at}) as watched:
+            await engine.subscribed.wait()
+            await engine.publish(vllm_batch(stored_event(1)), lost=True)
+            await engine.publish(vllm_batch(stored_event(2)))
+            await watched.until(answers=True, knows_cache=False)
+            await until(lambda: watched.heard.held == [2])
+            await engine.publish(vllm_batch({"type": "AllBlocksCleared"}))
+            await watched.until(answers=True, knows_cache=True)
+    finally:
+        engine.stop()
+
+
+async def test_a_streamed_leg_passes_the_engines_bytes() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer((page("vllm-0.32.0-completion-tokens.sse"),)))
+        chunks = [chunk async for chunk in await watched.engine.submit(leg())]
+        assert [token for chunk in chunks for token in chunk.token_ids] == [1629, 1581, 1629]
+        assert chunks[-1].finish is FinishReason.LENGTH
+        assert b'"prompt_token_ids":[' not in b"".join(chunk.raw for chunk in chunks)
+        call = await scripted.called()
+        assert (call.path, call.body["return_token_ids"]) == ("/v1/completions", True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
+        (Answer((b"",), status=503), WorkerFull),
+        (Answer(ends=Ends.REFUSED), WorkerUnreachable),
+    ],
+)
+async def test_a_streamed_leg_that_is_refused_is_not_accepted(answer: Answer, kind: type[Exception]) -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(answer)
+        with pytest.raises(kind):
+            await watched.engine.submit(leg())
+
+
+@pytest.mark.parametrize("request_", [leg(stream=False), leg(kind=Leg.PREFILL)])
+async def test_a_whole_answer_is_accepted_at_once_and_the_read_tells_what_was_wrong(
+    request_: EngineRequest,
+) -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        whole = Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
+        scripted.answers.extend([Answer.error(404, "vllm-0.32.0-error-model.json"), whole])
+        refused = await watched.engine.submit(request_)
+        with pytest.raises(InvalidRequest, match="does not exist"):
+            await anext(aiter(refused))
+        chunks = [chunk async for chunk in await watched.engine.submit(request_)]
+        assert [chunk.finish for chunk in chunks] == [FinishReason.LENGTH]
+
+
+async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.extend([Answer(ends=Ends.HELD), Answer(ends=Ends.NO_HEADERS)])
+        for i, request in enumerate((leg(), leg(stream=False))):
+            stream = await watched.engine.submit(request)
+            call = await scripted.called(i + 1)
+            stream.cancel("the client left")
+            await call.left.wait()
+
+
+async def test_a_leg_that_nobody_wants_while_its_headers_are_awaited_is_gone_too() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer(ends=Ends.NO_HEADERS))
+        submitting = asyncio.create_task(watched.engine.submit(leg()))
+        call = await scripted.called()
+        submitting.cancel()
+        await call.left.wait()
