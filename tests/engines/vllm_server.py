@@ -53,6 +53,10 @@ class VllmServer:
     def log(self) -> Path:
         return self._folder / f"{self.name}.log"
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
     async def start(
         self,
         *,
