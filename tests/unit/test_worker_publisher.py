@@ -224,8 +224,8 @@ def test_a_parent_may_be_in_another_medium() -> None:
     mirror.apply((Stored(EngineHash(1), pack_hashes([2]), pack_hashes([22])),))
     chained = sequence_hashes(pack_hashes([11, 22]))
     assert mirror.held() == (
-        Held(pack_hashes([1]), pack_hashes([11]), Medium.CPU),
         Held(pack_hashes([2]), chained[8:]),
+        Held(pack_hashes([1]), pack_hashes([11]), Medium.CPU),
     )
 
 

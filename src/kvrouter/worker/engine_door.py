@@ -31,7 +31,8 @@ from kvrouter.worker.engine_frames import (
     decode_frame,
     encode_reply,
 )
-from kvrouter.worker.publisher import FIRST_RANK, KvPublisher
+from kvrouter.worker.mirror import FIRST_RANK
+from kvrouter.worker.publisher import KvPublisher
 
 FRAME_BYTES_MAX = 1024 * 1024
 TOKEN_BYTES_MAX = 1024

@@ -12,13 +12,12 @@ from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import LoadReport
+from kvrouter.index.native import BlockIndex
 from kvrouter.planes.events.port import EventPublisher
-from kvrouter.worker.mirror import RankMirror
+from kvrouter.worker.mirror import FIRST_RANK, RankMirror
 
 RING_EVENTS_MAX = 1024
 PENDING_EVENTS_MAX = 1024
-
-FIRST_RANK = DpRank(0)
 
 Snapshot = Callable[[DpRank], tuple[KvEvent, ...]]
 
@@ -66,6 +65,7 @@ class KvPublisher:
         self._pending_events_max = pending_events_max
         self._wall_clock = wall_clock
         self._ranks: dict[DpRank, _Rank] = {}
+        self._mirrored = BlockIndex()
         self._is_flush_due = False
         self._is_closed = False
 
@@ -197,7 +197,7 @@ class KvPublisher:
             rank = self._ranks[dp_rank] = _Rank(
                 WorkerRank(self.worker_id, dp_rank),
                 ring_events_max=self._ring_events_max,
-                mirror=None if self._snapshot is not None else RankMirror(),
+                mirror=None if self._snapshot is not None else RankMirror(self._mirrored, dp_rank),
             )
         return rank
 
