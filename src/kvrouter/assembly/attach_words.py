@@ -10,6 +10,11 @@ from kvrouter.core.workers import Role
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.port import Engine
 
+PORTS = 2**16
+
+_NOWHERE = ("tcp://", "tcp://*")
+"""What an engine may bind, and nobody can connect to."""
+
 API_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
 """The environment variable with the key that an engine's server asks for."""
 
@@ -115,8 +120,9 @@ def events_of(
 
 
 def _counted_on(flag: str, endpoint: str, rank: int) -> str:
-    base, colon, port = endpoint.rpartition(":")
-    if not endpoint.startswith("tcp://") or not colon or not port.isdecimal():
+    base, _, port = endpoint.rpartition(":")
+    is_port = port.isdecimal() and 0 < int(port) + rank < PORTS
+    if not base.startswith("tcp://") or base in _NOWHERE or not is_port:
         raise ConfigError(
             f"{flag}: must be tcp://HOST:PORT, not {endpoint!r}",
             param=flag.removeprefix("--").replace("-", "_"),

@@ -1,0 +1,271 @@
+"""Attaching an engine that runs already: what it says of itself against what its operator says of it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrouter.assembly import attached as attached_module
+from kvrouter.assembly.attach_words import Attached, EngineAt, EngineKind, events_of
+from kvrouter.assembly.attached import attach
+from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.ids import DpRank, Epoch, WorkerId
+from kvrouter.core.workers import EventLane, EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
+from kvrouter.engines.customs.listener import EventsAt
+from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
+from tests.support.waits import until
+
+W = WorkerId(7)
+PAGES = {EngineKind.VLLM: VLLM_PAGES, EngineKind.SGLANG: SGLANG_PAGES}
+KINDS = pytest.mark.parametrize("kind", list(EngineKind))
+
+
+@asynccontextmanager
+async def attaching(scripted: ScriptedEngine, at: EngineAt) -> AsyncIterator[Attached]:
+    async with asyncio.timeout(60):
+        attached = await attach(replace(at, url=at.url or scripted.url), W)
+    try:
+        yield attached
+    finally:
+        await attached.engine.stop()
+
+
+def at(kind: EngineKind, **said: Any) -> EngineAt:
+    return EngineAt(kind=kind, url="", **said)
+
+
+async def refused(scripted: ScriptedEngine, said: EngineAt) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        async with attaching(scripted, said):
+            pass
+    return caught.value
+
+
+async def test_vllm_is_asked_for_all_that_its_card_says() -> None:
+    async with scripted_engine() as scripted, attaching(scripted, at(EngineKind.VLLM)) as attached:
+        assert replace(attached, engine=None) == Attached(  # type: ignore[arg-type]
+            engine=None,  # type: ignore[arg-type]
+            version="vllm 0.32.0",
+            model="tiny",
+            tokenizer="tiny-model",
+            context_length=2048,
+            block_size=32,
+            total_kv_blocks=200,
+            dp_size=1,
+            publishes_kv_events=True,
+            warnings=(),
+        )
+
+
+async def test_sglang_is_asked_for_all_that_its_card_says() -> None:
+    said = at(EngineKind.SGLANG)
+    async with scripted_engine(SGLANG_PAGES) as scripted, attaching(scripted, said) as attached:
+        assert (attached.version, attached.model) == ("sglang 0.5.23", "tiny")
+        assert (attached.block_size, attached.total_kv_blocks, attached.context_length) == (16, 64, 4096)
+        assert attached.bootstrap is None
+        assert ["--enable-cache-report" in warning for warning in attached.warnings] == [True]
+
+
+@KINDS
+async def test_a_model_that_it_does_not_serve_is_named_with_the_mend(kind: EngineKind) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        error = await refused(scripted, at(kind, model="big"))
+    assert error.param == "model"
+    assert error.message.startswith("--model: the engine serves tiny, not 'big'")
+    assert "--served-model-name big" in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "flag"), [(EngineKind.VLLM, 32, "--block-size"), (EngineKind.SGLANG, 16, "--page-size")]
+)
+async def test_a_block_size_that_it_does_not_have_is_named_with_the_mend(
+    kind: EngineKind, told: int, flag: str
+) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        error = await refused(scripted, at(kind, block_size=64))
+        assert error.param == "block_size"
+        assert f"have {told} tokens, not 64" in error.message
+        assert f"start the engine with {flag} 64" in error.message
+        async with attaching(scripted, at(kind, block_size=told, model="tiny")) as attached:
+            assert attached.block_size == told
+
+
+@KINDS
+async def test_endpoints_that_the_operator_names_win_over_what_the_engine_tells(kind: EngineKind) -> None:
+    said = at(kind, kv_events="tcp://h:5557", kv_events_replay="tcp://h:6557")
+    topics: list[str] = []
+    for rank, events in events_of(said, {DpRank(0): EventsAt("tcp://e:1", None, "t")}, 2)[0].items():
+        assert events.events == f"tcp://h:{5557 + rank}"
+        assert events.replay == f"tcp://h:{6557 + rank}"
+        topics.append(events.topic)
+    assert topics == ["t", "t"]
+
+
+@KINDS
+@pytest.mark.parametrize("flag", ["kv_events", "kv_events_replay"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "http://host:1",
+        "tcp://host",
+        "tcp://host:x",
+        "5557",
+        "tcp://:1",
+        "tcp://*:1",
+        "tcp://h:65536",
+        "tcp://h:0",
+    ],
+)
+async def test_an_endpoint_that_is_none_is_named(kind: EngineKind, flag: str, endpoint: str) -> None:
+    said = {"kv_events": "tcp://h:1", flag: endpoint}
+    async with scripted_engine(PAGES[kind]) as scripted:
+        error = await refused(scripted, at(kind, **said))
+    assert error.param == flag
+    assert error.message.startswith(f"--{flag.replace('_', '-')}: must be tcp://HOST:PORT")
+
+
+@KINDS
+async def test_another_server_is_named_at_once(kind: EngineKind) -> None:
+    async with scripted_engine({}) as scripted:
+        error = await refused(scripted, at(kind))
+    assert error.param == "url"
+    assert "is it " in error.message
+
+
+@KINDS
+async def test_a_key_that_is_wanted_is_asked_for_at_once(kind: EngineKind) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        for path in scripted.pages:
+            scripted.set_page(path, '{"error":"Unauthorized"}', status=401)
+        error = await refused(scripted, at(kind))
+    assert "KVROUTER_ENGINE_API_KEY" in error.message
+
+
+@KINDS
+async def test_an_engine_that_nobody_can_read_is_refused(kind: EngineKind) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        scripted.set_page("/v1/models", "<html>")
+        with pytest.raises(ProtocolError):
+            async with attaching(scripted, at(kind)):
+                pass
+
+
+@KINDS
+async def test_an_engine_that_comes_later_is_waited_for(
+    kind: EngineKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached_module, "ASK_AGAIN_S", 0.005)
+    async with scripted_engine(PAGES[kind]) as scripted:
+        pages = dict(scripted.pages)
+        for path in scripted.pages:
+            scripted.set_page(path, "loading", status=503)
+        attaching_task = asyncio.create_task(attach(replace(at(kind), url=scripted.url), W))
+        await until(lambda: sum(scripted.asked.values()) >= 3)
+        assert not attaching_task.done()
+        scripted.pages.update(pages)
+        attached = await attaching_task
+        await attached.engine.stop()
+
+
+@KINDS
+async def test_an_engine_that_never_comes_is_given_up(kind: EngineKind) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        await scripted.stop()
+        error = await refused(scripted, at(kind, wait_s=0.0))
+    assert error.param == "url"
+    assert "no engine answered within 0 s" in error.message
+    assert "ClientConnectorError" in error.message
+
+
+@KINDS
+async def test_without_events_or_replay_there_is_a_warning(kind: EngineKind) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        if kind is EngineKind.VLLM:
+            source = scripted.json("/kv_event_sources")["0"]
+            scripted.set_json("/kv_event_sources", {"0": {**source, "replay_endpoint": None}})
+        else:
+            info = scripted.json("/server_info")
+            info["kv_events"]["replay_endpoint_port_base"] = None
+            scripted.set_json("/server_info", info)
+        async with attaching(scripted, at(kind)) as attached:
+            assert attached.publishes_kv_events
+            assert any("no replay_endpoint" in warning for warning in attached.warnings)
+        if kind is EngineKind.VLLM:
+            scripted.set_json("/kv_event_sources", {})
+        else:
+            scripted.set_json("/server_info", {**info, "kv_events": None})
+        async with attaching(scripted, at(kind)) as attached:
+            assert not attached.publishes_kv_events
+            assert any("--kv-events-config" in warning for warning in attached.warnings)
+        async with attaching(scripted, at(kind, publishes_kv_events=False)) as attached:
+            assert not attached.publishes_kv_events
+            assert not any("--kv-events-config" in warning for warning in attached.warnings)
+
+
+@KINDS
+async def test_an_engine_without_a_prefix_cache_gets_a_warning(kind: EngineKind) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        if kind is EngineKind.VLLM:
+            scripted.replace("/metrics", 'enable_prefix_caching="True"', 'enable_prefix_caching="False"')
+        else:
+            scripted.set_json("/server_info", {**scripted.json("/server_info"), "disable_radix_cache": True})
+        async with attaching(scripted, at(kind)) as attached:
+            assert any("keeps no prefix cache" in warning for warning in attached.warnings)
+
+
+@pytest.mark.parametrize(
+    ("mode", "role", "start_with"),
+    [("null", Role.PREFILL, "prefill"), ("prefill", Role.BOTH, "null"), ("decode", Role.PREFILL, "prefill")],
+)
+async def test_a_role_that_sglang_does_not_have_is_named_with_the_mend(
+    mode: str, role: Role, start_with: str
+) -> None:
+    async with scripted_engine(SGLANG_PAGES) as scripted:
+        scripted.set_json("/server_info", {**scripted.json("/server_info"), "disaggregation_mode": mode})
+        error = await refused(scripted, at(EngineKind.SGLANG, role=role))
+    assert error.param == "role"
+    assert f"--disaggregation-mode {start_with}" in error.message
+
+
+async def test_a_prefill_worker_of_sglang_tells_where_handoffs_meet() -> None:
+    async with scripted_engine(SGLANG_PAGES) as scripted:
+        scripted.set_json("/server_info", {**scripted.json("/server_info"), "disaggregation_mode": "prefill"})
+        async with attaching(scripted, at(EngineKind.SGLANG, role=Role.PREFILL)) as attached:
+            assert attached.bootstrap == ("127.0.0.1", 8998)
+            card = card_of(attached, at(EngineKind.SGLANG, role=Role.PREFILL))
+    assert (card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port) == ("127.0.0.1", 8998)
+    assert (card.component, card.serves) == ("prefill", ModelType.Prefill)
+
+
+def card_of(attached: Attached, said: EngineAt) -> WorkerCard:
+    return engine_card(
+        EngineWorkerSpec(
+            at=said,
+            worker_id=W,
+            tokenizer=None,
+            runtime_config=ModelRuntimeConfig(),
+            enable_local_indexer=True,
+        ),
+        attached,
+        incarnation=Epoch(5),
+        address="tcp://h:1/7/5",
+        namespace="n",
+        event_source=EventSource(EventLane.MEMORY),
+    )
+
+
+async def test_the_card_says_what_the_engine_said() -> None:
+    async with scripted_engine() as scripted, attaching(scripted, at(EngineKind.VLLM)) as attached:
+        card = card_of(attached, at(EngineKind.VLLM))
+    assert (card.model, card.block_size, card.context_length, card.dp_size) == ("tiny", 32, 2048, 1)
+    assert (card.role, card.component, card.serves) == (
+        Role.BOTH,
+        "backend",
+        ModelType.Chat | ModelType.Completions,
+    )
+    assert (card.takes_calls, card.publishes_kv_events, card.tokenizer) == (True, True, None)
+    assert (card.runtime_config.total_kv_blocks, card.runtime_config.enable_local_indexer) == (200, True)
