@@ -151,9 +151,6 @@ class BucketWatch:
 
     async def _begin_anew(self, made_at: datetime.datetime) -> None:
         """Read everything, and give every lease its whole length."""
-        if self._listening is None:
-            self._listening = await self._bucket.listen(self._take)
-        keys = await self._bucket.keys()
         if made_at != self._made_at:
             self._numbers.clear()
             self._made_at = made_at
@@ -161,7 +158,9 @@ class BucketWatch:
         self._leases.regain(time.monotonic())
         if was_lost:
             self._delivery.store(True, "")
-        await self._read(keys)
+        if self._listening is None:
+            self._listening = await self._bucket.listen(self._take)
+        await self._read(await self._bucket.keys())
         self._heard_at = time.monotonic()
 
     async def _read(self, keys: list[str]) -> None:
