@@ -17,7 +17,7 @@ from kvrouter.engines.port import Engine
 from kvrouter.mock import KvLoadFailurePolicy, MockConfig, Timing
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 
-IN_TIME_S = 10.0
+IN_TIME_S = 60.0
 
 
 class Listener:

@@ -135,7 +135,7 @@ async def test_receive_after_the_answer_says_disconnect() -> None:
     server = HttpServer(AsgiBridge(app))
     await server.serve()
     host, port = server.addresses[0]
-    async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(5):
+    async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(60):
         response = await client.get(f"http://{host}:{port}/")
         assert response.status_code == 204
         assert "content-length" not in response.headers

@@ -67,7 +67,7 @@ async def server(handler: Handler) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
 
-async def ask(handler: Handler, *conversations: list[PlannedRequest], limit_s: float = 5.0) -> list[Answer]:
+async def ask(handler: Handler, *conversations: list[PlannedRequest], limit_s: float = 60.0) -> list[Answer]:
     async with server(handler) as base_url:
         target = Target(base_url=base_url, model="mock", speedup=100.0, request_timeout_s=limit_s)
         return await replay(target, conversations)
@@ -108,7 +108,7 @@ async def test_the_first_token_is_the_first_text_not_the_role() -> None:
         writer.write(HEAD.encode() + role)
         await writer.drain()
         started = asyncio.get_running_loop().time()
-        await asyncio.wait_for(role_read.wait(), 5)
+        await asyncio.wait_for(role_read.wait(), 60)
         times.append(asyncio.get_running_loop().time() - started)
         writer.write(text("a") + text("b") + usage() + b"data: [DONE]\n\n")
 
@@ -130,7 +130,7 @@ async def test_a_turn_waits_for_the_answer_before_it_and_others_do_not() -> None
         if name == " prompt 1 0":
             other_came.set()
         else:
-            await asyncio.wait_for(other_came.wait(), 5)
+            await asyncio.wait_for(other_came.wait(), 60)
         events.append(f"end{name}")
         await good(body, writer)
 
