@@ -1,0 +1,50 @@
+"""The flags of ``kvrouter worker vllm`` and ``worker sglang`` that contradict each other, or say nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from kvrouter.cli import main
+
+URL = ("--url", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((), "--url"),
+        (("--url", "127.0.0.1:8000"), "--url: must begin with http:// or https://, not '127.0.0.1:8000'"),
+        ((*URL, "--no-kv-events", "--kv-events", "tcp://h:1"), "--no-kv-events and --kv-events contradict"),
+        ((*URL, "--kv-events-replay", "tcp://h:1"), "--kv-events-replay: only together with --kv-events"),
+        ((*URL, "--worker-id", "-1"), "--worker-id: must be in 0..2**63-1, not -1"),
+        ((*URL, "--role", "both?"), "role"),
+        ((*URL, "--tokenizer", "/nowhere/at/all"), "--tokenizer"),
+        ((*URL, "--engine-wait-s", "0"), "--url: no engine answered within 0 s"),
+    ],
+)
+def test_each_is_told_in_one_line(
+    kind: str,
+    flags: tuple[str, ...],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr("kvrouter.cli.engines.begin", lambda _: None)  # logs stay as the tests have them
+    monkeypatch.setenv("DYN_DISCOVERY_BACKEND", "file")
+    monkeypatch.setenv("KVROUTER_DISCOVERY_DIR", str(tmp_path))
+    monkeypatch.setenv("DYN_EVENT_PLANE", "zmq")
+    assert main(["worker", kind, *flags]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvrouter: ")]
+    assert len(told) == 1
+    assert says in told[0]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_help_names_every_flag(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", kind, "--help"]) == 0
+    said = capsys.readouterr().out
+    for flag in ("--url", "--kv-events", "--no-kv-events", "--role", "--domain", "--enable-local-indexer"):
+        assert flag in said
+    assert "KVROUTER_ENGINE_API_KEY" in said
