@@ -129,9 +129,9 @@ class PlaneSettings(Section):
     plane_token: Annotated[
         SecretStr | None, Setting(flag=None, variable="KVROUTER_PLANE_TOKEN", group=Group.PLANES)
     ] = None
-    """The secret that frontends and workers share. Over tcp, http and ZeroMQ, and with requests and replica
-    sync over NATS, who does not know it is refused before anything that it sent is read; discovery and KV
-    events over NATS are guarded by NATS itself. It has no flag, because the list of processes shows flags."""
+    """The secret that frontends and workers share. Over tcp, http, ZeroMQ and NATS, who does not know it is
+    refused before anything that it sent is read; who may listen and delete on NATS, NATS itself decides. It
+    has no flag, because the list of processes shows flags."""
 
     tls_cert: Annotated[
         str | None, Setting(flag="--tls-cert", variable="KVROUTER_TLS_CERT", group=Group.PLANES)
