@@ -58,7 +58,9 @@ def test_every_status_has_a_meaning(
     status: int, body: bytes, kind: type[KvrouterError], says: str, param: str | None
 ) -> None:
     failure = failure_of(status, body, "http://engine/v1/completions")
-    assert type(failure) is kind
+    assert isinstance(failure, kind)
+    assert isinstance(failure, WorkerFull) is (kind is WorkerFull)
+    assert isinstance(failure, ContextLengthExceeded) is (kind is ContextLengthExceeded)
     assert says in failure.message
     assert failure.param == param
 

@@ -222,7 +222,7 @@ async def test_the_read_of_a_whole_answer_raises_what_the_engine_says(
         stream = at.whole()
         with pytest.raises(kind) as caught:
             await anext(stream)
-        assert type(caught.value) is kind
+        assert isinstance(caught.value, WorkerFull) is (kind is WorkerFull)
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
 
