@@ -30,6 +30,7 @@ class NatsEnds:
             component="backend",
             token=TOKEN,
             on_dropped=lambda n_batches, why: self.dropped.append((n_batches, why)),
+            drops_told_each_s=0.1,
         )
         self.server = NatsRecovery(worker, namespace=namespace, token=TOKEN, on_malformed=heard)
         self.asker = NatsRecovery(

@@ -7,12 +7,13 @@ from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import DpRank
-from kvrouter.core.requests import EngineRequest
+from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.customs.listener import EngineListener, EventsAt
 from kvrouter.engines.customs.words import Decode, EngineFacts
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.fetching import FetchingStream, LostStream
+from kvrouter.engines.openai.server import EngineFailed, EngineServer
 from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
 from kvrouter.planes.requests.port import EngineStream
@@ -109,7 +110,17 @@ class ServedEngine:
 
     async def submit(self, request: EngineRequest) -> EngineStream:
         """Send a leg to the engine. Raises as :meth:`EngineServer.post` does."""
-        call = self._ways.call_of(request)
+        fetches_kv = request.leg is Leg.DECODE and not (
+            request.kv_transfer_params is None and request.bootstrap is None
+        )
+        if not fetches_kv:
+            return await self._send(self._ways.call_of(request))
+        try:
+            return FetchingStream(await self._send(self._ways.call_of(request)))
+        except EngineFailed as error:
+            return LostStream(error.message)
+
+    async def _send(self, call: EngineCall) -> EngineStream:
         read = call.reader()
         if not call.streams:
             return WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)

@@ -39,6 +39,14 @@ _CONTEXT_WORDS = (
 )
 
 
+class EngineFailed(WorkerUnreachable):
+    """The engine answers, and says that it failed this call."""
+
+
+class EngineFailedLater(StreamBroken):
+    """The engine had accepted the call when it said that it failed."""
+
+
 class _Said(msgspec.Struct, frozen=True):
     """What engines say of a mistake: OpenAI's form, or the older flat one."""
 
@@ -166,14 +174,14 @@ def failure_of(status: int, body: bytes, where: str) -> KvrouterError:
         return WorkerFull(f"{where} answered {status}: {message}")
     if status in _AT_FAULT:
         return _refused(status, message, param)
-    return WorkerUnreachable(f"{where} answered {status}: {message}")
+    return EngineFailed(f"{where} answered {status}: {message}")
 
 
 def failure_inside(code: int | str | None, message: str, param: str | None) -> KvrouterError:
     """Return what an error means that takes the place of an answer: the call's fault, or a failed engine."""
     if isinstance(code, int) and code in _AT_FAULT:
         return _refused(code, message, param)
-    return StreamBroken(f"the engine failed: {message}")
+    return EngineFailedLater(f"the engine failed: {message}")
 
 
 def said(body: bytes) -> tuple[str, str | None]:

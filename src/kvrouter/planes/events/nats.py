@@ -14,7 +14,7 @@ from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.planes.background import go_on
-from kvrouter.planes.events.drops import Drops
+from kvrouter.planes.events.drops import TELL_EVERY_S, Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
 from kvrouter.planes.events.port import BatchSink, DropSink, LoadSink, MalformedSink, RecoveryClient
 from kvrouter.planes.events.sealed_loads import OpenedLoads, SealedLoads
@@ -48,6 +48,7 @@ class NatsEventPublisher:
         on_dropped: DropSink = lambda _n_batches, _why: None,
         queue_max_bytes: int = QUEUE_MAX_BYTES,
         loads_interval_s: float = LOADS_INTERVAL_S,
+        drops_told_each_s: float = TELL_EVERY_S,
     ) -> None:
         self._client = client
         self._namespace = namespace
@@ -55,7 +56,7 @@ class NatsEventPublisher:
         self._seal = seal_of(token, namespace)
         self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
         self._queue_max_bytes = queue_max_bytes
-        self._drops = Drops(on_dropped)
+        self._drops = Drops(on_dropped, every_s=drops_told_each_s)
         self._queue: deque[tuple[str, bytes, bool]] = deque()
         self._queued_bytes = 0
         self._more = asyncio.Event()
