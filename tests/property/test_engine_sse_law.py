@@ -176,20 +176,24 @@ def test_what_the_engine_wrote_arrives_whole_and_in_order(
 
 
 @given(CHUNKS, CUTS, st.integers(0, 10_000))
-def test_an_answer_that_breaks_off_gives_only_whole_events_and_never_an_end(
-    chunks: list[tuple[str, list[int]]], at: list[int], until: int
+@example([], [], 10_000)
+def test_an_answer_that_breaks_off_gives_only_whole_events_and_an_end_only_if_it_had_one(
+    chunks: list[tuple[str, list[int]]], at: list[int], n_left_out: int
 ) -> None:
     events = [event_of(chat_event(text, ids)) for text, ids in chunks]
-    wire = b"".join([*events, event_of(chat_event("", None, "length"))])
-    sent = wire[: until % len(wire)]
+    events += [event_of(chat_event("", None, "length")), event_of(USAGE)]
+    whole = [len(b"".join(events[:n])) for n in range(len(events) + 1)]
+    wire = b"".join(events)
+    sent = wire[: len(wire) - 1 - n_left_out % len(wire)]
     got, broken = read(cut(sent, at), PLAIN)
+    assert sent.startswith(b"".join(chunk.raw for chunk in got))
+    if len(sent) == whole[len(chunks) + 1]:
+        assert (broken, got[-1].finish) == (None, FinishReason.LENGTH)
+        return
     assert broken is not None
     assert all(chunk.finish is None for chunk in got)
-    assert sent.startswith(b"".join(chunk.raw for chunk in got))
-    if at:
-        return
-    n_whole = sum(1 for i in range(len(events)) if len(b"".join(events[: i + 1])) <= len(sent))
-    assert sum(len(chunk.token_ids) for chunk in got) == sum(len(ids) for _, ids in chunks[:n_whole])
+    n_tokens = [sum(len(ids) for _, ids in chunks[:n]) for n, end in enumerate(whole) if end <= len(sent)][-1]
+    assert sum(len(chunk.token_ids) for chunk in got) == n_tokens
 
 
 @given(st.integers(1, 40), st.integers(1, 400))
