@@ -146,6 +146,14 @@ def test_a_worker_lost_after_the_last_wanted_token_costs_nothing() -> None:
     ]
 
 
+def test_what_is_more_than_text_is_not_complete_because_its_tokens_are() -> None:
+    journey = streaming(GREEDY, tokens=8)
+    journey.is_plain = False
+    (_, failed) = journey.handle(lost(1))
+    assert isinstance(failed, Fail)
+    assert "several answers" in str(failed.error)
+
+
 def test_a_prefill_worker_lost_after_the_first_token_is_no_loss() -> None:
     journey = streaming(SEEDED)
     assert journey.handle(lost(1, Leg.PREFILL)) == []

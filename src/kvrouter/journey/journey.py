@@ -197,7 +197,7 @@ class Journey:
     def _lost_while_streaming(self, event: LegLost) -> list[Command]:
         if event.leg is Leg.PREFILL:
             return []  # decode has its KV: what becomes of the prefill worker no longer matters here
-        if self.remaining_tokens <= 0:
+        if self.remaining_tokens <= 0 and self.is_plain:
             self.state = State.DONE
             return [Abandon(event.why), End(FinishReason.LENGTH)]
         if not (self.is_plain and self._sampling.resumable):
