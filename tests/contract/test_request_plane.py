@@ -9,7 +9,13 @@ from msgspec.structs import replace
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.planes.requests import legs
-from kvrouter.planes.requests.port import EngineStream, LegRepeated, StreamBroken, WorkerUnreachable
+from kvrouter.planes.requests.port import (
+    EngineStream,
+    LegRepeated,
+    StreamBroken,
+    WorkerFull,
+    WorkerUnreachable,
+)
 from kvrouter.worker.time_left import TimedStream
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.waits import until
@@ -345,6 +351,20 @@ async def test_a_leg_that_its_worker_fails_runs_no_longer(wire: Wire) -> None:
     with pytest.raises(KvrouterError):
         await read_all(stream)
     assert await wire.places[address].wait_idle(IN_TIME_S)
+
+
+async def test_a_leg_whose_engine_is_full_after_all_says_so(wire: Wire) -> None:
+    class Full(ScriptedStream):
+        async def __anext__(self) -> EngineChunk:
+            raise WorkerFull("the engine takes no more")
+
+    class Worker(ScriptedWorker):
+        async def submit(self, request: EngineRequest) -> EngineStream:
+            return Full()
+
+    address, _ = await wire.serve(Worker())
+    with pytest.raises(WorkerFull, match="takes no more"):
+        await read_all(await wire.plane.open(address, leg()))
 
 
 async def test_closing_the_plane_breaks_streams_and_tells_the_workers(wire: Wire) -> None:

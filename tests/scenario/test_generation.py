@@ -9,8 +9,10 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown, WorkerFailed
 from kvrouter.core.requests import FinishReason, Leg, Sampling
+from kvrouter.planes.requests.port import WorkerFull
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request, read_all
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
+from tests.support.waits import until
 
 
 async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
@@ -152,6 +154,26 @@ async def test_workers_that_are_full_make_the_fleet_busy_not_broken() -> None:
     plane.full = {address_of(1), address_of(2)}
     with pytest.raises(AllWorkersBusy, match="queue is full"):
         await read_all(bench)
+
+
+async def test_a_worker_that_says_only_later_that_it_is_full_is_as_full() -> None:
+    plane = ScriptedPlane(lambda stream: stream.feed(WorkerFull("its queue is full")))
+    bench = await bench_of(plane, card(1), card(2))
+    with pytest.raises(AllWorkersBusy, match="queue is full"):
+        await read_all(bench)
+
+
+async def test_a_leg_that_is_accepted_after_the_end_is_cancelled() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, card(1))
+    plane.accepts.clear()
+    reading = asyncio.create_task(read_all(bench))
+    await until(lambda: bench.booked() > 0)
+    assert await bench.service.drain(0.0) == 1
+    plane.accepts.set()
+    with pytest.raises(ShuttingDown):
+        await reading
+    assert (await plane.wait_for(Leg.AGGREGATED)).cancelled_for == "shutting_down"
 
 
 async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() -> None:

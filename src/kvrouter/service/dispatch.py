@@ -112,12 +112,15 @@ class Dispatch:
         self._abandon(reason)
         self.watch.stop()
 
-    async def lose(self, attempt: Attempt, why: str) -> None:
-        """The last leg is lost; the sibling's own failure, when there is one, is the better reason."""
+    async def lose(self, attempt: Attempt, why: str, *, full: bool = False) -> None:
+        """The last leg is lost; the sibling's own failure, when there is one, is the better reason. ``full``:
+        its worker takes no more for now.
+        """
         pick = attempt.placement.decision.decode
         if self.journey.state is State.DECODING and self._placer.prefill_worker_left(attempt.placement):
             pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
-        await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why)))
+            full = False
+        await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why, full=full)))
 
     async def lose_kv(self, attempt: Attempt, loss: KvLoss, why: str) -> None:
         """The decode worker did not get the prefill worker's KV; the prefill leg's own failure, when there is
@@ -295,11 +298,13 @@ class Dispatch:
                 kv_transfer_params=params,
                 time_left_s=self.watch.time_left_s,
             )
-            attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
+            stream = attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
         except InvalidRequest as error:
             return self.journey.handle(LegRefused(error))
         except KvrouterError as error:
             return self._lost(attempt, _lost_leg(attempt.placement.decision.decode, error))
+        if self.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
+            stream.cancel(self.error.code)
         if attempt.lost:
             return self._lost(attempt, attempt.lost[0])
         return []

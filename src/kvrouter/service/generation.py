@@ -17,6 +17,7 @@ from kvrouter.planes.requests.port import (
     RequestPlane,
     StreamBroken,
     TokenSink,
+    WorkerFull,
     WorkerUnreachable,
 )
 from kvrouter.service.attempt import Attempt, Times
@@ -124,7 +125,7 @@ class Generation:
             try:
                 chunk = await self._read(attempt.decode)
             except (StreamBroken, WorkerUnreachable) as error:
-                await dispatch.lose(attempt, error.message)
+                await dispatch.lose(attempt, error.message, full=isinstance(error, WorkerFull))
                 continue
             except InvalidRequest as error:
                 dispatch.tell(LegRefused(error))

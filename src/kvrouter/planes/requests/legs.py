@@ -198,8 +198,8 @@ class Place(LegsHere):
             self._stop(leg, CONNECTION_CLOSED)
         except KvrouterError as error:
             leg.cancel("its answer was lost")
-            is_lost = leg.inner is not None and isinstance(error, WorkerUnreachable)
-            await answer.end(leg.lost(error.message) if is_lost else error)
+            is_lost = isinstance(error, WorkerUnreachable) and not isinstance(error, WorkerFull)
+            await answer.end(leg.lost(error.message) if is_lost and leg.inner is not None else error)
         except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
             leg.cancel("its answer was lost")
             asyncio.get_running_loop().call_exception_handler(

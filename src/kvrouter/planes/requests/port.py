@@ -45,7 +45,8 @@ class ReaderTooSlow(KvrouterError):
 
 
 class EngineStream(Protocol):
-    """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker is lost.
+    """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker is lost, and
+    :class:`WorkerFull` where its engine says only later that it takes no more.
 
     The stream holds a bounded number of chunks: a slow reader withholds its own credits and stops only its
     own producer. Chunks that wait may be merged: tokens are never lost or reordered.

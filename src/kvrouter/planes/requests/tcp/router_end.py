@@ -186,7 +186,7 @@ class RouterEnd(Connection):
         stream_id, error = _error(body)
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
-            stream.fail(StreamBroken(error.message) if isinstance(error, WorkerUnreachable) else error)
+            stream.fail(StreamBroken(error.message) if type(error) is WorkerUnreachable else error)
 
     # Life
 
