@@ -1,5 +1,6 @@
 """The JetStream lane when somebody writes where only workers and routers should."""
 
+import base64
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -67,6 +68,30 @@ async def test_an_object_that_was_overwritten_costs_a_question_and_no_router(fle
         assert each.name is not None
         if "part" in each.name:
             await objects.put(each.name, b"\xc1" * 100)
+    late = await fleet.replica("late")
+    late.join(worker)
+    worker.serve(3)
+    await first.until_right(worker)
+    await late.until_right(worker)
+    assert late.asking.asked > 0
+
+
+@pytest.mark.parametrize("change", [{"digest": None}, {"digest": "SHA-256=x"}, {"nuid": None}, None], ids=str)
+async def test_what_is_written_about_an_object_costs_a_question_and_no_router(
+    fleet: Fleet, change: dict[str, str | None] | None
+) -> None:
+    worker, (first,) = await fleet.known("first", serves=10)
+    await until(lambda: first.is_right(worker))
+    assert await first.snapshots.check() == 1
+    jetstream, bucket = fleet.client.jetstream(), names_of(fleet).bucket
+    for each in await (await jetstream.object_store(bucket)).list():
+        assert each.name is not None
+        token = base64.urlsafe_b64encode(each.name.encode()).decode()
+        subject = f"$O.{bucket}.M.{token}"
+        about = (await jetstream.get_last_msg(f"OBJ_{bucket}", subject)).data
+        assert about is not None
+        other = b"no JSON" if change is None else msgspec.json.encode(msgspec.json.decode(about) | change)
+        await jetstream.publish(subject, other, headers={"Nats-Rollup": "sub"})
     late = await fleet.replica("late")
     late.join(worker)
     worker.serve(3)

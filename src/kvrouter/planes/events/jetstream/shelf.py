@@ -136,7 +136,13 @@ class SnapshotShelf:
         objects = await self._open_objects()
         body = io.BytesIO()
         async with asyncio.timeout(OBJECT_TIMEOUT_S):
-            await objects.get(name, writeinto=body)
+            try:
+                await objects.get(name, writeinto=body)
+            except (AttributeError, TypeError, ValueError) as error:
+                # The client believes whatever is written about an object, and anybody may have written it.
+                raise ProtocolError(
+                    f"object {name}: what is written about it: {error}", param="object"
+                ) from error
             return await asyncio.to_thread(self._seal.opened, self._place(name), body.getbuffer())
 
     async def remove(self, names: Iterable[str]) -> None:
