@@ -27,6 +27,8 @@ class LossyClient(Client):
         self.loses: Loses = lambda _subject, _message: False
         self.n_lost = 0
         self.subject = ""
+        self.errors: list[Exception] = []
+        """What went wrong with messages that came, and with the connection."""
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
@@ -39,13 +41,14 @@ class LossyClient(Client):
 
 
 async def lossy_client(server: NatsServer) -> LossyClient:
-    async def ignore(_error: Exception) -> None:
-        """A test that stops the server knows that it is stopped."""
-
     client = LossyClient()
+
+    async def note(error: Exception) -> None:
+        client.errors.append(error)
+
     await client.connect(
         server.url,
-        error_cb=ignore,
+        error_cb=note,
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.05,  # type: ignore[arg-type]  # it sleeps for it
     )

@@ -217,12 +217,19 @@ async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
         sealed = [SEAL.seal(REQUESTS, body, number=9) for body in (b"", b"\xc1", evil)]
         for message in (b"", *sealed, b"x" * 100):
             await client.publish(REQUESTS, message)
+        first = await ends.plane.open(ends.address, leg("first"))
+        answers = ends.worker_client.subject.rpartition(".")[0]
+        for link in ("x", "12345", "\u00b2"):
+            await client.publish(f"{answers}.{link}", b"x" * 100)
         await client.flush()
         await client.close()
+        await ends.worker.streams[0].put(EngineChunk(token_ids=(3,), finish=FinishReason.STOP))
+        assert (await read_all(first))[0] == [3]
         stream = await ends.plane.open(ends.address, leg())
-        await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
+        await ends.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(stream))[0] == [4]
         assert len(ends.refused) == 5
+        assert ends.router_client.errors == []
 
 
 async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:

@@ -188,7 +188,8 @@ class NatsRequestPlane:
             raise WorkerUnreachable(f"NATS: {error}") from error
 
     async def _hear(self, message: Msg) -> None:
-        link = self._by_number.get(int(message.subject.rsplit(".", 1)[1]))
+        number = message.subject.rpartition(".")[2]
+        link = self._by_number.get(int(number)) if number.isdecimal() else None
         if link is None:
             return
         if message.headers is not None and message.headers.get("Status") == "503":
@@ -196,13 +197,13 @@ class NatsRequestPlane:
             link.hear_nobody(was_deaf=self._clock.now_s - self._deaf_s <= self._dead_after_s)
             return
         try:
-            number, said = from_worker(self._seal, message.subject, message.data)
+            sent, said = from_worker(self._seal, message.subject, message.data)
         except ProtocolError as error:
             self._on_refused(error.message)
             return
         if (said.worker_id, said.incarnation) != link.worker:
             return
-        if self._newest.takes(message.subject, number):
+        if self._newest.takes(message.subject, sent):
             link.hear(said.frames, self._clock.now_s)
         else:
             self._on_refused("a worker's message came again")
