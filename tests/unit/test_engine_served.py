@@ -8,10 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
-from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.requests import (
+    Bootstrap,
+    CallRoute,
+    ClientCall,
+    EngineRequest,
+    FinishReason,
+    KvLoss,
+    Leg,
+    Sampling,
+)
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Look, ServedEngine, Told
@@ -20,10 +30,10 @@ from kvrouter.engines.port import EngineState, WatchedEngine
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.facts import RankFacts
 from kvrouter.engines.vllm.ways import VllmWays
-from kvrouter.planes.requests.port import WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_heard import Heard
 from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
-from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
+from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, event_of, page, scripted_engine
 from tests.support.waits import until
 
 R0 = DpRank(0)
@@ -269,3 +279,71 @@ async def test_a_leg_that_nobody_wants_while_its_headers_are_awaited_is_gone_too
         call = await scripted.called()
         submitting.cancel()
         await call.left.wait()
+
+
+def fetching(*, stream: bool = True, bootstrap: bool = False) -> EngineRequest:
+    """A decode leg that comes for its KV."""
+    if bootstrap:
+        return replace(leg(stream=stream, kind=Leg.DECODE), bootstrap=Bootstrap("h", 1, 2))
+    return replace(leg(stream=stream, kind=Leg.DECODE), kv_transfer_params={"remote_port": 1})
+
+
+DIED = {"error": {"message": "no KV came", "code": 500}}
+TOKEN = {"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": None}]}
+DOWN = Answer((b'{"error":{"message":"no KV came"}}',), status=500)
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer"),
+    [
+        (fetching(), DOWN),
+        (fetching(bootstrap=True), DOWN),
+        (fetching(), Answer((event_of(DIED),))),
+        (fetching(stream=False), DOWN),
+        (fetching(stream=False), Answer((event_of(DIED)[6:],), content_type=JSON)),
+    ],
+)
+async def test_a_decode_leg_that_fails_before_its_first_token_did_not_get_its_kv(
+    request_: EngineRequest, answer: Answer
+) -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(answer)
+        (chunk,) = [chunk async for chunk in await watched.engine.submit(request_)]
+    assert (chunk.finish, chunk.kv_lost) == (FinishReason.ERROR, KvLoss.BROKEN)
+    assert "no KV came" in str(chunk.error)
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer", "kind"),
+    [
+        (fetching(), Answer((event_of(TOKEN), event_of(DIED))), StreamBroken),
+        (fetching(), Answer((event_of(TOKEN),), ends=Ends.CUT), StreamBroken),
+        (fetching(), Answer(ends=Ends.CUT), StreamBroken),
+        (fetching(), Answer(ends=Ends.REFUSED), WorkerUnreachable),
+        (fetching(stream=False), Answer(ends=Ends.REFUSED), WorkerUnreachable),
+        (fetching(), Answer((b"",), status=503), WorkerFull),
+        (fetching(), Answer.error(404, "vllm-0.32.0-error-model.json"), InvalidRequest),
+        (leg(), DOWN, WorkerUnreachable),
+        (leg(kind=Leg.DECODE), DOWN, WorkerUnreachable),
+        (leg(), Answer((event_of(DIED),)), StreamBroken),
+        (leg(kind=Leg.PREFILL), DOWN, WorkerUnreachable),
+    ],
+)
+async def test_any_other_failure_is_the_engines_or_the_calls(
+    request_: EngineRequest, answer: Answer, kind: type[Exception]
+) -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(answer)
+        with pytest.raises(kind):
+            assert all([chunk.kv_lost is None async for chunk in await watched.engine.submit(request_)])
+
+
+async def test_a_decode_leg_that_gets_its_kv_is_as_any_other_and_can_be_cancelled() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer((page("vllm-0.32.0-completion-tokens.sse"),)))
+        chunks = [chunk async for chunk in await watched.engine.submit(fetching())]
+        assert [token for chunk in chunks for token in chunk.token_ids] == [1629, 1581, 1629]
+        scripted.answers.append(Answer(ends=Ends.HELD))
+        stream = await watched.engine.submit(fetching())
+        stream.cancel("the client left")
+        await (await scripted.called(2)).left.wait()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from kvrouter.core.errors import InvalidRequest, ProtocolError
+from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.raw import RawEvents
@@ -51,6 +51,7 @@ class SseStream:
         self._is_over = False
         self._has_begun = False
         self._ready: deque[EngineChunk] = deque()
+        self._failure: KvrouterError | None = None
         self._gathered = _Gathered(reading)
         self._raw = RawEvents(added_token_ids=reading.added_token_ids, added_usage=reading.added_usage)
 
@@ -85,25 +86,30 @@ class SseStream:
 
     async def _next(self) -> EngineChunk:
         while not self._ready:
+            if self._failure is not None:
+                raise self._failure
             piece = await self._answer.content.readany()
             if piece:
                 self._cut(piece)
+            elif self._cutter.is_between:
+                self._ready.append(self._last(b""))
             else:
-                self._ready.append(self._last())
+                raise StreamBroken("the engine closed the connection in the middle of an event")
         return self._ready.popleft()
 
     def _cut(self, piece: bytes) -> None:
-        """Make chunks of the events that ``piece`` completes."""
-        for raw, data in self._cutter.push(piece):
-            gathered = self._gathered
-            if data == DONE:
-                gathered.add_raw(self._raw.end(raw))
-                self._ready.append(gathered.chunk(self._last_finish(), self._params))
-                return
-            if data:
-                self._take(self._read(data), raw)
-            if gathered.is_full and not self._raw.is_waiting:
-                self._flush()
+        """Make chunks of the events that ``piece`` completes; what came before a failure is read first."""
+        try:
+            for raw, data in self._cutter.push(piece):
+                if data == DONE:
+                    self._ready.append(self._last(raw))
+                    return
+                if data:
+                    self._take(self._read(data), raw)
+                if self._gathered.is_full and not self._raw.is_waiting:
+                    self._flush()
+        except (StreamBroken, InvalidRequest, ProtocolError) as error:
+            self._failure = error
         if self._gathered.is_worth_sending and not self._raw.is_waiting:
             self._flush()
 
@@ -123,16 +129,11 @@ class SseStream:
         self._gathered.take(event)
         self._gathered.add_raw(self._raw.take(event, raw))
 
-    def _last(self) -> EngineChunk:
-        if not self._cutter.is_between:
-            raise StreamBroken("the engine closed the connection in the middle of an event")
-        self._gathered.add_raw(self._raw.end(b""))
-        return self._gathered.chunk(self._last_finish(), self._params)
-
-    def _last_finish(self) -> FinishReason:
+    def _last(self, done: bytes) -> EngineChunk:
         if self._finish is None:
             raise StreamBroken("the engine's answer ended without a finish reason")
-        return self._finish
+        self._gathered.add_raw(self._raw.end(done))
+        return self._gathered.chunk(self._finish, self._params)
 
     def _end(self) -> None:
         if not self._is_over:
