@@ -1,10 +1,12 @@
 """A listener on real sockets: attaching late, a new start, a replay that does not come."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
+from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.customs.listener import EngineListener, EventsAt
 from kvrouter.engines.customs.words import EngineFacts
@@ -22,9 +24,9 @@ def batch(name: int, parent: int | None = None) -> bytes:
 
 @asynccontextmanager
 async def listening(
-    at: EventsAt, replay_limit_s: float = 30.0
+    at: EventsAt, replay_limit_s: float = 30.0, *, heard: Heard | None = None
 ) -> AsyncIterator[tuple[EngineListener, Heard]]:
-    heard = Heard()
+    heard = heard or Heard()
     listener = EngineListener(
         at,
         decode,
@@ -134,6 +136,27 @@ async def test_what_is_no_batch_is_refused_and_listening_goes_on() -> None:
         await engine.publish(batch(2))
         await until(lambda: heard.held == [2])
         assert heard.n_cleared == 1
+
+
+async def test_a_mistake_of_ours_is_shown_and_empties_the_ranks() -> None:
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    mistake = RuntimeError("of ours")
+
+    class Mistaken(Heard):
+        def on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
+            super().on_events(dp_rank, events)
+            if self.held == [1, 2]:
+                raise mistake
+
+    async with publisher() as engine, listening(engine.at, heard=Mistaken()) as (listener, heard):
+        await engine.subscribed.wait()
+        await engine.publish(batch(1))
+        await until(lambda: heard.held == [1])
+        await engine.publish(batch(2))
+        await until(lambda: heard.held == [] and heard.n_cleared == 1)
+        assert (listener.is_partial, shown) == (True, [mistake])
+        assert heard.said[0] == "its KV events are heard no more: a mistake of ours, which the log shows"
 
 
 async def test_a_listener_that_was_stopped_hears_nothing() -> None:

@@ -130,6 +130,25 @@ async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None
         assert watched.state.why == "the engine answers again"
 
 
+async def test_a_mistake_in_a_look_is_shown_and_looking_goes_on() -> None:
+    class Mistaken:
+        n_looks = 0
+
+        async def look(self, server: EngineServer) -> Look:
+            self.n_looks += 1
+            if self.n_looks == 1:
+                raise RuntimeError("of ours")
+            return Look((), STARTED)
+
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    ways = Mistaken()
+    async with scripted_engine() as scripted, attached(scripted, ways=ways) as watched:
+        await until(lambda: ways.n_looks >= 3)
+        assert watched.states == []
+    assert [str(each) for each in shown] == ["of ours"]
+
+
 async def test_fewer_looks_in_vain_are_not_told() -> None:
     class Flaky:
         """Every answer but the last of these fails."""

@@ -9,6 +9,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ShuttingDown, TopologyUnavailable
 from kvrouter.core.events import Held
+from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
@@ -208,6 +209,25 @@ async def test_without_its_place_a_worker_does_not_start(tmp_path: Path) -> None
         await house.start()
     assert house.engine.on_events is None
     assert house.cards.empty()
+
+
+async def test_kv_events_of_a_rank_that_is_not_here_are_let_go_and_told_once(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_events = house.engine.on_events
+    assert on_events is not None
+    for strange in (3, 70_000, 2**31 - 1):
+        on_events(DpRank(strange), (STORED,))
+    house.engine.tell(STORED)
+    assert (await house.batches.get()).rank == RANK
+    assert house.batches.empty()
+    (record,) = caplog.records
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["event"], line["detail"]) == (
+        "config_warning",
+        "KV events of dp_rank 3 are let go: this worker has dp_rank 0",
+    )
+    await house.worker.stop()
 
 
 async def test_odd_settings_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -74,6 +74,7 @@ class Worker:
         self._engine_state = EngineState()
         self._engine_changed = asyncio.Event()
         self._is_leaving = False
+        self._has_told_strange_rank = False
 
     @property
     def running_legs(self) -> int:
@@ -207,7 +208,7 @@ class Worker:
 
     def _warn(self, warnings: tuple[str, ...]) -> None:
         for warning in warnings:
-            log_event(_log, Event.CONFIG_WARNING, worker=str(self.card.worker_id), reason=warning)
+            log_event(_log, Event.CONFIG_WARNING, worker=str(self.card.worker_id), detail=warning)
 
     def _run(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -229,8 +230,14 @@ class Worker:
         self._engine_changed.set()
 
     def _on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
-        if self.card.publishes_kv_events and self._engine_tells_events:
+        if not (self.card.publishes_kv_events and self._engine_tells_events):
+            return
+        if dp_rank in self._dp_ranks:
             self.publisher.publish(dp_rank, events)
+        elif not self._has_told_strange_rank:
+            self._has_told_strange_rank = True
+            here = ", ".join(map(str, self._dp_ranks))
+            self._warn((f"KV events of dp_rank {dp_rank} are let go: this worker has dp_rank {here}",))
 
     def _on_load(self, report: LoadReport) -> None:
         self._loads[report.rank.dp_rank] = report

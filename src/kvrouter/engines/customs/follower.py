@@ -179,6 +179,11 @@ class BatchFollower:
             self._lose_place(self._next_seq)
         return self._commands()
 
+    def on_deaf(self) -> list[Command]:
+        """Nothing more will be heard: nobody can tell what is still held."""
+        self._lose_place(self._next_seq or 0)
+        return self._commands()
+
     def _commands(self) -> list[Command]:
         out, self._out = self._out, []
         return out

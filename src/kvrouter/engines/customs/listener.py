@@ -1,7 +1,7 @@
 """Listens to one engine's events over ZeroMQ and passes on what its ranks publish."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvrouter.engines.customs.follower import (
 )
 from kvrouter.engines.customs.frames import replay_question
 from kvrouter.engines.customs.words import Decode, EngineFacts
+from kvrouter.planes.background import go_on
 
 QUEUE_BATCHES_MAX = 100_000
 """How many batches wait in the socket; what is lost beyond is asked for again."""
@@ -45,6 +46,8 @@ class EngineListener:
     """Follows one publisher from :meth:`start` to :meth:`stop`.
 
     ``on_events`` hears what its ranks publish, ``on_change`` in words what was lost, refused or began anew.
+    After a mistake of ours nothing is heard any more: that is shown by the loop's exception handler, and the
+    ranks are emptied, since blocks may go unheard.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class EngineListener:
         self._on_change = on_change
         self._replay_limit_s = replay_limit_s
         self._was_partial = False
+        self._is_deaf = False
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._replaying: asyncio.Task[None] | None = None
@@ -70,7 +74,7 @@ class EngineListener:
     @property
     def is_partial(self) -> bool:
         """Whether events were missed: more blocks may be held than are known."""
-        return bool(self._follower.partial_ranks)
+        return self._is_deaf or bool(self._follower.partial_ranks)
 
     def start(self) -> None:
         """Connect, and ask for what the publisher still has."""
@@ -82,8 +86,8 @@ class EngineListener:
         live.connect(self._at.events)
         live.subscribe(self._at.topic.encode())
         self._tasks = [
-            asyncio.create_task(self._hear(live)),
-            asyncio.create_task(self._notice_reconnections(monitor)),
+            self._go_on(self._hear(live)),
+            self._go_on(self._notice_reconnections(monitor)),
         ]
         self._do(self._follower.start())
 
@@ -96,6 +100,19 @@ class EngineListener:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
+
+    def _go_on(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = go_on(work, name=f"KV events of {self._at.events}")
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None or self._is_deaf:
+            return
+        self._is_deaf = True
+        self.stop()
+        self._on_change("its KV events are heard no more: a mistake of ours, which the log shows")
+        self._do(self._follower.on_deaf())
 
     async def _hear(self, live: zmq.asyncio.Socket) -> None:
         while True:
@@ -152,7 +169,7 @@ class EngineListener:
         if self._context is None or self._at.replay is None:
             return
         before = self._replaying
-        self._replaying = asyncio.create_task(self._replay(self._context, self._at.replay, start_seq))
+        self._replaying = self._go_on(self._replay(self._context, self._at.replay, start_seq))
         if before is not None and before is not asyncio.current_task():
             before.cancel()
 

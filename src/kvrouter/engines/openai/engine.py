@@ -142,6 +142,11 @@ class ServedEngine:
                 look = await self._ways.look(self._server)
             except KvrouterError as error:
                 self._not_heard(error.message)
+            except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and looking goes on
+                asyncio.get_running_loop().call_exception_handler(
+                    {"message": f"{self._server.url}: a look at the engine failed", "exception": error}
+                )
+                self._not_heard(f"{type(error).__name__}: {error}")
             else:
                 self._heard(look)
                 for report in look.loads:
