@@ -7,9 +7,11 @@ import pytest
 
 from kvrouter.config import FleetFile, KvRouterConfig
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.events import Cleared
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, TokenBuffer
 from kvrouter.feed.words import FeedState
+from kvrouter.service import index_check
 from kvrouter.service.cache_view import EventCacheView, NoCacheView, PredictedCacheView
 from tests.support.mock_fleets import (
     BLOCK,
@@ -225,3 +227,25 @@ async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> 
         await bench.until_index_is_true()
         assert isinstance(bench.model.cache, EventCacheView)
         await until(lambda: bench.fleet.cluster.idle)
+
+
+async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(index_check, "SPAN_S", 0.0)
+    caplog.set_level("WARNING")
+    async with mock_bench(alike(replicas=1)) as bench:
+        asked = prompt(tokens=20 * BLOCK)
+        await bench.read(bench.request(asked))
+        await bench.until_index_is_true()
+        slot = bench.model.fleet.slot_of(bench.ranks()[0])
+        assert slot is not None
+        bench.cache_of().index.apply(slot, (Cleared(),))  # events were lost, and nobody saw it
+        for _ in range(index_check.WINDOW_ANSWERS):
+            await bench.read(bench.request(asked))
+        await bench.until_index_is_true()
+        rank = bench.ranks()[0]
+        labels = (MOCK, str(rank.worker_id), str(rank.dp_rank))
+        assert bench.telemetry.index_wrong.value(*labels) == 1
+        assert bench.telemetry.feed_events.value(MOCK, "doubts") == 1
+        assert caplog.messages.count("index_wrong") == 1

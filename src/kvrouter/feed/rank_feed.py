@@ -112,6 +112,10 @@ class RankFeed:
         """The index could not place a store: an event was lost before it had an id."""
         return self._handle(Orphaned(), now_s)
 
+    def on_doubt(self, *, now_s: float) -> list[Command]:
+        """The engine's own answers contradict the index."""
+        return self._handle(Orphaned(FeedCount.DOUBTS), now_s)
+
     def on_timeout(self, *, now_s: float) -> list[Command]:
         """Time passed; harmless when nothing is due."""
         return self._handle(Ticked(), now_s)
@@ -226,8 +230,8 @@ def _new_epoch(track: Track, event: NewEpoch) -> None:
         track.ask_snapshot()
 
 
-def _orphan_live(track: Track, _event: Orphaned) -> None:
-    track.count(FeedCount.ORPHANS)
+def _orphan_live(track: Track, event: Orphaned) -> None:
+    track.count(event.count)
     track.is_complete = False
     if track.now_s < track.orphans_rest_until_s:
         # A snapshot did not help a moment ago: what is known is still held, so it keeps on counting.
@@ -237,15 +241,15 @@ def _orphan_live(track: Track, _event: Orphaned) -> None:
         track.ask_snapshot()
 
 
-def _orphan_recovering(track: Track, _event: Orphaned) -> None:
-    track.count(FeedCount.ORPHANS)
+def _orphan_recovering(track: Track, event: Orphaned) -> None:
+    track.count(event.count)
     track.is_orphaned = True
     if track.ask is None or track.ask.what is Asked.RANGE:
         track.ask_snapshot()
 
 
-def _orphan_partial(track: Track, _event: Orphaned) -> None:
-    track.count(FeedCount.ORPHANS)
+def _orphan_partial(track: Track, event: Orphaned) -> None:
+    track.count(event.count)
 
 
 def _tick_recovering(track: Track, _event: Ticked) -> None:

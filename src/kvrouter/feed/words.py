@@ -36,6 +36,7 @@ class FeedCount(StrEnum):
     INBOX_FULL = "inbox_full"
     HISTORY_LOST = "history_lost"
     ORPHANS = "orphans"
+    DOUBTS = "doubts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,11 @@ class NewEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Orphaned:
-    """The index met a store whose parent it does not know, and did not place it."""
+    """The index met a store whose parent it does not know, and did not place it; or, counted as ``DOUBTS``,
+    the engine's own answers contradict the index. Either way an event was lost unseen.
+    """
+
+    count: FeedCount = FeedCount.ORPHANS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ U32 = npt.NDArray[np.uint32]
 class CacheView(Protocol):
     """Overlaps for a decision, and what a decision teaches."""
 
+    knows: bool
+    """Whether overlaps are known, not guessed."""
+
     def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:
         """Leading blocks of ``prompt`` that each slot holds; None when caches are not looked at.
 
@@ -34,6 +37,9 @@ class CacheView(Protocol):
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone, and its cache with it."""
 
+    def doubt(self, slot: Slot) -> None:
+        """The engine's own answers contradict what is believed of the slot."""
+
     def on_batch(self, batch: KvBatch) -> None:
         """KV events came."""
 
@@ -43,6 +49,8 @@ class CacheView(Protocol):
 
 class NoCacheView:
     """``--kv-overlap-score-weight 0``, or a mode that asks no costs: no index is built."""
+
+    knows = False
 
     def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:  # noqa: ARG002 - the port's signature
         """Caches are not looked at."""
@@ -57,6 +65,9 @@ class NoCacheView:
     def freed(self, slot: Slot) -> None:
         """Nothing to forget."""
 
+    def doubt(self, slot: Slot) -> None:
+        """Nothing is believed."""
+
     def on_batch(self, batch: KvBatch) -> None:
         """Nothing to learn."""
 
@@ -66,6 +77,8 @@ class NoCacheView:
 
 class EventCacheView:
     """KV events tell what each rank holds. A rank whose feed recovers scores nothing."""
+
+    knows = True
 
     def __init__(self, index: BlockIndex, pump: EventPump) -> None:
         self.index = index
@@ -93,6 +106,10 @@ class EventCacheView:
         """The pump drops the slot's blocks with its feed."""
         self.pump.freed(slot)
 
+    def doubt(self, slot: Slot) -> None:
+        """The pump asks the worker for all that it holds."""
+        self.pump.doubt(slot)
+
     def on_batch(self, batch: KvBatch) -> None:
         """On to the rank's feed."""
         self.pump.on_batch(batch)
@@ -104,6 +121,8 @@ class EventCacheView:
 
 class PredictedCacheView:
     """``--no-kv-events``: a decision predicts that its workers will hold the prompt's blocks for a while."""
+
+    knows = False
 
     def __init__(self, index: ApproximateIndex) -> None:
         self.index = index
@@ -130,6 +149,9 @@ class PredictedCacheView:
     def freed(self, slot: Slot) -> None:
         """Forget the slot."""
         self.index.drop(slot)
+
+    def doubt(self, slot: Slot) -> None:
+        """Predictions are no knowledge: there is nobody to ask."""
 
     def on_batch(self, batch: KvBatch) -> None:
         """Events are not followed."""

@@ -141,6 +141,12 @@ class EventPump:
         elif not entrance.waiting.add(batch):
             self._observed.feed_counted(FeedCount.INBOX_FULL, 1)
 
+    def doubt(self, slot: Slot) -> None:
+        """The engine's own answers contradict what is known of the rank: ask its worker for all of it."""
+        entrance = self._by_slot.get(slot)
+        if entrance is not None and not entrance.is_behind:
+            self._after(entrance, entrance.feed.on_doubt(now_s=self._now_s()))
+
     async def snapshot(self, slot: Slot) -> KvSnapshot | None:
         """What the rank at the slot holds now, read step by step; what it publishes meanwhile waits.
 

@@ -25,6 +25,7 @@ from kvrouter.routing.route import route, route_decode
 from kvrouter.routing.settings import RoutingSettings
 from kvrouter.service.cache_view import CacheView
 from kvrouter.service.decisions import DecisionLog
+from kvrouter.service.index_check import IndexCheck
 from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
@@ -62,6 +63,7 @@ class ModelRouter:
         self._decisions = decisions
         self.observed = observed
         self._random = random.Random(seed)
+        self._index_check = IndexCheck(block_size=fleet.block_size)
         self._turn = 0
         self._seed = self._random.getrandbits(64)
         self._not_active: U32 = np.zeros(16, np.uint32)
@@ -347,9 +349,21 @@ class ModelRouter:
         """What the engine really had cached, beside what was predicted."""
         decision = placement.decision
         pick = decision.decode if decision.prefill is None else decision.prefill
-        self.observed.cached_tokens(
-            predicted=pick.overlap_blocks * placement.block_size, actual=cached_tokens
+        predicted_tokens = pick.overlap_blocks * placement.block_size
+        self.observed.cached_tokens(predicted=predicted_tokens, actual=cached_tokens)
+        card = self.fleet.card(pick.rank.worker_id)
+        if card is None or card.cache_is_partial or not self.cache.knows:
+            return
+        wrong = self._index_check.note(
+            pick.rank,
+            predicted_tokens=predicted_tokens,
+            cached_tokens=cached_tokens,
+            isl_tokens=placement.prompt.isl_tokens,
+            now_s=time.monotonic(),
         )
+        if wrong is not None:
+            self.observed.index_wrong(pick.rank, wrong)
+            self.cache.doubt(pick.slot)
 
     def release(self, placement: Placement) -> None:
         """Close the leases; idempotent."""

@@ -62,6 +62,7 @@ class Event(StrEnum):
     INDEX_STORED = "index_stored"
     INDEX_NOT_STORED = "index_not_stored"
     EVENTS_MISTAKEN = "events_mistaken"
+    INDEX_WRONG = "index_wrong"
     BUSY_THRESHOLD = "busy_threshold"
     HTTP_BAD_REQUEST = "http_bad_request"
     HTTP_CLIENT_LEFT = "http_client_left"
@@ -245,6 +246,10 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.EVENTS_MISTAKEN: EventSpec(
         logging.WARNING, "A rank's KV events do not make sense; what it holds is asked for."
+    ),
+    Event.INDEX_WRONG: EventSpec(
+        logging.WARNING,
+        "An engine's own counts of cached tokens contradict the index: what it holds is asked for.",
     ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
     Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),

@@ -122,6 +122,14 @@ class Telemetry:
         "model",
     )
 
+    index_wrong = _counter(
+        "kvrouter_index_wrong",
+        "Times that a worker rank's own counts of cached tokens contradicted the index.",
+        "model",
+        "worker",
+        "dp_rank",
+    )
+
     ttft = _histogram(
         "kvrouter_time_to_first_token_seconds",
         "From the last byte of a request to the first byte of its first token.",

@@ -1,0 +1,77 @@
+"""The index is checked against what engines say that they had cached."""
+
+import pytest
+
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.service.index_check import SPAN_S, WINDOW_ANSWERS, IndexCheck, Wrong
+
+RANK = WorkerRank(WorkerId(1), DpRank(0))
+BLOCK = 16
+
+
+def noted(
+    errors_blocks: list[int], *, check: IndexCheck | None = None, spread_s: float = SPAN_S
+) -> list[Wrong | None]:
+    """The verdicts on answers whose prediction was so many blocks too high."""
+    check = check or IndexCheck(block_size=BLOCK)
+    each_s = spread_s / (WINDOW_ANSWERS - 1)
+    return [
+        check.note(
+            RANK,
+            predicted_tokens=(10 + error) * BLOCK,
+            cached_tokens=10 * BLOCK,
+            isl_tokens=100 * BLOCK,
+            now_s=number * each_s,
+        )
+        for number, error in enumerate(errors_blocks)
+    ]
+
+
+@pytest.mark.parametrize("error", [4, -4])
+def test_a_window_of_wrong_predictions_is_told_once(error: int) -> None:
+    verdicts = noted([error] * WINDOW_ANSWERS)
+    assert verdicts[:-1] == [None] * (WINDOW_ANSWERS - 1)
+    assert verdicts[-1] == Wrong(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
+
+
+def test_half_of_the_answers_are_enough_and_fewer_are_not() -> None:
+    half = WINDOW_ANSWERS // 2
+    assert noted([0] * half + [3] * half)[-1] == Wrong(half, WINDOW_ANSWERS, 3.0)
+    assert noted([0] * (half + 1) + [3] * (half - 1))[-1] is None
+
+
+@pytest.mark.parametrize("error", [0, 1, -1])
+def test_a_block_more_or_less_is_not_wrong(error: int) -> None:
+    assert not any(noted([error] * WINDOW_ANSWERS))
+
+
+def test_a_burst_says_nothing() -> None:
+    assert not any(noted([-9] * WINDOW_ANSWERS, spread_s=SPAN_S - 0.1))
+
+
+def test_after_a_verdict_a_whole_new_window_is_needed() -> None:
+    check = IndexCheck(block_size=BLOCK)
+    assert noted([4] * WINDOW_ANSWERS, check=check)[-1] is not None
+    assert not any(noted([4] * (WINDOW_ANSWERS - 1), check=check))
+
+
+def test_the_block_of_the_last_token_is_never_expected() -> None:
+    check = IndexCheck(block_size=BLOCK)
+    for number in range(WINDOW_ANSWERS):
+        verdict = check.note(
+            RANK, predicted_tokens=8 * BLOCK, cached_tokens=5 * BLOCK, isl_tokens=6 * BLOCK, now_s=number
+        )
+        assert verdict is None
+
+
+def test_answers_with_nothing_to_predict_do_not_hide_the_others() -> None:
+    check = IndexCheck(block_size=BLOCK)
+    verdicts = []
+    for number in range(2 * WINDOW_ANSWERS):
+        predicted = 8 * BLOCK if number % 2 else 0
+        verdicts.append(
+            check.note(
+                RANK, predicted_tokens=predicted, cached_tokens=0, isl_tokens=100 * BLOCK, now_s=number
+            )
+        )
+    assert any(verdicts)
