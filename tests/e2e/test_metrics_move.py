@@ -227,6 +227,8 @@ async def test_a_worker_that_should_publish_and_never_does(monkeypatch: pytest.M
         await until(lambda: all(reading.is_missing for _, reading in pump.feed_readings()))
         silent = await here.metrics()
         assert [silent.value("kv_events_missing", worker=worker) for worker in "12"] == [1, 1]
+        page = (await here.http.get("/v1/fleet")).json()
+        assert [worker["ranks"][0]["feed"]["kv_events_missing"] for worker in page["workers"]] == [True, True]
         monkeypatch.setattr(event_pump, "SILENT_AFTER_S", PATIENT_S)
         worker = here.system.fleet.workers[WorkerId(2)]
         worker.publisher.heartbeat([DpRank(0)])

@@ -5,6 +5,7 @@ no KV left its domain, no worker runs a leg that nobody reads, and no process me
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +25,9 @@ from kvrouter.planes.events.zmq import ZmqEventSubscriber
 from tests.support.processes import Fleet, Frontend, eventually
 
 BLOCK_SIZE = 64
+
+CARRIED = re.compile(r"KV from (\S+|no domain) to (\S+|no domain): ")
+"""What an engine that was stopped carried, by its own account, which needs no router to be right."""
 
 
 class Caches:
@@ -133,6 +137,8 @@ async def all_is_well(
         lines = running.lines()
         for mistake in ("Traceback", "internal_error", "http_handler_failed", "never retrieved"):
             assert mistake not in lines, f"{running.name}: {mistake}"
+        carried = CARRIED.findall(lines)
+        assert all(source == target for source, target in carried), f"{running.name} carried KV: {carried}"
 
 
 async def _troubles(frontend: Frontend, caches: Caches, *, workers: int, asked: Prompts) -> list[str]:
