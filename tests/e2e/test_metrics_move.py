@@ -75,9 +75,13 @@ OF_A_STANDALONE_ROUTER = {
 }
 """Asserted where that router's door is."""
 
+OF_A_WRONG_INDEX = {"kvrouter_index_wrong_total"}
+"""Asserted where an index is made wrong."""
+
 
 def test_no_metric_is_left_out_here() -> None:
-    assert {spec.name for spec in Telemetry.SPECS} == ASSERTED_HERE | OF_A_STANDALONE_ROUTER
+    asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | OF_A_WRONG_INDEX
+    assert {spec.name for spec in Telemetry.SPECS} == asserted
 
 
 async def chat(here: Served, *, n: int = 100, first: int = 0, max_tokens: int = 8, **nvext: object) -> int:
