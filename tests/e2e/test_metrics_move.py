@@ -75,12 +75,12 @@ OF_A_STANDALONE_ROUTER = {
 }
 """Asserted where that router's door is."""
 
-OF_A_WRONG_INDEX = {"kvrouter_index_wrong_total"}
-"""Asserted where an index is made wrong."""
+OF_LOSSES = {"kvrouter_index_wrong_total", "kvrouter_kv_lost_total"}
+"""Asserted where an index is made wrong, and where KV is lost."""
 
 
 def test_no_metric_is_left_out_here() -> None:
-    asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | OF_A_WRONG_INDEX
+    asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | OF_LOSSES
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 
 
