@@ -57,7 +57,7 @@ class Asked:
 def test_every_status_has_a_meaning(
     status: int, body: bytes, kind: type[KvrouterError], says: str, param: str | None
 ) -> None:
-    failure = failure_of(status, body, "http://engine/v1/completions")
+    failure = failure_of(status, body)
     assert isinstance(failure, kind)
     assert isinstance(failure, WorkerFull) is (kind is WorkerFull)
     assert isinstance(failure, ContextLengthExceeded) is (kind is ContextLengthExceeded)
@@ -66,7 +66,7 @@ def test_every_status_has_a_meaning(
 
 
 def test_an_engine_that_talks_on_is_cut_short() -> None:
-    failure = failure_of(400, json.dumps({"error": {"message": "é" * 10_000}}).encode(), "engine")
+    failure = failure_of(400, json.dumps({"error": {"message": "é" * 10_000}}).encode())
     assert len(failure.message) == SAID_MAX_CHARS
 
 
@@ -155,6 +155,27 @@ async def test_a_call_that_was_never_answered_may_go_elsewhere_and_a_cut_answer_
             await asked.server.ask(COMPLETIONS, b"{}")
         with pytest.raises(StreamBroken, match="ClientPayloadError"):
             await asked.server.ask(COMPLETIONS, b"{}")
+
+
+async def test_what_a_client_may_read_does_not_tell_where_the_engine_is() -> None:
+    answers = [
+        Answer((b"boom",), status=500),
+        Answer((b"",), status=503),
+        Answer(ends=Ends.REFUSED),
+        Answer((b"{",), content_type=JSON, ends=Ends.CUT),
+    ]
+    async with Asked(*answers) as asked:
+        host, port = asked.engine.url.removeprefix("http://").split(":")
+        for _ in answers:
+            with pytest.raises(KvrouterError) as failed:
+                await asked.server.ask(COMPLETIONS, b"{}")
+            assert host not in failed.value.message
+        await asked.engine.stop()
+        with pytest.raises(WorkerUnreachable, match="ClientConnectorError: Connection refused") as gone:
+            await asked.server.ask(COMPLETIONS, b"{}")
+        assert port not in gone.value.message
+        with pytest.raises(WorkerUnreachable, match=rf"{asked.engine.url}/metrics: ClientConnectorError"):
+            await asked.server.look("/metrics")
 
 
 async def test_one_server_after_the_other_is_closed_for_good() -> None:

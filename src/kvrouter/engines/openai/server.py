@@ -1,5 +1,9 @@
-"""The engine's HTTP server, as the worker beside it reaches it."""
+"""The engine's HTTP server, as the worker beside it reaches it.
 
+Clients may read what an error of a call says, so it does not tell where the engine is; one of a look does.
+"""
+
+import os
 from collections.abc import Mapping
 from weakref import WeakSet
 
@@ -121,9 +125,9 @@ class EngineServer:
                     raise WorkerUnreachable(f"{self.url}{path} answered {answer.status}: {said(body)[0]}")
                 return body
         except StreamBroken as error:
-            raise WorkerUnreachable(error.message) from error
+            raise WorkerUnreachable(f"{self.url}{path}: {error.message}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise WorkerUnreachable(f"{self.url}{path}: {failed_by(error)}") from error
 
     async def post(
         self, path: str, body: bytes, headers: Mapping[str, str] | None = None
@@ -143,9 +147,9 @@ class EngineServer:
             if answer.status == 200:
                 return answer
             async with answer:
-                raise failure_of(answer.status, await _read_whole(answer), f"{self.url}{path}")
+                raise failure_of(answer.status, await _read_whole(answer))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._unreachable(error) from error
+            raise WorkerUnreachable(f"the engine is not reached: {failed_by(error)}") from error
 
     async def ask(self, path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
         """Send a call; return its whole answer. Raises as :meth:`post` does, StreamBroken once it was
@@ -156,25 +160,29 @@ class EngineServer:
             async with answer:
                 return await _read_whole(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise StreamBroken(f"engine {self.url}: {type(error).__name__}: {error}") from error
+            raise StreamBroken(f"the engine's answer broke off: {failed_by(error)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             raise RuntimeError("the engine's server was not opened")
         return self._session
 
-    def _unreachable(self, error: Exception) -> WorkerUnreachable:
-        return WorkerUnreachable(f"engine {self.url}: {type(error).__name__}: {error}")
+
+def failed_by(error: Exception) -> str:
+    """Return what failed on the way, without the address: an error's own words have it."""
+    name = type(error).__name__
+    number = error.errno if isinstance(error, OSError) else None
+    return f"{name}: {os.strerror(number)}" if number is not None and number > 0 else name
 
 
-def failure_of(status: int, body: bytes, where: str) -> KvrouterError:
+def failure_of(status: int, body: bytes) -> KvrouterError:
     """Return what an engine's error answer means: the call's fault, a full engine, or a failed one."""
     message, param = said(body)
     if status in _FULL:
-        return WorkerFull(f"{where} answered {status}: {message}")
+        return WorkerFull(f"the engine answered {status}: {message}")
     if status in _AT_FAULT:
         return _refused(status, message, param)
-    return EngineFailed(f"{where} answered {status}: {message}")
+    return EngineFailed(f"the engine answered {status}: {message}")
 
 
 def failure_inside(code: int | str | None, message: str, param: str | None) -> KvrouterError:
@@ -210,5 +218,5 @@ async def _read_whole(answer: aiohttp.ClientResponse) -> bytes:
         pieces.append(piece)
         size_bytes += len(piece)
         if size_bytes > ANSWER_MAX_BYTES:
-            raise StreamBroken(f"{answer.url}: the answer is over the {ANSWER_MAX_BYTES} bytes allowed")
+            raise StreamBroken(f"the answer is over the {ANSWER_MAX_BYTES} bytes allowed")
     return b"".join(pieces)

@@ -11,7 +11,7 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.raw import RawEvents
-from kvrouter.engines.openai.server import failure_inside
+from kvrouter.engines.openai.server import failed_by, failure_inside
 from kvrouter.engines.openai.sse import DONE, EventCutter
 from kvrouter.planes.requests.port import StreamBroken
 
@@ -68,8 +68,10 @@ class SseStream:
                 chunk = await self._next()
             except (StreamBroken, InvalidRequest) as error:
                 broken = error
-            except (aiohttp.ClientError, OSError, ProtocolError) as error:
-                broken = StreamBroken(f"{self._answer.url}: {type(error).__name__}: {error}")
+            except ProtocolError as error:
+                broken = StreamBroken(error.message)
+            except (aiohttp.ClientError, OSError) as error:
+                broken = StreamBroken(f"the engine's answer broke off: {failed_by(error)}")
         if self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:
