@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 from nats.aio.client import Client
 
 from kvrouter.assembly import nats as connection
@@ -142,3 +143,20 @@ async def test_credentials_that_cannot_be_read_are_named(
         async with nats_connection(PlaneSettings(nats_credentials=str(path)), name="test", tls=None):
             pass
     assert caught.value.param == "nats_credentials"
+
+
+def test_a_process_that_ends_while_its_server_is_away_ends_well(
+    own_nats: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvrouter")
+
+    async def was_refused() -> bool:
+        return "plane_disturbed" in caplog.text
+
+    async def life() -> None:
+        async with nats_connection(PlaneSettings(nats_server=own_nats.url), name="test", tls=None) as client:
+            own_nats.kill()
+            await eventually(was_refused, limit_s=WITHIN_S)
+            await client.publish("anything", b"what is said now waits for a connection")
+
+    uvloop.run(life())

@@ -74,6 +74,11 @@ class _StayingClient(Client):
             self._transport.close()  # type: ignore[no-untyped-call]
         await super()._select_next_server()
 
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        if not self.is_connected:  # what waits to be sent would be written to a connection that was closed
+            self._pending, self._pending_data_size = [], 0
+        await super()._close(status, do_cbs)
+
     async def _process_op_err(self, e: Exception) -> None:
         if self.is_connected:
             self.why_lost = _why_lost(e)
