@@ -28,6 +28,8 @@ async def pass_whole(exchange: Exchange, call: Call, generation: Generation) -> 
         if chunk.finish is not None:
             break
     body = b"".join(pieces)
+    if not body:
+        raise _not_their_own()
     nvext = placed_nvext(generation, call.nvext.extra_fields)
     if nvext and body.rstrip().endswith(b"}"):
         body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
@@ -82,6 +84,8 @@ class _Passing:
         return True
 
     def _go_on(self, chunk: EngineChunk) -> "_Rest":
+        if not self._first_raw:
+            raise _not_their_own()
         generated = self._generation.generated
         before = generated[: len(generated) - len(chunk.token_ids)]
         return _Rest(
@@ -153,6 +157,10 @@ class _Rest:
         self._known_chars -= known
         if len(text) > known:
             self._stream.write(self.answer.text_event(text[known:]))
+
+
+def _not_their_own() -> InternalError:
+    return InternalError("a worker that takes calls answered without its engine's own bytes")
 
 
 class _Head(msgspec.Struct, frozen=True):

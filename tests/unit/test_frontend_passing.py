@@ -1,0 +1,250 @@
+"""Calls that go to engines as clients wrote them, and answers that come as engines wrote them."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
+from kvrouter.core.workers import WorkerCard
+from kvrouter.frontend.openai.passed import parse_passed
+from tests.support.fleets import MODEL, card
+from tests.support.front import House, open_house, token_ids
+from tests.support.planes import ScriptedStream
+
+HEAD = {"id": "chatcmpl-theirs", "object": "chat.completion.chunk", "created": 7, "model": "their-name"}
+DONE = b"data: [DONE]\n\n"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+def taking(worker_id: int) -> WorkerCard:
+    return structs.replace(card(worker_id), takes_calls=True)
+
+
+def event(text: str | None, *, finish: str | None = None) -> bytes:
+    delta = {} if text is None else {"content": text}
+    choice = {"index": 0, "delta": delta, "finish_reason": finish, "of_theirs": 1.0}
+    return b"data: " + json.dumps({**HEAD, "choices": [choice]}).encode() + b"\n\n"
+
+
+def piece(text: str, *, knows_text: bool = True) -> EngineChunk:
+    return EngineChunk(token_ids(text), raw=event(text), text_chars=len(text) if knows_text else None)
+
+
+ROLE = EngineChunk(raw=event(""), text_chars=0)
+STOP = event(None, finish="stop") + DONE
+
+
+def streams(*texts: str) -> Callable[[ScriptedStream], None]:
+    """An engine that writes these texts, an event each."""
+
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(ROLE, *map(piece, texts), EngineChunk(raw=STOP, finish=FinishReason.STOP, text_chars=0))
+
+    return script
+
+
+def dies_after(*texts: str, then: Callable[[ScriptedStream], None]) -> Callable[[ScriptedStream], None]:
+    """The first worker writes these texts and is lost; whoever goes on does ``then``."""
+
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.resumed_tokens:
+            then(stream)
+        else:
+            stream.feed(ROLE, *map(piece, texts))
+            stream.die()
+
+    return script
+
+
+def goes_on(*texts: str, finish: FinishReason = FinishReason.STOP) -> Callable[[ScriptedStream], None]:
+    """A worker that goes on with tokens."""
+
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(*(EngineChunk(token_ids(text)) for text in texts), EngineChunk(finish=finish))
+
+    return script
+
+
+def keeps_back(rest: str) -> Callable[[ScriptedStream], None]:
+    """The first worker says "one EN", writes "one " since the rest may begin a stop string, and is lost."""
+
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.resumed_tokens:
+            goes_on(rest, finish=FinishReason.LENGTH)(stream)
+        else:
+            stream.feed(ROLE, EngineChunk(token_ids("one EN"), raw=event("one "), text_chars=4))
+            stream.die()
+
+    return script
+
+
+async def streamed(house: House, **fields: object) -> bytes:
+    response = await house.chat(fields=fields, stream=True)
+    assert response.status_code == 200
+    return response.content
+
+
+def events_of(answer: bytes) -> list[dict[str, Any]]:
+    lines = answer.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def text_of(answer: bytes) -> str:
+    return "".join(
+        choice["delta"].get("content") or "" for each in events_of(answer) for choice in each["choices"]
+    )
+
+
+async def test_a_whole_answer_and_its_call_keep_their_bytes() -> None:
+    whole = b'{ "id": "theirs", "odd" : 1.50 }\n'
+
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(EngineChunk(raw=whole, finish=FinishReason.STOP))
+
+    body = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 1.0 }' % MODEL.encode()
+    async with open_house(taking(1), script=script) as house:
+        response = await house.http.post("/v1/chat/completions", content=body)
+        assert (response.status_code, response.content) == (200, whole)
+        assert response.headers["x-kvrouter-decode-worker"] == "1"
+        call = (await house.plane.wait_for(Leg.AGGREGATED)).request.call
+        assert call is not None
+        assert (call.route, call.body, call.stream) == (CallRoute.CHAT, body, False)
+        asks = {"nvext": {"extra_fields": ["worker_id"]}}
+        told = (await house.chat(fields=asks)).json()
+        assert told == {**json.loads(whole), "nvext": told["nvext"]}
+        assert told["nvext"]["worker_id"]["decode_worker_id"] == 1
+        second = (await house.plane.wait_for(Leg.AGGREGATED, nth=1)).request.call
+        assert second is not None
+        assert "nvext" not in json.loads(second.body)
+
+
+async def test_a_stream_keeps_its_bytes_and_what_the_client_asked_of_us_comes_before_its_end() -> None:
+    async with open_house(taking(1), script=streams("Paris", " is")) as house:
+        theirs = event("") + event("Paris") + event(" is") + STOP
+        assert await streamed(house) == theirs
+        told = await streamed(house, nvext={"extra_fields": ["worker_id"]})
+        assert told.startswith(theirs.removesuffix(DONE))
+        (added,) = events_of(told)[4:]
+        assert added["choices"] == []
+        assert "nvext" in added
+
+
+async def test_another_engine_goes_on_under_the_same_id() -> None:
+    async with open_house(
+        taking(1), taking(2), script=dies_after("Par", "is", then=goes_on(" is", " nice"))
+    ) as house:
+        answer = await streamed(house, stream_options={"include_usage": True})
+        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
+        before = [*token_ids("Par"), *token_ids("is")]
+        assert list(second.request.token_ids[-len(before) :]) == before
+    assert answer.startswith(event("") + event("Par") + event("is"))
+    assert text_of(answer) == "Paris is nice"
+    *written, usage = events_of(answer)[3:]
+    assert {(each["id"], each["created"], each["model"]) for each in (*written, usage)} == {
+        ("chatcmpl-theirs", 7, "their-name")
+    }
+    n_generated = len(before) + len(token_ids(" is")) + len(token_ids(" nice"))
+    assert usage["usage"]["completion_tokens"] == n_generated
+
+
+async def test_a_stop_string_over_the_seam_ends_the_answer() -> None:
+    async with open_house(taking(1), taking(2), script=keeps_back("D two")) as house:
+        answer = await streamed(house, stop="END")
+    assert text_of(answer) == "one "
+    assert events_of(answer)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_text_that_the_lost_engine_kept_back_is_written_once() -> None:
+    async with open_house(taking(1), taking(2), script=keeps_back("D two")) as house:
+        answer = await streamed(house, stop="ENDLESS")
+    assert text_of(answer) == "one END two"
+    assert events_of(answer)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "knows_text"), [({"seed": 3}, True), ({"logprobs": True}, True), ({}, False)]
+)
+async def test_what_is_more_than_text_ends_in_one_error(fields: dict[str, object], knows_text: bool) -> None:
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(piece("Par", knows_text=knows_text))
+        stream.die()
+
+    async with open_house(taking(1), taking(2), script=script) as house:
+        answer = await streamed(house, max_tokens=len(token_ids("Par")), **fields)
+        assert len(house.plane.opened) == 1
+        assert house.bench.booked() == 0
+    assert answer.startswith(event("Par"))
+    assert b"[DONE]" not in answer
+    assert b'"code":"worker_failed"' in answer.replace(b" ", b"")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_in_place_of_an_engines_own_answer_are_an_error_with_a_status(stream: bool) -> None:
+    async with open_house(taking(1), script=goes_on("Paris")) as house:
+        response = await house.chat(stream=stream)
+        assert house.bench.booked() == 0
+    if not stream:
+        assert response.status_code == 500
+    assert b"internal_error" in response.content
+    assert b"[DONE]" not in response.content
+
+
+async def test_a_fleet_of_both_kinds_answers_with_tokens() -> None:
+    async with open_house(taking(1), card(2), script=goes_on("Paris")) as house:
+        response = await house.chat()
+        assert response.json()["choices"][0]["message"]["content"] == "Paris"
+        assert (await house.plane.wait_for(Leg.AGGREGATED)).request.call is None
+
+
+PLAIN = {"temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "user": "me", "top_k": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_resumable"),
+    [
+        (PLAIN, True),
+        ({"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": False}, True),
+        ({"seed": 3, "temperature": 0}, True),
+        ({"seed": None, "response_format": {"type": "text"}}, True),
+        ({"tools": [], "tool_choice": "auto"}, True),
+        ({"seed": 3}, False),
+        ({"seed": 3, "temperature": 0.1}, False),
+        ({"n": 2}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"logprobs": True}, False),
+        ({"tools": [{"type": "function"}]}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"stop": ["a"] * 5}, False),
+        ({"include_stop_str_in_output": True}, False),
+        ({"a_field_of_next_year": 1}, False),
+    ],
+)
+def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_resumable: bool) -> None:
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True, **fields}).encode()
+    passed = parse_passed(CallRoute.CHAT, body)
+    assert passed.client_call.resumable is is_resumable
+    assert passed.client_call.body == body
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"[]", None),
+        (b'{"messages":[]}', "model"),
+        (b'{"model":"m"}', "messages"),
+        (b'{"model":"m","messages":"hi"}', "messages"),
+        (b'{"model":"m","messages":[{}],"max_tokens":0}', "max_tokens"),
+        (b'{"model":"m","messages":[{}],"nvext":{"odd":1}}', "nvext"),
+    ],
+)
+def test_what_routing_needs_is_checked_by_name(body: bytes, param: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_passed(CallRoute.CHAT, body)
+    if param is not None:
+        assert refused.value.param is not None
+        assert refused.value.param.startswith(param)
