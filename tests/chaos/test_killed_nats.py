@@ -49,6 +49,11 @@ async def test_answers_over_tcp_go_on_while_nats_is_away(
             back_s = loop.time()
             await slow.is_well(asked)
             record_property(f"{moment}: well after s", round(loop.time() - back_s, 2))
+        own_nats.kill()
+        for frontend in slow.frontends:
+            await eventually(lambda here=frontend: is_frozen(here))
+        for each in (*slow.frontends, *slow.workers.values()):
+            assert await each.stop() == 0, f"{each.name} ends in good order also then"
 
 
 @pytest.mark.parametrize(
