@@ -9,7 +9,7 @@ from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Stored
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.words import FeedState
-from kvrouter.service import entrance, event_pump
+from kvrouter.service import entrance, event_pump, index_work
 from kvrouter.service.index_work import STEP_BLOCKS
 from tests.support.waits import until
 from tests.unit.test_service_event_pump import (
@@ -125,6 +125,29 @@ async def test_a_big_state_replaces_another_step_by_step() -> None:
     assert turns.largest_step <= SHARD_BLOCKS
     assert bench.index.held(SLOT) == N_BLOCKS
     assert bench.telemetry.feed_events.value("mock", "blocks_cleared") == N_BLOCKS
+
+
+async def test_after_a_mistake_of_ours_the_worker_is_asked_for_all_of_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    bench = Bench()
+    held = many()
+    await big(bench, held)
+    mistake = RuntimeError("of ours")
+
+    def part_of(*_: object) -> Held:
+        monkeypatch.undo()
+        raise mistake
+
+    monkeypatch.setattr(index_work, "Held", part_of)
+    await until(lambda: len(bench.subscriber.snapshots) == 2)
+    assert shown == [mistake]
+    assert bench.overlap() == [0, 0]
+    bench.subscriber.snapshots[-1][1].set_result(KvSnapshot(RANK, EPOCH, EventId(5), (held,)))
+    await until(lambda: bench.state() is FeedState.LIVE)
+    assert bench.index.held(SLOT) == N_BLOCKS
 
 
 async def test_a_slot_is_free_for_the_next_rank_while_the_last_one_is_forgotten() -> None:

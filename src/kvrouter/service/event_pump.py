@@ -63,7 +63,7 @@ class EventPump:
         self._index = index
         self._subscriber = subscriber
         self._observed = observed
-        self._work = IndexWork(self._caught_up)
+        self._work = IndexWork(self._caught_up, self._fell_behind)
         self._snapshots = asyncio.Semaphore(SNAPSHOTS_ASKED_MAX)
         self._entrances: dict[WorkerRank, Entrance] = {}
         self._by_slot: dict[Slot, Entrance] = {}
@@ -203,6 +203,14 @@ class EventPump:
         entrance.is_behind = False
         entrance.idle.set()
         self._after(entrance, [])
+
+    def _fell_behind(self, slot: Slot) -> None:
+        """A mistake of ours: nobody can tell what of it is in the index, so its worker is asked for all."""
+        entrance = self._by_slot.get(slot)
+        if entrance is not None:
+            entrance.is_behind = False
+            entrance.idle.set()
+            self._after(entrance, entrance.feed.on_orphan(now_s=self._now_s()))
 
     def _settle(self, entrance: Entrance) -> None:
         if entrance.ask is not None and not entrance.feed.is_asking:

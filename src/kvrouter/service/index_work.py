@@ -26,13 +26,15 @@ class IndexWork:
     However many ranks have to be learned or forgotten at once, the event loop comes round after each step.
     """
 
-    def __init__(self, on_done: Callable[[Slot], None]) -> None:
+    def __init__(self, on_done: Callable[[Slot], None], on_failed: Callable[[Slot], None]) -> None:
         self._on_done = on_done
+        self._on_failed = on_failed
         self._jobs: dict[Slot, Steps] = {}
         self._turn: asyncio.Handle | None = None
 
     def run(self, slot: Slot, steps: Steps) -> bool:
-        """Do the first step now. True when that was all; else ``on_done`` is called after the last.
+        """Do the first step now. True when that was all; else ``on_done`` is called after the last, or
+        ``on_failed`` after one that raised, which the loop's exception handler then shows.
 
         What is under way for the slot is given up.
         """
@@ -64,16 +66,20 @@ class IndexWork:
         slot = next(iter(self._jobs), None)
         if slot is None:
             return
-        is_over = True  # also by a mistake of ours: then the other slots' work goes on
         try:
             for _ in self._jobs[slot]:
-                is_over = False
+                self._go_on()
                 return
-        finally:
-            if is_over:
-                self._jobs.pop(slot, None)
-            self._go_on()
+        except Exception:
+            self._over(slot)
+            self._on_failed(slot)
+            raise
+        self._over(slot)
         self._on_done(slot)
+
+    def _over(self, slot: Slot) -> None:
+        self._jobs.pop(slot, None)
+        self._go_on()
 
 
 def empty(index: BlockIndex, slot: Slot, note: Note) -> Steps:
