@@ -41,10 +41,9 @@ from kvrouter.journey.words import (
     Shape,
     State,
 )
-from kvrouter.planes.requests.port import LegRepeated, RequestPlane, WorkerFull
-from kvrouter.routing.decision import Pick
+from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.attempt import Attempt, Times
-from kvrouter.service.legs import last_leg, prefill_leg, read_prefill
+from kvrouter.service.legs import last_leg, lost_leg, prefill_leg, read_prefill
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.output import Output
 from kvrouter.service.placement import Placement, Placer
@@ -247,7 +246,7 @@ class Dispatch:
         except InvalidRequest as error:
             return self.journey.handle(LegRefused(error))
         except KvrouterError as error:
-            return self._lost(attempt, _lost_leg(pick, error))
+            return self._lost(attempt, lost_leg(pick, error))
         return self.journey.handle(PrefillDone(pick.rank.worker_id, params))
 
     async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
@@ -272,7 +271,7 @@ class Dispatch:
         try:
             await self._run_prefill(attempt)
         except KvrouterError as error:
-            attempt.lost.append(_lost_leg(attempt.placement.prefill_pick, error))
+            attempt.lost.append(lost_leg(attempt.placement.prefill_pick, error))
             if attempt.decode is not None and self.journey.state is not State.STREAMING:
                 attempt.decode.cancel("its prefill leg failed")
 
@@ -302,7 +301,7 @@ class Dispatch:
         except InvalidRequest as error:
             return self.journey.handle(LegRefused(error))
         except KvrouterError as error:
-            return self._lost(attempt, _lost_leg(attempt.placement.decision.decode, error))
+            return self._lost(attempt, lost_leg(attempt.placement.decision.decode, error))
         if self.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
             stream.cancel(self.error.code)
         if attempt.lost:
@@ -362,13 +361,3 @@ class Dispatch:
         for stream in (attempt.decode, attempt.prefill):
             if stream is not None:
                 stream.cancel(self._silence or "the request's time is up")
-
-
-def _lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
-    return LegLost(
-        pick.leg,
-        pick.rank.worker_id,
-        error.message,
-        full=isinstance(error, WorkerFull),
-        repeated=isinstance(error, LegRepeated),
-    )

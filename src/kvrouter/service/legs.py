@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import (
     EngineRequest,
     FinishReason,
@@ -13,7 +14,9 @@ from kvrouter.core.requests import (
     Leg,
     Sampling,
 )
-from kvrouter.planes.requests.port import EngineStream, StreamBroken
+from kvrouter.journey.words import LegLost
+from kvrouter.planes.requests.port import EngineStream, LegRepeated, StreamBroken, WorkerFull
+from kvrouter.routing.decision import Pick
 from kvrouter.service.placement import Placement
 
 INTAKE_BYTES = 8
@@ -56,6 +59,17 @@ async def read_prefill(stream: EngineStream, on_cached: Callable[[int], None]) -
         if chunk.finish is not None:
             return params
     raise StreamBroken("the stream ended without a last chunk")
+
+
+def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
+    """Return what an error that a worker gave for a leg means to the request's journey."""
+    return LegLost(
+        pick.leg,
+        pick.rank.worker_id,
+        error.message,
+        full=isinstance(error, WorkerFull),
+        repeated=isinstance(error, LegRepeated),
+    )
 
 
 def last_leg(

@@ -14,7 +14,7 @@ from kvrouter.core.errors import (
     Unavailable,
 )
 from kvrouter.core.ids import RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams, Leg
+from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams
 from kvrouter.journey.journey import Journey
 from kvrouter.journey.words import (
     Abandon,
@@ -29,9 +29,9 @@ from kvrouter.journey.words import (
     SendPrefill,
     Shape,
 )
-from kvrouter.planes.requests.port import EngineStream, LegRepeated, RequestPlane, WorkerFull
+from kvrouter.planes.requests.port import EngineStream, RequestPlane
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.legs import prefill_leg, read_prefill, taken_in
+from kvrouter.service.legs import lost_leg, prefill_leg, read_prefill, taken_in
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.placement import Placement
@@ -298,13 +298,7 @@ class _Run:
         except InvalidRequest as error:
             return LegRefused(error)
         except KvrouterError as error:
-            self._lost = LegLost(
-                Leg.PREFILL,
-                self.worker_id,
-                error.message,
-                full=isinstance(error, WorkerFull),
-                repeated=isinstance(error, LegRepeated),
-            )
+            self._lost = lost_leg(placement.prefill_pick, error)
             return self._lost
         return PrefillDone(self.worker_id, self._params)
 
