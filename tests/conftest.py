@@ -2,16 +2,30 @@
 the fixtures that any test may take.
 """
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.nats_server import own_nats, shared_nats
 
-__all__ = ["own_nats", "shared_nats"]
+__all__ = ["as_logging_was", "own_nats", "shared_nats"]
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(
     "nightly", deadline=None, max_examples=5_000, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def as_logging_was() -> Iterator[None]:
+    """What a command line in the test's own process says of logging ends with the test."""
+    logger = logging.getLogger("kvrouter")
+    handlers, level, propagates = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagates

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from itertools import count
 
 import pytest
 from msgspec.structs import replace
@@ -196,7 +198,11 @@ async def test_a_worker_that_does_not_answer_is_unreachable_in_bounded_time(wire
         with pytest.raises(WorkerUnreachable):
             await wire.plane.open(address, leg())
     worker.answers.set()
-    await wire.plane.open(address, leg(attempt=1))
+    async with asyncio.timeout(IN_TIME_S):
+        for attempt in count(1):  # so short a patience may end before a busy machine has answered
+            with suppress(WorkerUnreachable):
+                await wire.plane.open(address, leg(attempt=attempt))
+                return
 
 
 async def test_death_breaks_a_read_that_waits(wire: Wire) -> None:

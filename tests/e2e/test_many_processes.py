@@ -36,6 +36,10 @@ async def is_ready(frontend: Frontend) -> bool:
     return (await frontend.http.get("/ready")).status_code == 200
 
 
+async def all_answer(frontend: Frontend) -> bool:
+    return all(worker["alive"] for worker in (await frontend.fleet())["workers"])
+
+
 async def has_cached(frontend: Frontend) -> bool:
     page = await frontend.fleet()
     return any(rank["index_blocks"] for worker in page["workers"] for rank in worker["ranks"])
@@ -55,6 +59,7 @@ async def test_a_fleet_of_processes_serves_and_is_known_by_every_frontend(
         text, cached_tokens = await answer(first)
         assert cached_tokens == 0
         await eventually(lambda: has_cached(second))
+        await eventually(lambda: all_answer(second))
         assert await answer(second) == (text, 192)
         assert (await second.metrics()).total("handoffs_total", prefill_domain="a", decode_domain="a") == 1
         assert await decode.stop() == 0

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import time
 
 import httpx
 import pytest
@@ -242,6 +243,18 @@ def test_idle_connections_and_slow_headers_end(run: Run) -> None:
             assert slow.startswith(b"HTTP/1.1 408 ")
             assert received.startswith(b"HTTP/1.1 200 ")
             assert received.count(b"HTTP/1.1") == 1
+
+    run(scenario())
+
+
+def test_a_loop_that_stood_still_reads_before_it_ends_connections(run: Run) -> None:
+    async def scenario() -> None:
+        async with serving(echo, Limits(sweep_s=0.5, header_s=0.3, idle_s=0.3)) as served:
+            reader, writer = await served.connect()
+            await until(lambda: served.server.connections == 1)
+            time.sleep(1.5)  # noqa: ASYNC251 - this is what is tested
+            asyncio.get_running_loop().call_later(0.0, writer.write, LAST_GET)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
 
     run(scenario())
 

@@ -42,6 +42,8 @@ class HttpServer:
         self._unflushed: list[HttpProtocol] = []
         self._date = DateHeader()
         self._sweep: asyncio.TimerHandle | None = None
+        self._sweep_due_s = 0.0
+        self._is_sweep_put_off = False
         self._quiet = asyncio.Event()
         self._is_draining = False
 
@@ -70,7 +72,7 @@ class HttpServer:
                 listener = await self._loop.create_server(self._accept, sock=sock, backlog=2048)
                 self._listeners.append(listener)
         if self._sweep is None:
-            self._sweep = self._loop.call_later(self._limits.sweep_s, self._sweep_all)
+            self._sweep_later()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -176,11 +178,21 @@ class HttpServer:
         for connection in unflushed:
             connection.flush()
 
+    def _sweep_later(self) -> None:
+        self._sweep_due_s = self._loop.time() + self._limits.sweep_s
+        self._sweep = self._loop.call_at(self._sweep_due_s, self._sweep_all)
+
     def _sweep_all(self) -> None:
+        """Look at every connection's clocks; once later when the loop stood still, for what came meanwhile
+        is not read yet.
+        """
         now_s = self._loop.time()
-        for connection in list(self._connections):
-            connection.sweep(now_s)
-        self._sweep = self._loop.call_later(self._limits.sweep_s, self._sweep_all)
+        stood_still = now_s - self._sweep_due_s > self._limits.sweep_s
+        self._is_sweep_put_off = stood_still and not self._is_sweep_put_off
+        if not self._is_sweep_put_off:
+            for connection in list(self._connections):
+                connection.sweep(now_s)
+        self._sweep_later()
 
     def _note_quiet(self) -> None:
         if not self._connections and not self._tasks:
