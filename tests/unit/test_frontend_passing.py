@@ -194,6 +194,30 @@ async def test_tokens_in_place_of_an_engines_own_answer_are_an_error_with_a_stat
     assert b"[DONE]" not in response.content
 
 
+NOTHING_KNOWN: tuple[dict[str, object], ...] = (
+    {"prompt": ""},
+    {"prompt": []},
+    {"prompt": None},
+    {"messages": [{"role": "nobody"}]},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "chat_template": "odd"},
+)
+
+
+@pytest.mark.parametrize("fields", NOTHING_KNOWN)
+async def test_what_cannot_be_tokenized_here_is_the_engines_to_judge(fields: dict[str, object]) -> None:
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(InvalidRequest("not that one", param="theirs"))
+
+    path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+    async with open_house(taking(1), script=script) as house:
+        response = await house.http.post(path, json={"model": MODEL, **fields})
+        (sent,) = house.plane.opened
+        assert sent.request.call is not None
+        assert house.bench.booked() == 0
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "theirs"
+
+
 async def test_a_fleet_of_both_kinds_answers_with_tokens() -> None:
     async with open_house(taking(1), card(2), script=goes_on("Paris")) as house:
         response = await house.chat()

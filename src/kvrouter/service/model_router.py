@@ -75,7 +75,8 @@ class ModelRouter:
     ) -> Prompt:
         """Hash a prompt's blocks, once; the result travels with the request."""
         seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
-        return Prompt(token_ids, block_size=self.fleet.block_size, seed=seed)
+        # An empty array has no buffer. Nothing may be known of a prompt that an engine tokenizes itself.
+        return Prompt(token_ids or (), block_size=self.fleet.block_size, seed=seed)
 
     def set_busy_thresholds(self, *, decode_blocks: float | None, prefill_tokens: int | None) -> None:
         """Judge from now on who is busy by these; whoever waits may try again."""
