@@ -16,6 +16,7 @@ from kvrouter.core.requests import (
     Bootstrap,
     CallRoute,
     ClientCall,
+    EngineChunk,
     EngineRequest,
     FinishReason,
     KvLoss,
@@ -189,8 +190,9 @@ async def test_nobody_listens_for_a_while() -> None:
         await looks(scripted, 1)
         await scripted.stop()
         await watched.until(answers=False)
+        stream = await watched.engine.submit(leg())
         with pytest.raises(WorkerUnreachable):
-            await watched.engine.submit(leg())
+            await anext(aiter(stream))
         await scripted.start()
         await watched.until(answers=True)
 
@@ -260,11 +262,23 @@ async def test_a_streamed_leg_passes_the_engines_bytes() -> None:
         (Answer(ends=Ends.REFUSED), WorkerUnreachable),
     ],
 )
-async def test_a_streamed_leg_that_is_refused_is_not_accepted(answer: Answer, kind: type[Exception]) -> None:
+async def test_a_streamed_leg_that_is_refused_tells_so_when_it_is_read(
+    answer: Answer, kind: type[Exception]
+) -> None:
     async with scripted_engine() as scripted, attached(scripted) as watched:
         scripted.answers.append(answer)
+        stream = await watched.engine.submit(leg())
         with pytest.raises(kind):
-            await watched.engine.submit(leg())
+            await anext(aiter(stream))
+        with pytest.raises(StopAsyncIteration):
+            await anext(aiter(stream))
+
+
+async def test_a_streamed_leg_is_accepted_before_the_engine_sends_the_head_of_its_answer() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        scripted.answers.append(Answer(ends=Ends.NO_HEADERS))
+        await watched.engine.submit(leg())
+        await scripted.called()
 
 
 @pytest.mark.parametrize("request_", [leg(stream=False), leg(kind=Leg.PREFILL)])
@@ -294,10 +308,12 @@ async def test_a_cancelled_leg_is_gone_at_the_engine_too() -> None:
 async def test_a_leg_that_nobody_wants_while_its_headers_are_awaited_is_gone_too() -> None:
     async with scripted_engine() as scripted, attached(scripted) as watched:
         scripted.answers.append(Answer(ends=Ends.NO_HEADERS))
-        submitting = asyncio.create_task(watched.engine.submit(leg()))
+        stream = await watched.engine.submit(leg())
+        reading = asyncio.ensure_future(anext(aiter(stream)))
         call = await scripted.called()
-        submitting.cancel()
+        stream.cancel("the client left")
         await call.left.wait()
+        assert await reading == EngineChunk(finish=FinishReason.CANCELLED, error="the client left")
 
 
 def fetching(*, stream: bool = True, bootstrap: bool = False) -> EngineRequest:
@@ -364,5 +380,6 @@ async def test_a_decode_leg_that_gets_its_kv_is_as_any_other_and_can_be_cancelle
         assert [token for chunk in chunks for token in chunk.token_ids] == [1629, 1581, 1629]
         scripted.answers.append(Answer(ends=Ends.HELD))
         stream = await watched.engine.submit(fetching())
+        call = await scripted.called(2)
         stream.cancel("the client left")
-        await (await scripted.called(2)).left.wait()
+        await call.left.wait()

@@ -12,8 +12,9 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.engines.customs.listener import EngineListener, EventsAt
 from kvrouter.engines.customs.words import Decode, EngineFacts
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.fetching import FetchingStream, LostStream
-from kvrouter.engines.openai.server import EngineFailed, EngineServer
+from kvrouter.engines.openai.fetching import FetchingStream
+from kvrouter.engines.openai.opening import OpeningStream
+from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
 from kvrouter.planes.requests.port import EngineStream
@@ -109,21 +110,21 @@ class ServedEngine:
         self._looking = asyncio.create_task(self._look_after(on_load))
 
     async def submit(self, request: EngineRequest) -> EngineStream:
-        """Send a leg to the engine. Raises as :meth:`EngineServer.post` does."""
-        fetches_kv = request.leg is Leg.DECODE and not (
-            request.kv_transfer_params is None and request.bootstrap is None
-        )
-        if not fetches_kv:
-            return await self._send(self._ways.call_of(request))
-        try:
-            return FetchingStream(await self._send(self._ways.call_of(request)))
-        except EngineFailed as error:
-            return LostStream(error.message)
+        """Send a leg to the engine; what it refuses is raised by the read.
 
-    async def _send(self, call: EngineCall) -> EngineStream:
+        Raises InvalidRequest for a call that cannot be sent.
+        """
+        call = self._ways.call_of(request)
         read = call.reader()
-        if not call.streams:
-            return WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)
+        stream: EngineStream
+        if call.streams:
+            stream = OpeningStream(self._open(call, read))
+        else:
+            stream = WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)
+        fetches_kv = request.kv_transfer_params is not None or request.bootstrap is not None
+        return FetchingStream(stream) if fetches_kv and request.leg is Leg.DECODE else stream
+
+    async def _open(self, call: EngineCall, read: ReadEvent) -> EngineStream:
         return SseStream(await self._server.post(call.path, call.body, call.headers), call.reading, read)
 
     async def stop(self) -> None:

@@ -23,35 +23,10 @@ class FetchingStream:
         except (EngineFailed, EngineFailedLater) as error:
             if self._has_begun:
                 raise
-            return kv_lost(error.message)
+            return EngineChunk(finish=FinishReason.ERROR, error=error.message, kv_lost=KvLoss.BROKEN)
         self._has_begun = True
         return chunk
 
     def cancel(self, reason: str) -> None:
         """Tell the engine to stop. Idempotent."""
         self._inner.cancel(reason)
-
-
-class LostStream:
-    """The answer of a decode leg that failed before it began."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-        self._is_over = False
-
-    def __aiter__(self) -> "LostStream":
-        return self
-
-    async def __anext__(self) -> EngineChunk:
-        if self._is_over:
-            raise StopAsyncIteration
-        self._is_over = True
-        return kv_lost(self._why)
-
-    def cancel(self, reason: str) -> None:
-        """Nothing runs."""
-
-
-def kv_lost(why: str) -> EngineChunk:
-    """Return the only chunk of a leg that did not get its KV."""
-    return EngineChunk(finish=FinishReason.ERROR, error=why, kv_lost=KvLoss.BROKEN)

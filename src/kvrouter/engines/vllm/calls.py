@@ -47,8 +47,9 @@ _CHAT_ONLY = (
     "chat_template_kwargs",
     "documents",
     "echo",
+    "truncate_prompt_tokens",
 )
-"""Fields of a chat that a completion of tokens has no use for, or reads otherwise."""
+"""Fields of a call that a completion of its tokens has no use for, or reads otherwise."""
 
 
 def call_of(request: EngineRequest, *, model: str, n_ranks: int = 1) -> EngineCall:
