@@ -70,6 +70,17 @@ async def test_a_recorded_answer_passes_byte_for_byte() -> None:
     assert chunks[-1].finish is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("fingerprint", ["vllm-0.32.0-tp1", 'a "quote", a \\ and an é', ""])
+async def test_a_fingerprint_beside_the_usage_goes_back_to_the_last_event(fingerprint: str) -> None:
+    last = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
+    usage = {"choices": [], "usage": {"prompt_tokens": 2}, "system_fingerprint": fingerprint}
+    reading = Reading(passes_raw=True, added_usage=True)
+    async with asked(Answer((sse(token(1), last, usage),))) as at:
+        chunks = await read(await at.stream(reading))
+    own = sse(token(1), {**last, "system_fingerprint": fingerprint})
+    assert b"".join(chunk.raw for chunk in chunks) == own
+
+
 async def test_each_token_is_there_as_soon_as_the_engine_wrote_it() -> None:
     async with asked(Answer((event_of(token(1)),), ends=Ends.HELD)) as at:
         stream = await at.stream(TOKENS)

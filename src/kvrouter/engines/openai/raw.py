@@ -1,5 +1,7 @@
 """The engine's own bytes of a stream, as they would be had only the client asked."""
 
+import msgspec
+
 from kvrouter.engines.openai.events import AnswerEvent, without_token_ids
 
 
@@ -40,4 +42,4 @@ class RawEvents:
         if not raw or fingerprint is None:
             return raw
         body, brace, end = raw.rpartition(b"}")
-        return b'%b,"system_fingerprint":"%b"%b%b' % (body, fingerprint.encode(), brace, end)
+        return b'%b,"system_fingerprint":%b%b%b' % (body, msgspec.json.encode(fingerprint), brace, end)
