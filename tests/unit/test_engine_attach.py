@@ -20,6 +20,8 @@ from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine
 from tests.support.waits import until
 
 W = WorkerId(7)
+HERE = "host.example"
+"""Under which others reach the worker's host: the engine's own loopback would lead them astray."""
 PAGES = {EngineKind.VLLM: VLLM_PAGES, EngineKind.SGLANG: SGLANG_PAGES}
 KINDS = pytest.mark.parametrize("kind", list(EngineKind))
 
@@ -237,7 +239,7 @@ async def test_a_prefill_worker_of_sglang_tells_where_handoffs_meet() -> None:
         async with attaching(scripted, at(EngineKind.SGLANG, role=Role.PREFILL)) as attached:
             assert attached.bootstrap == ("127.0.0.1", 8998)
             card = card_of(attached, at(EngineKind.SGLANG, role=Role.PREFILL))
-    assert (card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port) == ("127.0.0.1", 8998)
+    assert (card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port) == (HERE, 8998)
     assert (card.component, card.serves) == ("prefill", ModelType.Prefill)
 
 
@@ -255,6 +257,7 @@ def card_of(attached: Attached, said: EngineAt) -> WorkerCard:
         address="tcp://h:1/7/5",
         namespace="n",
         event_source=EventSource(EventLane.MEMORY),
+        here=HERE,
     )
 
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kvrouter.assembly.attach_words import Attached, EngineAt
 from kvrouter.assembly.attached import attach
 from kvrouter.assembly.standby import until_free
+from kvrouter.assembly.tls import LOOPBACK, advertised
 from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import Settings
@@ -83,6 +84,7 @@ async def engine_worker(
                     address=wires.requests.address_of(spec.worker_id, incarnation),
                     namespace=settings.planes.namespace,
                     event_source=wires.events.source,
+                    here=advertised(settings),
                 ),
                 discovery=wires.discovery,
                 events=wires.events,
@@ -107,8 +109,9 @@ def engine_card(
     address: str,
     namespace: str,
     event_source: EventSource,
+    here: str,
 ) -> WorkerCard:
-    """What the worker publishes."""
+    """What the worker publishes. ``here`` is the host under which others reach this one."""
     tokenizer = spec.tokenizer or (Path(attached.tokenizer) if Path(attached.tokenizer).is_dir() else None)
     return WorkerCard(
         worker_id=spec.worker_id,
@@ -130,10 +133,15 @@ def engine_card(
             spec.runtime_config,
             total_kv_blocks=attached.total_kv_blocks,
             enable_local_indexer=spec.enable_local_indexer,
-            bootstrap_host=None if attached.bootstrap is None else attached.bootstrap[0],
+            bootstrap_host=None if attached.bootstrap is None else _reached_at(attached.bootstrap[0], here),
             bootstrap_port=None if attached.bootstrap is None else attached.bootstrap[1],
         ),
     )
+
+
+def _reached_at(engine_host: str, here: str) -> str:
+    """Where others reach an engine's host: its worker may know it by a name that holds on this host alone."""
+    return here if engine_host in LOOPBACK else engine_host
 
 
 def serve_engine_worker(
