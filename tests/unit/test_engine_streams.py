@@ -1,6 +1,7 @@
 """A leg's answer over real sockets: as it comes, cancelled, broken off, refused late."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Kvrouter
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.engines.openai.events import read_event
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
+from kvrouter.engines.openai.streams import PIECE_BYTES, Reading, SseStream, WholeStream
 from kvrouter.engines.sglang.calls import GenerateReader
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Call, Ends, ScriptedEngine, event_of, page, sse
@@ -79,6 +80,20 @@ async def test_a_fingerprint_beside_the_usage_goes_back_to_the_last_event(finger
         chunks = await read(await at.stream(reading))
     own = sse(token(1), {**last, "system_fingerprint": fingerprint})
     assert b"".join(chunk.raw for chunk in chunks) == own
+
+
+async def test_a_long_whole_answer_travels_in_pieces_that_every_plane_carries() -> None:
+    long = json.dumps({"choices": [{"index": 0, "text": "x" * 1_000_000, "finish_reason": "stop"}]}).encode()
+    async with asked(Answer((long,), content_type=JSON), Answer((long,), content_type=JSON)) as at:
+        *pieces, last = await read(at.whole(RAW))
+        given_up = at.whole(RAW)
+        await anext(given_up)
+        given_up.cancel("the client left")
+        rest = await read(given_up)
+    assert b"".join(piece.raw for piece in (*pieces, last)) == long
+    assert {len(piece.raw) for piece in pieces} == {PIECE_BYTES}
+    assert ([piece.finish for piece in pieces], last.finish) == ([None] * len(pieces), FinishReason.STOP)
+    assert [chunk.finish for chunk in rest] == [FinishReason.CANCELLED]
 
 
 async def test_each_token_is_there_as_soon_as_the_engine_wrote_it() -> None:

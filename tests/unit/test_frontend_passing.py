@@ -104,7 +104,7 @@ async def test_a_whole_answer_and_its_call_keep_their_bytes() -> None:
     whole = b'{ "id": "theirs", "odd" : 1.50 }\n'
 
     def script(stream: ScriptedStream) -> None:
-        stream.feed(EngineChunk(raw=whole, finish=FinishReason.STOP))
+        stream.feed(EngineChunk(raw=whole[:9]), EngineChunk(raw=whole[9:], finish=FinishReason.STOP))
 
     body = b'{ "model": "%b", "messages": [{"role":"user","content":"hi"}], "odd" : 1.0 }' % MODEL.encode()
     async with open_house(taking(1), script=script) as house:

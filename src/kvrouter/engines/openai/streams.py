@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import aiohttp
+from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
@@ -17,6 +18,9 @@ from kvrouter.planes.requests.port import StreamBroken
 
 RAW_CHUNK_BYTES = 2048
 """From so many bytes of events on a chunk is sent: on the request plane it takes one token of credit."""
+
+PIECE_BYTES = 256 * 1024
+"""A whole answer that is longer travels in pieces: a message over NATS holds 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,7 @@ class WholeStream:
         self._cancelled: str | None = None
         self._is_over = False
         self._answering = asyncio.create_task(send)
+        self._pieces: deque[EngineChunk] = deque()
 
     def __aiter__(self) -> "WholeStream":
         return self
@@ -166,10 +171,15 @@ class WholeStream:
         if self._is_over:
             raise StopAsyncIteration
         await asyncio.wait({self._answering})
-        self._is_over = True
         if self._cancelled is not None or self._answering.cancelled():
+            self._is_over = True
             return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
-        return self._chunk(self._answering.result())
+        if not self._pieces:
+            self._is_over = True  # also where the answer is an error
+            self._pieces = _in_pieces(self._chunk(self._answering.result()))
+        piece = self._pieces.popleft()
+        self._is_over = not self._pieces
+        return piece
 
     def cancel(self, reason: str) -> None:
         """Close the connection: the engine aborts what it runs for it. Idempotent."""
@@ -191,6 +201,15 @@ class WholeStream:
         gathered.take(event)
         gathered.add_raw(body)
         return gathered.chunk(event.finish, event.kv_transfer_params)
+
+
+def _in_pieces(chunk: EngineChunk) -> deque[EngineChunk]:
+    """Return a last chunk with its bytes in as many chunks as they need, all else in the last one."""
+    raw = chunk.raw
+    if len(raw) <= PIECE_BYTES:
+        return deque([chunk])
+    *firsts, last = (raw[at : at + PIECE_BYTES] for at in range(0, len(raw), PIECE_BYTES))
+    return deque([*(EngineChunk(raw=first) for first in firsts), replace(chunk, raw=last)])
 
 
 class _Gathered:
