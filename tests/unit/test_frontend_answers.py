@@ -23,7 +23,9 @@ USAGE = Usage(prompt_tokens=11, completion_tokens=3, cached_tokens=8)
 
 
 def answer(kind: Kind, *, usage_null: bool = False) -> Answer:
-    return Answer(kind, answer_id=answer_id(kind, "r1"), model="m", created_s=1_700_000_000, usage_null=usage_null)
+    return Answer(
+        kind, answer_id=answer_id(kind, "r1"), model="m", created_s=1_700_000_000, usage_null=usage_null
+    )
 
 
 def data_of(event: bytes) -> bytes:
