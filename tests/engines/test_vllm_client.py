@@ -76,7 +76,7 @@ async def engine(engine_folder: Path) -> AsyncIterator[VllmServer]:
     """One engine."""
     one = VllmServer(engine_folder, "vllm", core=0)
     try:
-        await one.start()
+        await one.start(flags=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
         yield one
     finally:
         await one.stop()

@@ -8,6 +8,7 @@ import pytest
 
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.jetstream import shelf
 from kvrouter.planes.events.jetstream.words import LaneNames
 from kvrouter.planes.events.wire import encode_batch
 from tests.support.jetstream_fleet import Fleet, Worker, fleet_on
@@ -72,6 +73,20 @@ async def test_an_object_that_was_overwritten_costs_a_question_and_no_router(fle
     late.join(worker)
     worker.serve(3)
     await first.until_right(worker)
+    await late.until_right(worker)
+    assert late.asking.asked > 0
+
+
+async def test_an_object_that_never_ends_costs_a_question_and_no_memory(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, (first,) = await fleet.known("first", serves=10)
+    await until(lambda: first.is_right(worker))
+    assert await first.snapshots.check() == 1
+    monkeypatch.setattr(shelf, "OBJECT_MAX_BYTES", 100)
+    late = await fleet.replica("late")
+    late.join(worker)
+    worker.serve(3)
     await late.until_right(worker)
     assert late.asking.asked > 0
 

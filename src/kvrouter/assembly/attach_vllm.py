@@ -30,6 +30,7 @@ def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id:
         block_size=facts.block_size,
         total_kv_blocks=min(rank.total_blocks for rank in facts.ranks.values()),
         dp_size=len(facts.ranks),
+        dp_start=min(facts.ranks),
         publishes_kv_events=bool(events),
         warnings=warnings,
     )

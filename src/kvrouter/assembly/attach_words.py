@@ -63,6 +63,7 @@ class Attached:
     dp_size: int
     publishes_kv_events: bool
     warnings: tuple[str, ...]
+    dp_start: int = 0
     bootstrap: tuple[str, int] | None = None
     """Host and port where prefill handoffs meet."""
 

@@ -122,6 +122,7 @@ def engine_card(
         context_length=attached.context_length,
         address=address,
         dp_size=attached.dp_size,
+        dp_start=attached.dp_start,
         namespace=namespace,
         component="prefill" if spec.at.role is Role.PREFILL else "backend",
         serves=ModelType.Prefill if spec.at.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,

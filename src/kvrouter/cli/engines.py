@@ -4,6 +4,7 @@ import os
 import secrets
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import click
 
@@ -70,7 +71,7 @@ def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
         ),
         click.option(
             "--engine-wait-s",
-            type=float,
+            type=click.FloatRange(min=0, max=86_400),
             default=600.0,
             show_default=True,
             help="How long the engine may take to answer: it loads its model first.",
@@ -149,8 +150,9 @@ def _serve(
 
 
 def _checked_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: must begin with http:// or https://, not {url!r}", param="url")
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ConfigError(f"--url: must be http://HOST:PORT, or https, not {url!r}", param="url")
     return url
 
 

@@ -13,7 +13,7 @@ import base64
 import io
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from nats.js import JetStreamContext, api
@@ -31,7 +31,13 @@ from kvrouter.core.ids import Epoch, EventId, WorkerRank
 from kvrouter.planes.events.jetstream.words import LaneNames
 from kvrouter.planes.seal import Seal
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 KEY = "latest"
+
+OBJECT_MAX_BYTES = 1 << 30
+"""The longest object that is read: a part holds a few ranks, and ten million blocks are a quarter of it."""
 
 OBJECT_TIMEOUT_S = 10.0
 """The longest that one object may take to be read or written."""
@@ -134,7 +140,7 @@ class SnapshotShelf:
     async def get(self, name: str) -> memoryview:
         """Read an object; raise NotFoundError when it is gone, ProtocolError when it is not ours."""
         objects = await self._open_objects()
-        body = io.BytesIO()
+        body = _Bounded()
         async with asyncio.timeout(OBJECT_TIMEOUT_S):
             try:
                 await objects.get(name, writeinto=body)
@@ -222,3 +228,13 @@ def decode_ranks(body: memoryview) -> dict[WorkerRank, HeldRank]:
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"snapshot ranks: {error}", param="snapshot ranks") from error
     return {held.rank: held for held in ranks}
+
+
+class _Bounded(io.BytesIO):
+    """An object as it comes: what it says of its own size is no promise."""
+
+    def write(self, data: "Buffer", /) -> int:
+        """Take more; raise ValueError beyond :data:`OBJECT_MAX_BYTES`."""
+        if self.tell() + memoryview(data).nbytes > OBJECT_MAX_BYTES:
+            raise ValueError(f"it is over the {OBJECT_MAX_BYTES} bytes allowed")
+        return super().write(data)
