@@ -1,6 +1,7 @@
 """The whole decision, through the router that the composition root builds, its fleet and feeds in memory."""
 
 import asyncio
+from collections.abc import Callable
 
 import numpy as np
 
@@ -25,15 +26,21 @@ from kvrouter.core.ids import (
 )
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
+from kvrouter.feed.words import FeedState
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.planes.requests.memory import MemoryRequestPlane
 from kvrouter.routing.request import RouteRequest
+from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 
 MODEL = ModelName("bench")
 REQUEST = RequestId("bench")
 SAMPLED_PROMPTS = 8
+
+SETTLED_WITHIN_S = 120.0
+"""Far above what the largest load takes."""
+
 SAMPLING = Sampling(max_tokens=128)
 
 
@@ -61,8 +68,9 @@ class Deciding:
             card = _card(worker)
             self._plane.serve(card.address, UnaskedWorker())
             await self._discovery.publish(card)
-        await asyncio.sleep(0.1)  # each feed hears from its worker
-        self._publish()
+        await self._until(self._all_live)
+        n_blocks = self._publish()
+        await self._until(lambda: self._held() == n_blocks)
         self._book()
         settle()
         return {"overlap": self._overlap(), "load": self._loads()}
@@ -103,8 +111,28 @@ class Deciding:
     def _request(self, number: int) -> GenerateRequest:
         return GenerateRequest(RequestId(f"bench-{number}"), MODEL, self._load.prompt(number), SAMPLING)
 
-    def _publish(self) -> None:
-        """Each worker's blocks, one event a run, through its feed into the index."""
+    async def _until(self, is_done: Callable[[], bool]) -> None:
+        """Wait while the index works through what it was told, a few blocks in each turn of the loop."""
+        async with asyncio.timeout(SETTLED_WITHIN_S):
+            while not is_done():  # noqa: ASYNC110 - nothing tells when the index has caught up
+                await asyncio.sleep(0.01)
+
+    def _cache(self) -> EventCacheView:
+        cache = self._model.cache
+        if not isinstance(cache, EventCacheView):
+            raise TypeError("the bench decides by KV events")
+        return cache
+
+    def _all_live(self) -> bool:
+        states = [reading.state for _, reading in self._cache().pump.feed_readings()]
+        return states == [FeedState.LIVE] * self._load.n_workers
+
+    def _held(self) -> list[int]:
+        index = self._cache().index
+        return [index.held(self._slot(worker)) for worker in range(self._load.n_workers)]
+
+    def _publish(self) -> list[int]:
+        """Each worker's blocks, one event a run, through its feed into the index; return how many."""
         prefixes = [
             block_hashes(self._load.prefix(prefix), block_size=BLOCK_SIZE)
             for prefix in range(self._load.n_prefixes)
@@ -118,6 +146,7 @@ class Deciding:
         for worker, stored in enumerate(events):
             rank = WorkerRank(WorkerId(worker), DpRank(0))
             self._workers.publish(KvBatch(rank, EPOCH, EventId(0), tuple(stored)))
+        return [sum(event.n_blocks for event in stored if isinstance(event, Stored)) for stored in events]
 
     def _book(self) -> None:
         ledger, router = self._model.ledger, RouterId("bench")

@@ -29,7 +29,7 @@ from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Look, ServedEngin
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EngineState, WatchedEngine
 from kvrouter.engines.vllm.events import decode
-from kvrouter.engines.vllm.facts import RankFacts
+from kvrouter.engines.vllm.facts import RankFacts, VllmFacts
 from kvrouter.engines.vllm.ways import VllmWays
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_heard import Heard
@@ -41,6 +41,18 @@ R0 = DpRank(0)
 METRICS = "/metrics"
 STARTED = 1.79528047303e09
 STARTED_LINE = "process_start_time_seconds 1.79528047303e+09"
+
+FACTS = VllmFacts(
+    version="0.32.0",
+    models=("tiny",),
+    adapters=(),
+    root="tiny-model",
+    context_length=2048,
+    prefix_caching=True,
+    ranks={R0: RankFacts(32, 200)},
+    events={},
+    started_s=STARTED,
+)
 
 
 @dataclass
@@ -72,7 +84,7 @@ async def attached(
     await server.open()
     engine = ServedEngine(
         server,
-        ways or VllmWays(WorkerId(7), model="tiny", ranks={R0: RankFacts(32, 200)}),
+        ways or VllmWays(WorkerId(7), FACTS, model="tiny"),
         Told(events_at or {}, decode, 32),
         started=started,
         look_each_s=0.005,
@@ -194,6 +206,24 @@ async def test_nobody_listens_for_a_while() -> None:
         with pytest.raises(WorkerUnreachable):
             await anext(aiter(stream))
         await scripted.start()
+        await watched.until(answers=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "other", "says"),
+    [
+        ('block_size="32"', 'block_size="64"', "other block size: 64, not 32"),
+        ('engine="0"', 'engine="1"', "other ranks: [1], not [0]"),
+    ],
+)
+async def test_an_engine_that_comes_back_as_another_is_set_aside(found: str, other: str, says: str) -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await looks(scripted, 1)
+        scripted.replace(METRICS, found, other)
+        scripted.replace(METRICS, STARTED_LINE, "process_start_time_seconds 1.9e+09")
+        await watched.until(answers=False)
+        assert says in watched.state.why
+        scripted.replace(METRICS, other, found)
         await watched.until(answers=True)
 
 

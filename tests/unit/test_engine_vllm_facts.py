@@ -228,7 +228,7 @@ async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> Non
     server = EngineServer(engine.url)
     await server.open()
     try:
-        ways = VllmWays(W, model="tiny", ranks={R0: RankFacts(32, 200)})
+        ways = VllmWays(W, await ask_facts(server), model="tiny")
         look = await ways.look(server)
         assert [report.total_blocks for report in look.loads] == [200]
         assert look.started == 1.79528047303e09

@@ -5,6 +5,7 @@ import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,9 +58,9 @@ async def test_a_long_chat_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPa
     threads: list[str] = []
     prepare_chat = TextModel.prepare_chat
 
-    def noted(self: TextModel, messages: Sequence[Mapping[str, object]]) -> str:
+    def noted(self: TextModel, messages: Sequence[Mapping[str, object]], **options: Any) -> str:
         threads.append(threading.current_thread().name)
-        return prepare_chat(self, messages)
+        return prepare_chat(self, messages, **options)
 
     monkeypatch.setattr(TextModel, "prepare_chat", noted)
     model = TextModel.load_mock(pool=EncodePool(off_loop_chars=256))

@@ -19,7 +19,7 @@ def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id:
     return Attached(
         engine=ServedEngine(
             server,
-            VllmWays(worker_id, model=model, ranks=facts.ranks),
+            VllmWays(worker_id, facts, model=model),
             Told(events, decode, facts.block_size),
             started=facts.started_s,
         ),

@@ -17,7 +17,7 @@ from kvrouter.engines.openai.opening import OpeningStream
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
-from kvrouter.planes.requests.port import EngineStream
+from kvrouter.planes.requests.port import EngineStream, WorkerUnreachable
 
 LOOK_EACH_S = 1.0
 """How often an engine is looked at: its load, and whether it answers."""
@@ -48,6 +48,13 @@ class Look:
 
     loads: tuple[LoadReport, ...]
     started: object = None
+
+
+def another_engine(url: str, what: str, now: object, before: object) -> WorkerUnreachable:
+    """Return what tells that an engine was started anew as another one than its worker's card describes."""
+    return WorkerUnreachable(
+        f"{url} was started anew with other {what}: {now}, not {before}: start its worker anew too"
+    )
 
 
 class Ways(Protocol):

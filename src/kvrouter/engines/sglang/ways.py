@@ -2,7 +2,7 @@
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest
-from kvrouter.engines.openai.engine import EngineCall, Look
+from kvrouter.engines.openai.engine import EngineCall, Look, another_engine
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.sglang.calls import call_of
 from kvrouter.engines.sglang.facts import SglangFacts, ask_facts, ask_loads
@@ -28,8 +28,20 @@ class SglangWays:
         try:
             loads = await ask_loads(server, self._worker_id, self._facts.block_size)
             if self._started is None:
-                self._started = (await ask_facts(server)).started
+                now = await ask_facts(server)
+                self._check_same(now, server.url)
+                self._started = now.started
         except WorkerUnreachable:
             self._started = None
             raise
         return Look(loads, self._started)
+
+    def _check_same(self, now: SglangFacts, url: str) -> None:
+        """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
+        before = self._facts
+        if now.model != before.model:
+            raise another_engine(url, "models", now.model, before.model)
+        if now.block_size != before.block_size:
+            raise another_engine(url, "page size", now.block_size, before.block_size)
+        if now.dp_size != before.dp_size:
+            raise another_engine(url, "ranks", now.dp_size, before.dp_size)
