@@ -1,7 +1,6 @@
 """``kvrouter worker mock``: one mock engine as a process of its own."""
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from kvrouter.assembly.tls import advertised, tls_of
 from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import FleetFile, Settings, WorkerGroup
+from kvrouter.config.one_worker import worker_id_of
 from kvrouter.config.static_endpoint import STATIC_INCARNATION
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
@@ -40,9 +40,6 @@ from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 FETCHED_LOOK_S = 0.05
 """How often a worker that drains looks whether its KV was fetched."""
-
-WORKER_IDS = 2**53
-"""Ids that are drawn stay below this: JSON readers that take numbers for floats keep them exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +84,12 @@ class MockWorkerSpec:
                 f"--index: group {found.name!r} has workers 0 to {found.replicas - 1}, not {index}",
                 param="index",
             )
-        if worker_id is not None and not 0 <= worker_id < 2**63:
-            raise ConfigError(f"--worker-id: must be in 0..2**63-1, not {worker_id}", param="worker_id")
-        if worker_id is None:
-            of_group = [number for number, each in numbered_workers(fleet) if each is found]
-            worker_id = of_group[index] if numbered else secrets.randbelow(WORKER_IDS)
+        if worker_id is None and numbered:
+            worker_id = [number for number, each in numbered_workers(fleet) if each is found][index]
         return cls(
             fleet=fleet,
             group=found,
-            worker_id=WorkerId(worker_id),
+            worker_id=worker_id_of(worker_id),
             enable_local_indexer=enable_local_indexer,
             engine_events=engine_events,
             is_static=is_static,

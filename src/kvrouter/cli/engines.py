@@ -1,7 +1,6 @@
 """``kvrouter worker vllm`` and ``kvrouter worker sglang``: the worker beside an engine that runs already."""
 
 import os
-import secrets
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,12 +10,9 @@ import click
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.place import place_options
 from kvrouter.cli.processes import begin, described
-from kvrouter.config.one_worker import FLAGS, fleet_of_one
+from kvrouter.config.one_worker import FLAGS, fleet_of_one, worker_id_of
 from kvrouter.config.sources import load_settings
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import WorkerId
-
-WORKER_IDS = 2**63
 
 _VLLM_HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
 
@@ -140,7 +136,7 @@ def _serve(
             api_key=os.environ.get(API_KEY_VARIABLE) or None,
             wait_s=engine_wait_s,
         ),
-        worker_id=_id_of(worker_id),
+        worker_id=worker_id_of(worker_id),
         tokenizer=tokenizer,
         runtime_config=placed_config(of_fleet, group),
         enable_local_indexer=enable_local_indexer,
@@ -154,14 +150,6 @@ def _checked_url(url: str) -> str:
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"--url: must be http://HOST:PORT, or https, not {url!r}", param="url")
     return url
-
-
-def _id_of(worker_id: int | None) -> WorkerId:
-    if worker_id is None:
-        return WorkerId(secrets.randbelow(2**53))
-    if not 0 <= worker_id < WORKER_IDS:
-        raise ConfigError(f"--worker-id: must be in 0..2**63-1, not {worker_id}", param="worker_id")
-    return WorkerId(worker_id)
 
 
 worker_vllm = _engine_command("vllm", short_help="Beside a vLLM server that runs already.", text=_VLLM_HELP)

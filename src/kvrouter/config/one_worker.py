@@ -1,5 +1,6 @@
 """One worker, described by flags: the same words as in a fleet file, and the same checks."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 
 from kvrouter.config.document import Document
@@ -7,6 +8,7 @@ from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_part
 from kvrouter.config.problems import Path, dotted
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DRAWN_WORKER_IDS, WORKER_IDS, WorkerId
 
 FLAGS: Mapping[str, Path] = {
     "model": ("models", 0, "name"),
@@ -65,6 +67,15 @@ def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
     for name, value in given.items():
         _put(content, FLAGS[name], domains if name == "domain" else value)
     return load_part(_FlagDocument("flags", content, {}))
+
+
+def worker_id_of(given: int | None) -> WorkerId:
+    """Return the id that ``--worker-id`` gives, else one that is drawn. Raises ConfigError."""
+    if given is None:
+        return WorkerId(secrets.randbelow(DRAWN_WORKER_IDS))
+    if not 0 <= given < WORKER_IDS:
+        raise ConfigError(f"--worker-id: must be in 0..2**63-1, not {given}", param="worker_id")
+    return WorkerId(given)
 
 
 def _domains(pairs: object) -> dict[str, str]:

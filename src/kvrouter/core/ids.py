@@ -3,7 +3,12 @@
 from typing import NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", int)
-"""An engine instance, unique in its component; 0 ≤ id < 2**63."""
+"""An engine instance, unique in its component; 0 ≤ id < :data:`WORKER_IDS`."""
+
+WORKER_IDS = 2**63
+
+DRAWN_WORKER_IDS = 2**53
+"""Ids that are drawn stay below this: JSON readers that take numbers for floats keep them exact."""
 
 DpRank = NewType("DpRank", int)
 """A data-parallel index inside one worker."""

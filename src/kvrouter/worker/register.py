@@ -3,12 +3,10 @@
 import secrets
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.ids import WORKER_IDS, Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelInput, ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.planes.discovery.port import Discovery
 from kvrouter.topology import validate_runtime_config
-
-WORKER_IDS = 2**63
 
 
 def new_incarnation() -> Epoch:

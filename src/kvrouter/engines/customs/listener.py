@@ -9,8 +9,6 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from kvrouter.core.events import KvEvent
-from kvrouter.core.ids import DpRank
 from kvrouter.engines.customs.follower import (
     AskReplay,
     BatchFollower,
@@ -22,6 +20,7 @@ from kvrouter.engines.customs.follower import (
 )
 from kvrouter.engines.customs.frames import replay_question
 from kvrouter.engines.customs.words import Decode, EngineFacts
+from kvrouter.engines.port import EventsSink
 from kvrouter.planes.background import go_on
 
 QUEUE_BATCHES_MAX = 100_000
@@ -29,8 +28,6 @@ QUEUE_BATCHES_MAX = 100_000
 
 REPLAY_LIMIT_S = 5.0
 """How long the next message of a replay may take."""
-
-EventsSink = Callable[[DpRank, tuple[KvEvent, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)

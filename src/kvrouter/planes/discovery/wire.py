@@ -5,7 +5,7 @@ import re
 import msgspec
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.core.ids import Epoch
+from kvrouter.core.ids import WORKER_IDS, Epoch
 from kvrouter.core.workers import ModelType, WorkerCard
 
 RECORD_MAX_BYTES = 260 * 1024
@@ -17,7 +17,9 @@ LEASE_MAX_S = 3600.0
 DP_RANKS_MAX = 4096
 """The most data-parallel ranks of one card, so that no card makes a router allocate without limit."""
 
-WORKER_IDS = 2**63
+INTEGERS = 2**63
+"""Integers of a card stay below this: stores and readers keep them in signed 64 bits."""
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -75,9 +77,9 @@ def _check(card: WorkerCard) -> None:
     for name, number, least, most in (
         ("worker_id", card.worker_id, 0, WORKER_IDS - 1),
         ("dp_size", card.dp_size, 1, DP_RANKS_MAX),
-        ("dp_start", card.dp_start, 0, WORKER_IDS - 1),
-        ("block_size", card.block_size, 1, WORKER_IDS - 1),
-        ("context_length", card.context_length, 1, WORKER_IDS - 1),
+        ("dp_start", card.dp_start, 0, INTEGERS - 1),
+        ("block_size", card.block_size, 1, INTEGERS - 1),
+        ("context_length", card.context_length, 1, INTEGERS - 1),
     ):
         if not least <= number <= most:
             raise ProtocolError(f"{name}: {least} to {most}, not {number}", param=name)
