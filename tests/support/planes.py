@@ -55,6 +55,10 @@ class ScriptedStream:
                 self.feed(EngineChunk(finish=FinishReason.CANCELLED))
 
 
+def silent(stream: ScriptedStream) -> None:
+    """A worker that accepts and says nothing by itself."""
+
+
 class ScriptedPlane:
     """Opens scripted streams; ``script`` is called with each one. Unreachable addresses refuse."""
 
