@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.requests import FinishReason
 from kvrouter.frontend.exchange import Exchange
 from kvrouter.frontend.http import SSE_DONE
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.placed import placed_nvext
 from kvrouter.service.generation import ANSWERED, Generation
+from kvrouter.text.answer_text import AnswerText
 from kvrouter.text.detokenizer import Detokenizer
 from kvrouter.text.stops import StopMatcher
 
@@ -15,41 +16,31 @@ from kvrouter.text.stops import StopMatcher
 class Reading:
     """An engine's chunks as text, up to a stop string."""
 
-    __slots__ = ("_detokenizer", "_matcher", "finish", "generation", "text_of")
+    __slots__ = ("_answer_text", "finish", "generation", "text_of")
 
     def __init__(self, generation: Generation, detokenizer: Detokenizer, matcher: StopMatcher) -> None:
         self.generation = generation
         self.finish: FinishReason | None = None
         """Why the answer is complete; None while it is not."""
+        self._answer_text = AnswerText(detokenizer, matcher)
         self.text_of = detokenizer.push if matcher.is_idle else self._text_until_stop
         """Returns the text that is certain with more tokens; a stop string in it sets ``finish``."""
-        self._detokenizer = detokenizer
-        self._matcher = matcher
 
     async def next_text(self) -> str:
         """Read one chunk and return the text that is certain now; the last one sets ``finish``."""
         chunk = await anext(self.generation)
-        text = self._text_of(chunk)
+        text = self.text_of(chunk.token_ids)
+        if self.finish is None and chunk.finish is not None:
+            text += self._answer_text.finish()
+            self.finish = FinishReason.STOP if self._answer_text.stopped else chunk.finish
         if self.finish is not None:
             self.generation.close(ANSWERED)
         return text
 
     def _text_until_stop(self, token_ids: Sequence[int]) -> str:
-        text, stopped = self._matcher.push(self._detokenizer.push(token_ids))
-        if stopped is not None:
+        text = self._answer_text.push(token_ids)
+        if self._answer_text.stopped:
             self.finish = FinishReason.STOP
-        return text
-
-    def _text_of(self, chunk: EngineChunk) -> str:
-        text = self.text_of(chunk.token_ids)
-        if self.finish is None and chunk.finish is not None:
-            self.finish = chunk.finish
-            rest, stopped = self._matcher.push(self._detokenizer.finish())
-            text += rest
-            if stopped is None:
-                text += self._matcher.finish()
-            else:
-                self.finish = FinishReason.STOP
         return text
 
 

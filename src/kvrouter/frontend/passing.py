@@ -16,6 +16,7 @@ from kvrouter.frontend.openai.answers import Answer, Kind
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.placed import placed_nvext
 from kvrouter.service.generation import ANSWERED, Generation
+from kvrouter.text.answer_text import AnswerText
 from kvrouter.text.model import TextModel
 from kvrouter.text.stops import StopMatcher
 
@@ -130,27 +131,19 @@ class _Rest:
     ) -> None:
         self.answer = answer
         self._stream = stream
-        self._detokenizer = text.detokenizer()
-        self._matcher = StopMatcher(stops)
+        self._answer_text = AnswerText(text.detokenizer(), StopMatcher(stops))
         self._known_chars = sent_chars
         """How many characters of what is generated the client has already."""
-        self._stopped = self._push(before)
+        self._write(self._answer_text.push(before))
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None) -> FinishReason | None:
         """More tokens, and perhaps the end; return why the answer is complete, None while it is not."""
-        if self._stopped or self._push(token_ids):
-            return FinishReason.STOP
-        if finish is None:
-            return None
-        text, stopped = self._matcher.push(self._detokenizer.finish())
-        self._write(text if stopped is not None else text + self._matcher.finish())
-        return finish if stopped is None else FinishReason.STOP
-
-    def _push(self, token_ids: Sequence[int]) -> bool:
-        """Send the text of ``token_ids``, up to a stop string; return whether one was met."""
-        text, stopped = self._matcher.push(self._detokenizer.push(token_ids))
-        self._write(text)
-        return stopped is not None
+        answer_text = self._answer_text
+        if not answer_text.stopped:
+            self._write(answer_text.push(token_ids))
+        if finish is not None and not answer_text.stopped:
+            self._write(answer_text.finish())
+        return FinishReason.STOP if answer_text.stopped else finish
 
     def _write(self, text: str) -> None:
         known = min(self._known_chars, len(text))
