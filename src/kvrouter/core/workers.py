@@ -119,10 +119,23 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
+class KvTransfers(msgspec.Struct, frozen=True):
+    """The KV that one worker rank has fetched from others since its engine began, by the engine's own count.
+
+    ``seconds`` is the time that the transfers took, each by itself: ``bytes / seconds`` is how fast KV travels.
+    """
+
+    transfers: int
+    bytes: int
+    seconds: float
+    failed: int = 0
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """The latest load of one worker rank, as the engine itself counts it (Dynamo's ForwardPassMetrics).
 
-    A report is a latest value, never a queue: a newer one replaces it.
+    A report is a latest value, never a queue: a newer one replaces it. ``kv_transfers`` is None where an
+    engine does not tell.
     """
 
     rank: WorkerRank
@@ -131,3 +144,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     active_prefill_tokens: int = 0
     running_requests: int = 0
     waiting_requests: int = 0
+    kv_transfers: KvTransfers | None = None
