@@ -109,7 +109,7 @@ async def test_a_replica_that_was_too_slow_does_not_commit(fleet: Fleet) -> None
     async with asyncio.timeout(60):
         while (await lane_of(quick).shelf.claim()).revision < claimed.revision + 3:
             assert await quick.subscriber.take("backend") is None, "it renews its claim"
-    taking._renewal.cancel()  # type: ignore[attr-defined]  # as if the process were paused
+    taking._end_renewal()  # type: ignore[attr-defined]  # as if the process were paused
     await quick.until_right(worker)
     await take(quick, worker)
     with pytest.raises(Exception, match="no more at revision"):
