@@ -1,7 +1,7 @@
 """A server that runs already as the engine of the worker beside it: what is alike for all of them."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.customs.listener import EngineListener, EventsAt
+from kvrouter.engines.customs.telling import Listener, OnChange, Telling
 from kvrouter.engines.customs.words import Decode, EngineFacts
 from kvrouter.engines.openai.events import ReadEvent, read_event
 from kvrouter.engines.openai.fetching import FetchingStream
@@ -32,7 +33,10 @@ def _read_as_openai() -> ReadEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
-    """What is sent to an engine, and how its answer is read; ``reader`` makes what reads one answer."""
+    """What is sent to an engine, and how its answer is read; ``reader`` makes what reads one answer.
+
+    ``answered`` is the whole answer of a call that needs no engine any more: nothing is sent.
+    """
 
     path: str
     body: bytes
@@ -40,6 +44,7 @@ class EngineCall:
     streams: bool
     reading: Reading
     reader: Callable[[], ReadEvent] = _read_as_openai
+    answered: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,10 @@ class Look:
 
     loads: tuple[LoadReport, ...]
     started: object = None
+
+
+async def _at_once(answer: bytes) -> bytes:
+    return answer
 
 
 def another_engine(url: str, what: str, now: object, before: object) -> WorkerUnreachable:
@@ -69,11 +78,24 @@ class Ways(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How an engine tells its KV events: where each rank publishes, its wire, and the tokens of a block."""
+    """An engine that publishes over ZeroMQ: where each rank does, its wire, and the tokens of a block."""
 
     events_at: Mapping[DpRank, EventsAt]
     decode: Decode
     block_size: int
+
+    def listeners(self, on_events: EventsSink, on_change: OnChange) -> tuple[Listener, ...]:
+        """Return one for each rank."""
+        return tuple(
+            EngineListener(
+                at,
+                self.decode,
+                EngineFacts(block_size=self.block_size, dp_rank=rank),
+                on_events=on_events,
+                on_change=on_change,
+            )
+            for rank, at in self.events_at.items()
+        )
 
 
 class ServedEngine:
@@ -83,7 +105,7 @@ class ServedEngine:
         self,
         server: EngineServer,
         ways: Ways,
-        told: Told,
+        told: Telling,
         *,
         started: object = None,
         look_each_s: float = LOOK_EACH_S,
@@ -92,7 +114,7 @@ class ServedEngine:
         self._ways = ways
         self._told = told
         self._look_each_s = look_each_s
-        self._listeners: list[EngineListener] = []
+        self._listeners: Sequence[Listener] = ()
         self._on_state: StateSink = lambda _: None
         self._looking: asyncio.Task[None] | None = None
         self._started = started
@@ -104,15 +126,8 @@ class ServedEngine:
 
     async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
         """Listen to the ranks, and look after the engine."""
-        for rank, at in self._told.events_at.items():
-            listener = EngineListener(
-                at,
-                self._told.decode,
-                EngineFacts(block_size=self._told.block_size, dp_rank=rank),
-                on_events=on_events,
-                on_change=self._tell,
-            )
-            self._listeners.append(listener)
+        self._listeners = self._told.listeners(on_events, self._tell)
+        for listener in self._listeners:
             listener.start()
         self._looking = asyncio.create_task(self._look_after(on_load))
 
@@ -124,7 +139,9 @@ class ServedEngine:
         call = self._ways.call_of(request)
         read = call.reader()
         stream: EngineStream
-        if call.streams:
+        if call.answered is not None:
+            stream = WholeStream(_at_once(call.answered), call.reading, read)
+        elif call.streams:
             stream = OpeningStream(self._open(call, read))
         else:
             stream = WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)
@@ -138,7 +155,7 @@ class ServedEngine:
         """Leave the engine alone; open answers break. Idempotent."""
         for listener in self._listeners:
             listener.stop()
-        self._listeners.clear()
+        self._listeners = ()
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
