@@ -150,6 +150,10 @@ def test_blank_variables_count_as_unset() -> None:
     )
 
 
+def test_the_variable_with_the_engines_key_is_one_of_ours() -> None:
+    assert load_settings(flags={}, environ={"KVROUTER_ENGINE_API_KEY": "k"}) == (Settings(), ())
+
+
 def test_unknown_variables_of_ours_are_refused_and_near_misses_warned() -> None:
     assert refused(environ={"KVROUTER_RETRY_MAX": "1"}) == (
         "KVROUTER_RETRY_MAX: unknown variable (did you mean KVROUTER_RETRIES_MAX?)"

@@ -15,9 +15,6 @@ PORTS = 2**16
 _NOWHERE = ("tcp://", "tcp://*")
 """What an engine may bind, and nobody can connect to."""
 
-API_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
-"""The environment variable with the key that an engine's server asks for."""
-
 
 class EngineKind(StrEnum):
     """Engines that can be attached."""

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from kvrouter.assembly.attach_sglang import attach_sglang
 from kvrouter.assembly.attach_vllm import attach_vllm
-from kvrouter.assembly.attach_words import API_KEY_VARIABLE, Attached, EngineAt, EngineKind
+from kvrouter.assembly.attach_words import Attached, EngineAt, EngineKind
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.engines.openai.server import EngineServer, KeyRefused
@@ -27,7 +28,15 @@ SAID_EACH_S = 30.0
 """How often a log line tells that the engine is still waited for."""
 
 
-async def attach(at: EngineAt, worker_id: WorkerId) -> Attached:
+AwaitedSink = Callable[[str], None]
+"""Hears, each time that an engine did not answer, why."""
+
+
+def _nobody(_: str) -> None:
+    """Waiting concerns nobody but the log."""
+
+
+async def attach(at: EngineAt, worker_id: WorkerId, *, on_awaited: AwaitedSink = _nobody) -> Attached:
     """Ask the engine until it answers, and attach it.
 
     Raises ConfigError that names the flag for what contradicts what the engine says, and for an engine that
@@ -37,15 +46,23 @@ async def attach(at: EngineAt, worker_id: WorkerId) -> Attached:
     await server.open()
     try:
         if at.kind is EngineKind.VLLM:
-            return attach_vllm(server, await _asked(ask_vllm, server, at, worker_id), at, worker_id)
-        return attach_sglang(server, await _asked(ask_sglang, server, at, worker_id), at, worker_id)
+            return attach_vllm(
+                server, await _asked(ask_vllm, server, at, worker_id, on_awaited), at, worker_id
+            )
+        return attach_sglang(
+            server, await _asked(ask_sglang, server, at, worker_id, on_awaited), at, worker_id
+        )
     except BaseException:
         await server.close()
         raise
 
 
 async def _asked(
-    ask: Callable[[EngineServer], Awaitable[Facts]], server: EngineServer, at: EngineAt, worker_id: WorkerId
+    ask: Callable[[EngineServer], Awaitable[Facts]],
+    server: EngineServer,
+    at: EngineAt,
+    worker_id: WorkerId,
+    on_awaited: AwaitedSink,
 ) -> Facts:
     loop = asyncio.get_running_loop()
     until_s = loop.time() + at.wait_s
@@ -55,13 +72,14 @@ async def _asked(
             return await ask(server)
         except KeyRefused as error:
             raise ConfigError(
-                f"--url: {error.message}: give its key in {API_KEY_VARIABLE}", param="url"
+                f"--url: {error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="url"
             ) from error
         except WorkerUnreachable as error:
             if loop.time() >= until_s:
                 raise ConfigError(
                     f"--url: no engine answered within {at.wait_s:g} s: {error.message}", param="url"
                 ) from error
+            on_awaited(error.message)
             if loop.time() - said_s >= SAID_EACH_S:
                 said_s = loop.time()
                 log_event(logger, Event.ENGINE_AWAITED, worker=str(worker_id), reason=error.message)

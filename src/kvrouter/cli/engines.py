@@ -11,7 +11,7 @@ from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.place import place_options
 from kvrouter.cli.processes import begin, described
 from kvrouter.config.one_worker import FLAGS, fleet_of_one, worker_id_of
-from kvrouter.config.sources import load_settings
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
 from kvrouter.core.errors import ConfigError
 
 _VLLM_HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
@@ -119,7 +119,7 @@ def _serve(
         raise click.UsageError("--no-kv-events and --kv-events contradict each other")
     of_fleet = fleet_of_one(said)
     group = of_fleet.workers[0]
-    from kvrouter.assembly.attach_words import API_KEY_VARIABLE, EngineAt, EngineKind  # noqa: PLC0415
+    from kvrouter.assembly.attach_words import EngineAt, EngineKind  # noqa: PLC0415
     from kvrouter.assembly.described import placed_config  # noqa: PLC0415
     from kvrouter.assembly.engine_worker import EngineWorkerSpec, serve_engine_worker  # noqa: PLC0415
 
@@ -133,7 +133,7 @@ def _serve(
             kv_events=kv_events,
             kv_events_replay=kv_events_replay,
             publishes_kv_events=not no_kv_events,
-            api_key=os.environ.get(API_KEY_VARIABLE) or None,
+            api_key=os.environ.get(ENGINE_KEY_VARIABLE) or None,
             wait_s=engine_wait_s,
         ),
         worker_id=worker_id_of(worker_id),

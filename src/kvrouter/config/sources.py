@@ -23,6 +23,10 @@ from kvrouter.config.tree import SETTINGS, Settings
 FLEET_VARIABLE = "KVROUTER_FLEET"
 """The variable behind ``--fleet``: the fleet file, which holds settings rather than being one."""
 
+ENGINE_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
+"""The variable with the key that engines' servers ask for. Nothing else holds it: neither a flag, which
+every process list shows, nor a file that is diffed."""
+
 _OUR_PREFIX = "KVROUTER_"
 _SHARED_PREFIX = "DYN_"
 _NEAR_MISS_CUTOFF = 0.84
@@ -139,7 +143,7 @@ def _warnings(settings: Settings) -> list[str]:
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    known = {spec.variable for spec in SETTINGS} | {FLEET_VARIABLE}
+    known = {spec.variable for spec in SETTINGS} | {FLEET_VARIABLE, ENGINE_KEY_VARIABLE}
     problems = [
         Problem((name,), f"unknown variable{did_you_mean(name, known)}")
         for name in sorted(environ)
