@@ -38,7 +38,7 @@ from benchmarks.turns import Turn, TurnClock
 from kvrouter.core.ids import ModelName, Slot, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, Role, WorkerCard
 from kvrouter.feed.words import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.planes.events.jetstream import JetStreamSubscriber
 from kvrouter.planes.events.nats import NatsEventSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
@@ -182,7 +182,7 @@ class Bench:
         """Take one while a router runs."""
         async with self.on_jetstream() as (router, subscriber):
             await router.learn(self._sources.jetstream)
-            cache = EventCacheView(router.index, router.pump)
+            cache = EventCacheView(router.index, router.pump, ApproximateIndex())
             snapshots = IndexSnapshots(subscriber, lambda: [cache], messages_max=0)
             watch = Watch(self._clock)
             if await snapshots.check() != 1:

@@ -16,7 +16,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.words import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.mock import MockConfig, MockEngine
 from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
@@ -165,9 +165,8 @@ class Replica:
         self.telemetry = Telemetry()
         self.pump = EventPump(self.index, self.subscriber, ModelObserved(self.telemetry, "m"))
         self.subscriber.subscribe(self.pump.on_batch, lambda _report: None)
-        self.snapshots = IndexSnapshots(
-            self.subscriber, lambda: [EventCacheView(self.index, self.pump)], messages_max=0
-        )
+        cache = EventCacheView(self.index, self.pump, ApproximateIndex())
+        self.snapshots = IndexSnapshots(self.subscriber, lambda: [cache], messages_max=0)
         self.slots: dict[WorkerRank, Slot] = {}
         self._fleet = fleet
 

@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.planes.events.port import BatchSink, LoadSink
 from kvrouter.service import event_pump
 from kvrouter.service.cache_view import EventCacheView
@@ -59,7 +59,7 @@ class Bench:
         self.index = BlockIndex()
         self.telemetry = Telemetry()
         self.pump = EventPump(self.index, self.subscriber, ModelObserved(self.telemetry, "mock"))
-        self.view = EventCacheView(self.index, self.pump)
+        self.view = EventCacheView(self.index, self.pump, ApproximateIndex())
 
     def overlap(self) -> list[int]:
         overlap = self.view.overlap(PROMPT, 2)

@@ -10,7 +10,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Stored
 from kvrouter.core.hashing import sequence_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.words import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.events.port import SnapshotFailed
 from kvrouter.service.cache_view import EventCacheView
@@ -79,7 +79,7 @@ class Bench:
         self.index = BlockIndex()
         self.pump = EventPump(self.index, Answers(), ModelObserved(Telemetry(), "m"))
         self.snapshots = IndexSnapshots(
-            self.store, lambda: [EventCacheView(self.index, self.pump)], messages_max=9
+            self.store, lambda: [EventCacheView(self.index, self.pump, ApproximateIndex())], messages_max=9
         )
 
     async def live(self) -> "Bench":

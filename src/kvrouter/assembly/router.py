@@ -106,13 +106,12 @@ def _cache_view(config: KvRouterConfig, subscriber: EventSubscriber, observed: M
     """No index where overlap weighs nothing or no cost is asked for; else events, or predictions."""
     if config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV:
         return NoCacheView()
+    predicted = ApproximateIndex(
+        ttl_s=config.router_ttl_s,
+        max_blocks=config.router_max_tree_size,
+        prune_target_ratio=config.router_prune_target_ratio,
+    )
     if config.kv_events:
         index = BlockIndex()
-        return EventCacheView(index, EventPump(index, subscriber, observed))
-    return PredictedCacheView(
-        ApproximateIndex(
-            ttl_s=config.router_ttl_s,
-            max_blocks=config.router_max_tree_size,
-            prune_target_ratio=config.router_prune_target_ratio,
-        )
-    )
+        return EventCacheView(index, EventPump(index, subscriber, observed), predicted)
+    return PredictedCacheView(predicted)

@@ -194,6 +194,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """One request of a client, validated and tokenized: what the hall hands to the router.
 
     ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
+    With ``has_media`` some of ``token_ids`` stand for what is no text: no engine tells of blocks with them.
     """
 
     request_id: RequestId
@@ -208,3 +209,4 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     cache_namespace: str | None = None
     intake: str = ""
     call: ClientCall | None = None
+    has_media: bool = False

@@ -122,7 +122,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
 class KvTransfers(msgspec.Struct, frozen=True):
     """The KV that one worker rank has fetched from others since its engine began, by the engine's own count.
 
-    ``seconds`` is the time that the transfers took, each by itself: ``bytes / seconds`` is how fast KV travels.
+    ``seconds`` is what the transfers took, each by itself: ``bytes / seconds`` is how fast KV travels.
     """
 
     transfers: int

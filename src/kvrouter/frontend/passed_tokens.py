@@ -1,26 +1,45 @@
 """The tokens of a call that its engine tokenizes itself: for routing, which wants to know the same ones."""
 
+import asyncio
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.frontend.openai.passed import PassedBody, PassedCall
-from kvrouter.text.messages import before_media
+from kvrouter.text.messages import media_named
 from kvrouter.text.model import TextModel
 
 TOKEN_LIMIT = 2**32
 
+LONG_BODY_BYTES = 256 * 1024
+"""Pictures in a longer call are named in a thread: it takes a while to read them."""
 
-async def passed_tokens(passed: PassedCall, text: TextModel) -> tuple[TokenBuffer, bool]:
-    """Return the prompt's tokens, and whether they are all of them and for certain."""
+
+class PassedTokens(NamedTuple):
+    """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
+    for what is no text, and nobody here knows what an engine makes of it.
+    """
+
+    token_ids: TokenBuffer
+    is_exact: bool
+    has_media: bool = False
+
+
+async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
+    """Return what routing may know of the prompt. Raises InvalidRequest for tokens that are none."""
     body = passed.body
     if not isinstance(body.messages, list):
         return await _prompt_tokens(body, text)
     messages: Sequence[Mapping[str, object]] = body.messages
-    known = before_media(messages)
+    if len(passed.client_call.body) > LONG_BODY_BYTES:
+        known = await asyncio.to_thread(media_named, messages)
+    else:
+        known = media_named(messages)
+    has_media = known is not messages
     is_exact = (
-        known is messages
+        not has_media
         and body.chat_template is None
         and body.documents is None
         and not body.continue_final_message
@@ -30,16 +49,16 @@ async def passed_tokens(passed: PassedCall, text: TextModel) -> tuple[TokenBuffe
         token_ids = await text.encode_chat(
             known,
             tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt is not False and known is messages,
+            add_generation_prompt=body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
         )
     except InvalidRequest:
         # Whether these messages are wrong is the engine's to say: it may have another template.
-        return await text.encode_prompt(_texts(known)), False
-    return token_ids, is_exact
+        return PassedTokens(await text.encode_prompt(_texts(known)), is_exact=False, has_media=has_media)
+    return PassedTokens(token_ids, is_exact, has_media)
 
 
-async def _prompt_tokens(body: PassedBody, text: TextModel) -> tuple[TokenBuffer, bool]:
+async def _prompt_tokens(body: PassedBody, text: TextModel) -> PassedTokens:
     """Of several prompts the first one is where the request goes."""
     prompt = body.prompt
     is_exact = body.add_special_tokens is not False
@@ -47,12 +66,12 @@ async def _prompt_tokens(body: PassedBody, text: TextModel) -> tuple[TokenBuffer
         is_exact = is_exact and len(prompt) == 1
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return await text.encode_prompt(prompt), is_exact
+        return PassedTokens(await text.encode_prompt(prompt), is_exact)
     if isinstance(prompt, list):
         if all(isinstance(token, int) and 0 <= token < TOKEN_LIMIT for token in prompt):
-            return array("I", prompt), is_exact
+            return PassedTokens(array("I", prompt), is_exact)
         raise InvalidRequest("prompt: token ids are integers from 0 to 2**32-1", param="prompt")
-    return array("I"), False
+    return PassedTokens(array("I"), is_exact=False)
 
 
 def _texts(messages: Sequence[Mapping[str, object]]) -> str:

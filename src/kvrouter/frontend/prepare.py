@@ -61,11 +61,11 @@ class Hall:
     ) -> GenerateRequest:
         """Tokenize a call that goes to its engine as it was written, so far as it is known here.
 
-        Where it is not (pictures, a template of the client's own), routing sees the part that is, and no
-        other worker could go on with the answer.
+        Where it is not (pictures, a template of the client's own), routing sees the part that is, and names
+        that stand for pictures; no other worker could go on with the answer.
         """
         began_s = time.perf_counter()
-        token_ids, is_exact = await passed_tokens(passed, text)
+        token_ids, is_exact, has_media = await passed_tokens(passed, text)
         call, written = passed.call, passed.client_call
         self._observed.tokenized(model=call.model, seconds=time.perf_counter() - began_s)
         room_tokens = max(1, text.context_length_tokens - len(token_ids))
@@ -80,6 +80,7 @@ class Hall:
             prefill_pin=call.prefill_pin,
             cache_namespace=call.cache_namespace,
             call=written if is_exact else replace(written, resumable=False),
+            has_media=has_media,
         )
 
     async def prepare(

@@ -22,13 +22,13 @@ class CacheView(Protocol):
     knows: bool
     """Whether overlaps are known, not guessed."""
 
-    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:
+    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:
         """Leading blocks of ``prompt`` that each slot holds; None when caches are not looked at.
 
         The array is reused by the next call.
         """
 
-    def decided(self, decision: Decision, prompt: Prompt) -> None:
+    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
         """The prompt's blocks will be where the decision sends it."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
@@ -52,11 +52,11 @@ class NoCacheView:
 
     knows = False
 
-    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:  # noqa: ARG002 - the port's signature
+    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
         """Caches are not looked at."""
         return None
 
-    def decided(self, decision: Decision, prompt: Prompt) -> None:
+    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
         """Nothing to learn."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
@@ -76,16 +76,20 @@ class NoCacheView:
 
 
 class EventCacheView:
-    """KV events tell what each rank holds. A rank whose feed recovers scores nothing."""
+    """KV events tell what each rank holds. A rank whose feed recovers scores nothing.
+
+    What comes after a picture is told in tokens that only its engine knows: who holds that is ``predicted``.
+    """
 
     knows = True
 
-    def __init__(self, index: BlockIndex, pump: EventPump) -> None:
+    def __init__(self, index: BlockIndex, pump: EventPump, predicted: ApproximateIndex) -> None:
         self.index = index
         self.pump = pump
+        self._predicted = PredictedCacheView(predicted)
         self._out: U32 = np.zeros(16, np.uint32)
 
-    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:
+    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:
         """Leading blocks held, by slot."""
         if len(self._out) < n_slots:
             self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
@@ -93,10 +97,14 @@ class EventCacheView:
         self.index.overlap(prompt, out)
         if not self.pump.all_score:
             out *= self.pump.scores(n_slots)
+        if has_media:
+            np.maximum(out, self._predicted.overlap(prompt, n_slots), out=out)
         return out
 
-    def decided(self, decision: Decision, prompt: Prompt) -> None:
-        """The engines' own events will tell."""
+    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
+        """The engines' own events will tell, but for pictures."""
+        if has_media:
+            self._predicted.decided(decision, prompt)
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Its feed begins."""
@@ -105,6 +113,7 @@ class EventCacheView:
     def freed(self, slot: Slot) -> None:
         """The pump drops the slot's blocks with its feed."""
         self.pump.freed(slot)
+        self._predicted.freed(slot)
 
     def doubt(self, slot: Slot) -> None:
         """The pump asks the worker for all that it holds."""
@@ -128,7 +137,7 @@ class PredictedCacheView:
         self.index = index
         self._out: U32 = np.zeros(16, np.uint32)
 
-    def overlap(self, prompt: Prompt, n_slots: int) -> U32 | None:
+    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
         """Leading blocks that are believed to be held, by slot."""
         if len(self._out) < n_slots:
             self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
@@ -136,7 +145,7 @@ class PredictedCacheView:
         self.index.overlap(prompt, out, _now_s())
         return out
 
-    def decided(self, decision: Decision, prompt: Prompt) -> None:
+    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:  # noqa: ARG002 - the port's signature
         """Both workers of a pair will hold the prompt's blocks."""
         now_s = _now_s()
         self.index.touch(decision.decode.slot, prompt, now_s)

@@ -30,6 +30,7 @@ from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.waiting import Waiting
+from kvrouter.service.wishes import route_request, wish_in
 
 U32 = npt.NDArray[np.uint32]
 ROOM_LIMIT = 2**63 - 1
@@ -96,7 +97,7 @@ class ModelRouter:
 
     def decide(self, request: RouteRequest, prompt: Prompt, *, explain: bool = False) -> Decision:
         """Take one reading and decide; books nothing."""
-        return route(request, self.view(prompt), explain=explain)
+        return route(request, self.view(prompt, has_media=request.has_media), explain=explain)
 
     def explain(self, request: GenerateRequest) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; changes nothing."""
@@ -104,7 +105,7 @@ class ModelRouter:
             request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
         )
         return self.decide(
-            _route_request(request, prompt, attempt=0, excluded=frozenset()), prompt, explain=True
+            route_request(request, prompt, attempt=0, excluded=frozenset()), prompt, explain=True
         )
 
     async def place(
@@ -124,8 +125,8 @@ class ModelRouter:
         prompt = self.hash_prompt(
             token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
         )
-        usual = _route_request(request, prompt, attempt=attempt, excluded=excluded)
-        wishes = {way: _wish_in(way, usual, kv_lost_from) for way in ways}
+        usual = route_request(request, prompt, attempt=attempt, excluded=excluded)
+        wishes = {way: wish_in(way, usual, kv_lost_from) for way in ways}
         with self._waiting.begin(request) as wait:
             while True:
                 started_s = time.perf_counter()
@@ -175,7 +176,9 @@ class ModelRouter:
         """
         old, wish = placement.decision, placement.wish
         view = structs.replace(
-            self.view(placement.prompt, own=old.decode), seed=placement.seed, settings=self._admitted
+            self.view(placement.prompt, has_media=wish.has_media, own=old.decode),
+            seed=placement.seed,
+            settings=self._admitted,
         )
         sender = None if old.prefill is None else old.prefill.rank
         if old.mode is not RouterMode.KV:
@@ -186,7 +189,7 @@ class ModelRouter:
                     return kept
         return route_decode(wish, view, old.constraint, prefill=sender)
 
-    def view(self, prompt: Prompt, *, own: Pick | None = None) -> View:
+    def view(self, prompt: Prompt, *, has_media: bool = False, own: Pick | None = None) -> View:
         """Take one reading of all that a decision depends on; its columns are reused by the next one.
 
         ``own`` is where the request is booked already: its blocks are active there, so none would be new.
@@ -205,7 +208,7 @@ class ModelRouter:
         columns = self.ledger.columns()
         return View(
             fleet=self.fleet,
-            overlap_blocks=self.cache.overlap(prompt, n_slots),
+            overlap_blocks=self.cache.overlap(prompt, n_slots, has_media=has_media),
             prefill_tokens=columns.prefill_tokens[:n_slots],
             active_blocks=columns.active_blocks[:n_slots],
             not_active=not_active,
@@ -257,7 +260,7 @@ class ModelRouter:
         decode_lease = self._book_decode(decision, prompt)
         seed, self._seed = self._seed, self._random.getrandbits(64)
         self._turn += 1
-        self.cache.decided(decision, prompt)
+        self.cache.decided(decision, prompt, has_media=wish.has_media)
         decode_card = self._card(decode)
         placement = Placement(
             wish=wish,
@@ -353,7 +356,7 @@ class ModelRouter:
         predicted_tokens = pick.overlap_blocks * placement.block_size
         self.observed.cached_tokens(predicted=predicted_tokens, actual=cached_tokens)
         card = self.fleet.card(pick.rank.worker_id)
-        if card is None or card.cache_is_partial or not self.cache.knows:
+        if card is None or card.cache_is_partial or placement.wish.has_media or not self.cache.knows:
             return
         wrong = self._index_check.note(
             pick.rank,
@@ -372,29 +375,3 @@ class ModelRouter:
             self.ledger.close(placement.prefill_lease)
         self.ledger.close(placement.decode_lease)
         self.load_changed()
-
-
-def _wish_in(way: Way, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
-    match way:
-        case Way.USUAL:
-            return usual
-        case Way.OTHER_PREFILL:
-            return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
-        case Way.WHOLE:
-            return structs.replace(usual, whole=True)
-
-
-def _route_request(
-    request: GenerateRequest, prompt: Prompt, *, attempt: int, excluded: frozenset[WorkerId]
-) -> RouteRequest:
-    return RouteRequest(
-        request_id=request.request_id,
-        isl_tokens=prompt.isl_tokens,
-        total_blocks=prompt.total_blocks,
-        constraints=request.constraints,
-        override=request.override,
-        pin=request.pin,
-        prefill_pin=request.prefill_pin,
-        excluded=excluded,
-        attempt=attempt,
-    )
