@@ -173,7 +173,8 @@ class KvRouterConfig(Section):
         Positive,
         Setting(flag="--router-ttl", variable="DYN_ROUTER_TTL", group=Group.CACHE, unit="seconds"),
     ] = 120.0
-    """How long a predicted block is believed in. Ignored when KV events are followed."""
+    """How long a predicted block is believed in. Where KV events are followed, only what comes after pictures
+    is predicted."""
 
     router_max_tree_size: Annotated[
         PositiveCount,
@@ -184,8 +185,7 @@ class KvRouterConfig(Section):
             unit="blocks",
         ),
     ] = 2**20
-    """How many predicted blocks are kept; above, the least recently used are pruned. Ignored when KV events
-    are followed."""
+    """How many predicted blocks are kept; above, the least recently used are pruned."""
 
     router_prune_target_ratio: Annotated[
         Annotated[Finite, Interval(gt=0, le=1)],
@@ -196,7 +196,7 @@ class KvRouterConfig(Section):
             unit="fraction of the maximum",
         ),
     ] = 0.8
-    """The size that pruning goes down to. Ignored when KV events are followed."""
+    """The size that pruning goes down to."""
 
     retries_max: Annotated[
         Annotated[Whole, Interval(ge=0, le=10)],
