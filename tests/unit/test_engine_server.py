@@ -184,5 +184,5 @@ async def test_one_server_after_the_other_is_closed_for_good() -> None:
         await server.open()
         await server.close()
         await server.close()
-        with pytest.raises(RuntimeError, match="not opened"):
+        with pytest.raises(WorkerUnreachable, match="left alone"):
             await server.look("/version")

@@ -8,7 +8,7 @@ inputs and their times alone.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvrouter.core.errors import InvalidRequest, Unavailable
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Unavailable
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
@@ -255,13 +255,13 @@ class MockEngine:
             )
         blocks = -(-(n_tokens + sampling.max_tokens - 1) // config.block_size)
         if blocks > config.total_kv_blocks:
-            raise InvalidRequest(
+            raise ContextLengthExceeded(
                 f"{n_tokens} tokens and {sampling.max_tokens} more need {blocks} blocks, "
                 f"worker {self.worker_id} has {config.total_kv_blocks}",
                 param="token_ids",
             )
         if not config.chunked_prefill and n_tokens > config.max_num_batched_tokens:
-            raise InvalidRequest(
+            raise ContextLengthExceeded(
                 f"{n_tokens} tokens do not fit into one step of {config.max_num_batched_tokens}",
                 param="token_ids",
             )

@@ -164,7 +164,7 @@ class EngineServer:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            raise RuntimeError("the engine's server was not opened")
+            raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
         return self._session
 
 

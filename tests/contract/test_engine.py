@@ -1,0 +1,61 @@
+"""Every engine keeps the laws of the port: mock engines, and engines behind servers of their own."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.support.engine_attached import KINDS, SERVED_KINDS, AttachedEngine, PairOfEngines
+from tests.support.engine_laws import AnswerLaws, CacheLaws, CallLaws, EndingLaws, RefusalLaws
+from tests.support.engine_laws_some import FullLaws, HandedLaws, PairLaws, TellingLaws, WatchedLaws
+
+ALONE = sorted({*KINDS} - {"mock-meeting"})
+
+
+class TestEveryEngine(AnswerLaws, RefusalLaws, CacheLaws, EndingLaws, FullLaws):
+    """All kinds."""
+
+    @pytest.fixture(params=ALONE)
+    async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
+        async with KINDS[request.param].alone() as found:
+            yield found
+
+
+class TestServedEngines(CallLaws, WatchedLaws):
+    """Those that are processes of their own, and take calls as clients wrote them."""
+
+    @pytest.fixture(params=sorted(SERVED_KINDS))
+    async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
+        async with SERVED_KINDS[request.param].alone() as found:
+            yield found
+
+
+class TestMockEngines(TellingLaws):
+    """Those that can be asked what they hold."""
+
+    @pytest.fixture
+    async def at(self) -> AsyncIterator[AttachedEngine]:
+        async with KINDS["mock"].alone() as found:
+            yield found
+
+
+class TestPairs(PairLaws):
+    """All ways to hand KV over."""
+
+    @pytest.fixture(params=sorted(KINDS))
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+        async with KINDS[request.param].pair() as found:
+            yield found
+
+    @pytest.fixture
+    async def at(self) -> AsyncIterator[AttachedEngine]:
+        async with KINDS["mock"].alone() as found:
+            yield found
+
+
+class TestPairsThatHandParams(HandedLaws):
+    """Those whose prefill leg ends before the decode leg begins."""
+
+    @pytest.fixture(params=["mock", "vllm"])
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+        async with KINDS[request.param].pair() as found:
+            yield found

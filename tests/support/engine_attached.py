@@ -1,0 +1,218 @@
+"""Engines as the worker beside them has them, for the laws that all of them keep."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import Bootstrap, EngineRequest
+from kvrouter.core.workers import Role
+from kvrouter.engines.mock import MockCluster
+from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.port import Engine, WatchedEngine
+from kvrouter.engines.sglang.events import decode as decode_sglang
+from kvrouter.engines.sglang.facts import ask_facts as ask_sglang
+from kvrouter.engines.sglang.ways import SglangWays
+from kvrouter.engines.vllm.events import decode as decode_vllm
+from kvrouter.engines.vllm.facts import ask_facts as ask_vllm
+from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.mock import MockConfig
+from tests.support.engine_small import SMALL_TIMING, SmallEngine, Tongue, small_engine
+from tests.support.engine_small_sglang import SglangTongue
+from tests.support.engine_small_vllm import VllmTongue
+from tests.support.engine_told import EngineTold
+from tests.support.waits import until
+
+W = WorkerId(7)
+LOOK_EACH_S = 0.02
+BLOCK_SIZE = 32
+N_BLOCKS = 24
+CONTEXT_TOKENS = 700
+RUNNING_MAX = 4
+WAITING_MAX = 4
+MEETS_AT = ("127.0.0.1", 8998)
+IN_TIME_S = 120.0
+
+
+@dataclass
+class AttachedEngine:
+    """An engine and all that it told. ``door`` is the server of one that has one here, to be closed."""
+
+    engine: Engine
+    told: EngineTold
+    context_tokens: int
+    door: SmallEngine | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.told.block_size
+
+    async def settled(self, request: EngineRequest) -> None:
+        """Wait until every whole block of an answered prompt is stored, by the events: those before it are
+        told by then.
+        """
+        tokens = request.token_ids
+        wanted = len(tokens) // self.block_size
+        await until(lambda: self.told.overlap_blocks(tokens, namespace=request.cache_namespace) == wanted)
+
+
+@dataclass
+class PairOfEngines:
+    """A prefill engine, and a decode engine that can fetch from it; ``room`` counts their meetings."""
+
+    prefill: AttachedEngine
+    decode: AttachedEngine
+    meets_at: tuple[str, int] | None = None
+    _rooms: list[int] = field(default_factory=list)
+
+    def meeting(self) -> Bootstrap | None:
+        """Where the two legs of the next request meet, if they do."""
+        if self.meets_at is None:
+            return None
+        self._rooms.append(len(self._rooms) + 1)
+        return Bootstrap(*self.meets_at, self._rooms[-1])
+
+
+Attach = Callable[[EngineServer], Awaitable[tuple[ServedEngine, int, int]]]
+"""Asks a server what it is; returns its engine, block size and context length."""
+
+
+async def attach_vllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
+    facts = await ask_vllm(server)
+    engine = ServedEngine(
+        server,
+        VllmWays(W, facts, model=facts.models[0]),
+        Told(facts.events, decode_vllm, facts.block_size),
+        started=facts.started_s,
+        look_each_s=LOOK_EACH_S,
+    )
+    return engine, facts.block_size, facts.context_length
+
+
+async def attach_sglang(server: EngineServer) -> tuple[ServedEngine, int, int]:
+    facts = await ask_sglang(server)
+    engine = ServedEngine(
+        server,
+        SglangWays(W, facts),
+        Told(facts.events, decode_sglang, facts.block_size),
+        started=facts.started,
+        look_each_s=LOOK_EACH_S,
+    )
+    return engine, facts.block_size, facts.context_length
+
+
+@asynccontextmanager
+async def served(url: str, attach: Attach, door: SmallEngine | None = None) -> AsyncIterator[AttachedEngine]:
+    """The engine behind a server, attached."""
+    server = EngineServer(url)
+    await server.open()
+    engine, block_size, context_tokens = await attach(server)
+    async with _started(engine, block_size, context_tokens, door) as attached:
+        yield attached
+
+
+@asynccontextmanager
+async def _started(
+    engine: Engine, block_size: int, context_tokens: int, door: SmallEngine | None = None
+) -> AsyncIterator[AttachedEngine]:
+    told = EngineTold(block_size)
+    if isinstance(engine, WatchedEngine):
+        engine.watch(told.on_state)
+    await engine.start(told.on_events, told.on_load)
+    try:
+        async with asyncio.timeout(IN_TIME_S):
+            yield AttachedEngine(engine, told, context_tokens, door)
+    finally:
+        await engine.stop()
+
+
+def config(role: Role = Role.BOTH, *, meets: bool = False) -> MockConfig:
+    """A small engine."""
+    return MockConfig(
+        role=role,
+        block_size=BLOCK_SIZE,
+        total_kv_blocks=N_BLOCKS,
+        max_num_seqs=RUNNING_MAX,
+        max_waiting_seqs=WAITING_MAX,
+        vocab_size=2_000,
+        timing=SMALL_TIMING,
+        bootstrap_host=MEETS_AT[0] if meets else None,
+        bootstrap_port=MEETS_AT[1] if meets else None,
+    )
+
+
+class Kind(Protocol):
+    """One kind of engine, brought up for one test."""
+
+    def alone(self) -> AbstractAsyncContextManager[AttachedEngine]:
+        """One that serves whole requests."""
+
+    def pair(self) -> AbstractAsyncContextManager[PairOfEngines]:
+        """Two that share the legs of requests."""
+
+
+class MockKind:
+    """Mock engines, with no server between."""
+
+    def __init__(self, *, meets: bool) -> None:
+        self._meets = meets
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[AttachedEngine]:
+        async with self._one(MockCluster(), 1, config()) as found:
+            yield found
+
+    @asynccontextmanager
+    async def pair(self) -> AsyncIterator[PairOfEngines]:
+        cluster = MockCluster()
+        async with (
+            self._one(cluster, 1, config(Role.PREFILL, meets=self._meets)) as prefill,
+            self._one(cluster, 2, config(Role.DECODE)) as decode,
+        ):
+            yield PairOfEngines(prefill, decode, MEETS_AT if self._meets else None)
+
+    def _one(
+        self, cluster: MockCluster, worker_id: int, of: MockConfig
+    ) -> AbstractAsyncContextManager[AttachedEngine]:
+        handle = cluster.add(of, worker_id=WorkerId(worker_id), domain="a")
+        return _started(handle, of.block_size, CONTEXT_TOKENS)
+
+
+class ServedKind:
+    """Small engines behind servers of their own."""
+
+    def __init__(self, tongue: Callable[[int], Tongue], attach: Attach, *, meets: bool) -> None:
+        self._tongue = tongue
+        self._attach = attach
+        self._meets = meets
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[AttachedEngine]:
+        async with AsyncExitStack() as stack:
+            yield await self._one(stack, MockCluster(), config())
+
+    @asynccontextmanager
+    async def pair(self) -> AsyncIterator[PairOfEngines]:
+        cluster = MockCluster()
+        async with AsyncExitStack() as stack:
+            prefill = await self._one(stack, cluster, config(Role.PREFILL, meets=self._meets))
+            decode = await self._one(stack, cluster, config(Role.DECODE))
+            yield PairOfEngines(prefill, decode, MEETS_AT if self._meets else None)
+
+    async def _one(self, stack: AsyncExitStack, cluster: MockCluster, of: MockConfig) -> AttachedEngine:
+        door = await stack.enter_async_context(small_engine(self._tongue(CONTEXT_TOKENS), of, cluster))
+        return await stack.enter_async_context(served(door.url, self._attach, door))
+
+
+SERVED_KINDS: dict[str, Kind] = {
+    "vllm": ServedKind(VllmTongue, attach_vllm, meets=False),
+    "sglang": ServedKind(SglangTongue, attach_sglang, meets=True),
+}
+KINDS: dict[str, Kind] = {
+    "mock": MockKind(meets=False),
+    "mock-meeting": MockKind(meets=True),
+    **SERVED_KINDS,
+}

@@ -1,0 +1,155 @@
+"""What engines keep to that have it: a limit, a cache that can be asked, a server of their own, a pair."""
+
+import pytest
+
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
+from kvrouter.engines.port import TellingEngine
+from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerFull, WorkerUnreachable
+from tests.support.engine_attached import RUNNING_MAX, WAITING_MAX, AttachedEngine, PairOfEngines
+from tests.support.engine_laws import (
+    LONG_TOKENS,
+    answer,
+    ends_once,
+    is_free,
+    new_prompt,
+    read,
+    refusal_of,
+    tokens_of,
+)
+from tests.support.engine_legs import leg
+from tests.support.engine_told import R0, HeldBlocks
+from tests.support.waits import until
+
+
+class FullLaws:
+    """An engine that has enough says so, and goes on."""
+
+    async def test_a_full_engine_says_so_and_goes_on_with_what_it_has(self, at: AttachedEngine) -> None:
+        taken: list[EngineStream] = []
+        n_refused = 0
+        for n in range(RUNNING_MAX + WAITING_MAX + 2):
+            try:
+                stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
+                if RUNNING_MAX <= n < RUNNING_MAX + WAITING_MAX:
+                    await until(lambda n=n: at.told.running > n)  # type: ignore[misc]
+                else:
+                    await anext(aiter(stream))
+                taken.append(stream)
+            except WorkerFull:
+                n_refused += 1
+        assert (len(taken), n_refused) == (RUNNING_MAX + WAITING_MAX, 2)
+        assert (await anext(aiter(taken[0]))).finish is None
+        for stream in taken:
+            stream.cancel("enough")
+        await is_free(at)
+
+
+class TellingLaws:
+    """An engine that says what it holds says what its events came to."""
+
+    async def test_a_snapshot_is_what_the_events_came_to(self, at: AttachedEngine) -> None:
+        engine = at.engine
+        assert isinstance(engine, TellingEngine)
+        assert engine.snapshot(R0) == ()
+        prefix = new_prompt(2 * at.block_size)
+        for n in range(12):
+            await answer(at, leg([*prefix, *new_prompt((n % 5) * at.block_size)], max_tokens=40))
+            held = HeldBlocks()
+            held.take(engine.snapshot(R0))
+            assert held.places() == at.told.ranks[R0].places()
+            assert (held.wrong, at.told.wrong) == ([], [])
+
+
+class WatchedLaws:
+    """An engine with a server of its own is watched."""
+
+    async def test_silence_and_its_end_are_told_once_each(self, at: AttachedEngine) -> None:
+        assert at.door is not None
+        stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
+        await anext(aiter(stream))
+        await at.door.close_door()
+        with pytest.raises(StreamBroken):
+            await read(stream)
+        assert isinstance(await refusal_of(at, leg(new_prompt(5))), WorkerUnreachable)
+        await until(lambda: not at.told.states[-1].answers if at.told.states else False)
+        await at.door.open_door()
+        await until(lambda: at.told.states[-1].answers)
+        await is_free(at)
+        assert [(state.answers, state.knows_cache) for state in at.told.states] == [
+            (False, True),
+            (True, True),
+        ]
+
+    async def test_a_new_start_is_told(self, at: AttachedEngine) -> None:
+        assert at.door is not None
+        await until(lambda: bool(at.told.n_loads))
+        await at.door.close_door()
+        await until(lambda: bool(at.told.states))
+        at.door.started_s += 100.0
+        await at.door.open_door()
+        await until(lambda: at.told.states[-1].why == "the engine was started anew")
+        assert at.told.states[-1].answers
+
+
+class PairLaws:
+    """Two engines share a request."""
+
+    async def test_a_pair_answers_as_one_engine_does(self, at: AttachedEngine, pair: PairOfEngines) -> None:
+        for n_prompt in (20, 100, 100):
+            prompt = new_prompt(n_prompt)
+            chunks = await both_legs(pair, prompt, max_tokens=15)
+            assert tokens_of(chunks) == tokens_of(await answer(at, leg(prompt, max_tokens=15)))
+            assert (chunks[-1].finish, ends_once(chunks)) == (FinishReason.LENGTH, True)
+        for engine in (pair.prefill, pair.decode):
+            await until(lambda engine=engine: not engine.told.active_blocks)  # type: ignore[misc]
+            assert engine.told.wrong == []
+
+    async def test_a_decode_leg_that_is_cancelled_is_gone(self, pair: PairOfEngines) -> None:
+        request, _ = await prefilled(pair, new_prompt(70), max_tokens=LONG_TOKENS)
+        stream = await pair.decode.engine.submit(request)
+        await anext(aiter(stream))
+        await until(lambda: pair.decode.told.running > 0)
+        stream.cancel("its client left")
+        assert (await read(stream))[-1].finish is FinishReason.CANCELLED
+        await until(lambda: not pair.decode.told.running and not pair.decode.told.active_blocks)
+        await until(lambda: not pair.prefill.told.active_blocks)
+
+
+class HandedLaws:
+    """A prefill leg says where its KV waits."""
+
+    async def test_kv_that_nobody_has_is_lost_and_no_workers_fault(self, pair: PairOfEngines) -> None:
+        request, params = await prefilled(pair, new_prompt(70), max_tokens=9)
+        gone = leg(request.token_ids, Leg.DECODE, kv_transfer_params={**params, "remote_engine_id": "gone"})
+        (chunk,) = await answer(pair.decode, gone)
+        assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, ())
+        assert chunk.kv_lost is not None
+        assert len(tokens_of(await answer(pair.decode, request))) == 9
+
+    async def test_kv_of_an_engine_that_died_is_lost(self, pair: PairOfEngines) -> None:
+        request, _ = await prefilled(pair, new_prompt(70), max_tokens=9)
+        await (pair.prefill.door or pair.prefill.engine).stop()
+        (chunk,) = await answer(pair.decode, request)
+        assert (chunk.finish, chunk.kv_lost is None) == (FinishReason.ERROR, False)
+
+
+async def prefilled(
+    pair: PairOfEngines, prompt: list[int], *, max_tokens: int
+) -> tuple[EngineRequest, dict[str, object]]:
+    """Send the prefill leg of a request, and read it where it ends; return its decode leg and the params."""
+    meeting = pair.meeting()
+    first = leg(prompt, Leg.PREFILL, max_tokens=1, bootstrap=meeting)
+    stream = await pair.prefill.engine.submit(first)
+    if meeting is not None:
+        return leg(prompt, Leg.DECODE, max_tokens=max_tokens, bootstrap=meeting), {}
+    last: EngineChunk = (await read(stream))[-1]
+    assert last.kv_transfer_params is not None
+    assert last.raw == b""
+    params = dict(last.kv_transfer_params)
+    return leg(prompt, Leg.DECODE, max_tokens=max_tokens, kv_transfer_params=params), params
+
+
+async def both_legs(pair: PairOfEngines, prompt: list[int], *, max_tokens: int) -> list[EngineChunk]:
+    """The answer to a request whose legs are shared."""
+    request, _ = await prefilled(pair, prompt, max_tokens=max_tokens)
+    return await answer(pair.decode, request)
