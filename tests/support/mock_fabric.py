@@ -8,7 +8,7 @@ from kvrouter.core.columns import count_hashes
 from kvrouter.core.events import Stored
 from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import Fabric, KvLoadFailurePolicy, Links, MockConfig, Party
 from kvrouter.topology.links import Link
 from tests.support.mock_engine import TIMING
@@ -32,6 +32,7 @@ class Fleet:
     fabric: Fabric = field(default_factory=lambda: Fabric(LINKS))
     answers: dict[Party, list[tuple[float, EngineChunk]]] = field(default_factory=dict)
     stored: dict[WorkerId, int] = field(default_factory=dict)
+    loads: dict[WorkerId, LoadReport] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for worker_id, role, domain, blocks in (
@@ -65,6 +66,7 @@ class Fleet:
 
     def _collect(self, at: float) -> None:
         outputs = self.fabric.take_outputs()
+        self.loads.update((load.rank.worker_id, load) for load in outputs.loads)
         for party, chunk in outputs.chunks:
             self.answers.setdefault(party, []).append((at, chunk))
         for rank, events in outputs.events:

@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.openai.metrics import Sample, read_metrics
 from kvrouter.engines.openai.server import EngineServer
@@ -206,6 +206,41 @@ def test_loads_are_told_for_each_rank() -> None:
             rank=WorkerRank(W, R1), active_blocks=50, total_blocks=100, running_requests=3, waiting_requests=2
         ),
     ]
+
+
+FETCHED = (
+    'vllm:nixl_bytes_transferred_count{engine="0"} 3.0\n'
+    'vllm:nixl_bytes_transferred_sum{engine="0"} 393216.0\n'
+    'vllm:nixl_xfer_time_seconds_sum{engine="0"} 0.25\n'
+    'vllm:nixl_num_failed_transfers_total{engine="0"} 1.0\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "told"),
+    [
+        (None, KvTransfers(transfers=3, bytes=393216, seconds=0.25, failed=1)),
+        ("failed", KvTransfers(transfers=3, bytes=393216, seconds=0.25)),
+        ("_count", None),
+        ("bytes_transferred_sum", None),
+        ("seconds_sum", None),
+    ],
+)
+def test_what_an_engine_fetched_is_told_where_its_page_has_all_of_it(
+    lacks: str | None, told: KvTransfers | None
+) -> None:
+    lines = [line for line in FETCHED.splitlines() if lacks is None or lacks not in line]
+    text = "\n".join([USED.format(0, 0.25) + USED.format(1, 0.5), *lines, ""])
+    first, second = reports(text, {R0: RankFacts(32, 200), R1: RankFacts(32, 200)})
+    assert (first.kv_transfers, second.kv_transfers) == (told, None)
+
+
+@pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])
+def test_a_figure_that_cannot_be_counts_as_not_told(value: str) -> None:
+    text = USED.format(0, 0.25) + FETCHED.replace("393216.0", value)
+    (report,) = reports(text, {R0: RankFacts(32, 200)})
+    assert report.kv_transfers is None
+    assert reports(USED.format(0, value), {R0: RankFacts(32, 200)}) == []
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from kvrouter.core.requests import Bootstrap, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import MockConfig, Outputs, Timing
 from kvrouter.mock.engine import KvWanted
+from kvrouter.mock.network import Arrived
 from tests.support.mock_engine import cached_tokens_of, config, engine, request, tokens_of
 
 
@@ -171,7 +172,7 @@ def test_who_gives_way_to_nobody_lets_a_sequence_with_its_kv_go_on() -> None:
     )
     mock.advance(0.1031)
     assert [type(notice) for notice in mock.take_notices()] == [KvWanted]
-    mock.kv_arrived(0.1031, arriving)
+    mock.kv_arrived(0.1031, arriving, Arrived(0.1031, "b", 800, 0.01))
     mock.advance(9.0)
     outputs = mock.take_outputs()
     assert len(tokens_of(outputs, "a")) == 8

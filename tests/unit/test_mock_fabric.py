@@ -7,6 +7,7 @@ import pytest
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, RequestId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
+from kvrouter.core.workers import KvTransfers
 from kvrouter.mock import MockConfig
 from tests.support.mock_fabric import (
     D2,
@@ -51,6 +52,29 @@ def test_bootstrap_handoff_whoever_comes_first(decode_first: bool) -> None:
     assert fleet.first_at(decode) == pytest.approx(prefilled_at + 1.0 + 0.010)
     assert fleet.tokens(decode) == aggregated_tokens()
     fleet.assert_idle()
+
+
+def test_an_engine_tells_what_it_fetched_and_how_long_that_took() -> None:
+    fleet = Fleet()
+    for number, at in enumerate((D, D, D2)):
+        prefill = fleet.prefill(f"x{number}")
+        fleet.until(fleet.now + 30.0)
+        fleet.decode(f"x{number}", at=at, params=fleet.params(prefill), prompt=[*PROMPT[:9], number])
+        fleet.until(fleet.now + 30.0)
+    # The second fetch at D lacks only the 2 tokens of the block that is not full.
+    for engine, told, seconds in ((D, (2, 1200, 0), 1.2), (D2, (1, 1000, 0), 11.0)):
+        fetched = fleet.loads[engine].kv_transfers
+        assert fetched is not None
+        assert (fetched.transfers, fetched.bytes, fetched.failed) == told
+        assert fetched.seconds == pytest.approx(seconds)
+    assert fleet.loads[P].kv_transfers is None
+
+
+def test_an_engine_tells_of_kv_that_it_did_not_get() -> None:
+    fleet = Fleet()
+    fleet.decode(params={"remote_engine_id": "gone", "remote_request_id": "x"})
+    fleet.until(30.0)
+    assert fleet.loads[D].kv_transfers == KvTransfers(transfers=0, bytes=0, seconds=0.0, failed=1)
 
 
 def test_a_transfer_takes_the_time_of_the_link_between_the_two_domains() -> None:

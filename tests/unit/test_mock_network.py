@@ -11,7 +11,7 @@ LINKS = Links(
 
 
 def drain(network: Network) -> list[tuple[float, str]]:
-    return [(round(at, 9), key) for at, key in network.advance(1e9)]
+    return [(round(arrived.at_s, 9), arrived.key) for arrived in network.advance(1e9)]
 
 
 def test_alone_it_takes_latency_and_bytes_over_bandwidth() -> None:

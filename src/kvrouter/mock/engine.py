@@ -14,6 +14,7 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
+from kvrouter.mock.network import Arrived
 from kvrouter.mock.paged_kv import BlockTable
 from kvrouter.mock.scheduler import RankScheduler
 from kvrouter.mock.sequence import (
@@ -146,17 +147,20 @@ class MockEngine:
         if sequence is not None:
             self._ranks[sequence.request.dp_rank].give_credit(now, sequence, tokens)
 
-    def kv_arrived(self, now: float, key: SequenceKey) -> None:
+    def kv_arrived(self, now: float, key: SequenceKey, arrived: Arrived) -> None:
         """The KV that a decode leg wanted is in its memory."""
         sequence = self._sequences.get(key)
         if sequence is not None:
-            self._ranks[sequence.request.dp_rank].receive(now, sequence, arrived=True)
+            scheduler = self._ranks[sequence.request.dp_rank]
+            scheduler.count_transfer(arrived)
+            scheduler.receive(now, sequence, arrived=True)
 
     def kv_failed(self, now: float, key: SequenceKey, loss: KvLoss, reason: str) -> None:
         """The KV that a decode leg waits for will never come: fail, or compute it here, by the policy."""
         sequence = self._sequences.get(key)
         if sequence is None or not sequence.wants_remote_kv:
             return
+        self._ranks[sequence.request.dp_rank].count_transfer(None)
         if self.config.kv_load_failure_policy is KvLoadFailurePolicy.RECOMPUTE:
             self._ranks[sequence.request.dp_rank].receive(now, sequence, arrived=False)
         else:

@@ -28,7 +28,7 @@ from kvrouter.mock.handoff import (
     Sink,
     StopPull,
 )
-from kvrouter.mock.network import Carried, DomainPair, Links, Network
+from kvrouter.mock.network import Arrived, Carried, DomainPair, Links, Network
 from kvrouter.mock.remote import (
     REASON_CHARS_MAX,
     Done,
@@ -277,11 +277,11 @@ class Fabric:
         for arrived in self._network.advance(time):
             pull = self._pulls.of_key(arrived.key)
             if pull is None:
-                self._do(time, self._handoffs.pulled(MeetingName(arrived.key)))
+                self._do(time, self._handoffs.pulled(MeetingName(arrived.key)), arrived)
             else:
                 self._pulls.close(pull)
                 self._pulls.tell_source(pull, Done())
-                self._do(time, [Deliver(pull.sink)])
+                self._do(time, [Deliver(pull.sink)], arrived)
         self._do(time, self._handoffs.expire(time))
         while (due := self._next_due()) is not None and due <= time:
             _, _, worker_id = heappop(self._due)
@@ -340,7 +340,7 @@ class Fabric:
         self._network.cancel(now, pull.key)
         self._pulls.close(pull)
 
-    def _do(self, now: float, commands: list[Command]) -> None:
+    def _do(self, now: float, commands: list[Command], arrived: Arrived | None = None) -> None:
         for command in commands:
             match command:
                 case Pull(name, source, sink, kv_tokens):
@@ -362,8 +362,8 @@ class Fabric:
                 case Fail(RemoteSink() as sink, loss, reason):
                     self._pulls.tell_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
                 case Deliver(Party() as party):
-                    if (member := self._members.get(party.worker_id)) is not None:
-                        member.engine.kv_arrived(now, party.key)
+                    if (member := self._members.get(party.worker_id)) is not None and arrived is not None:
+                        member.engine.kv_arrived(now, party.key, arrived)
                         self._touch(member)
                 case Fail(Party() as party, loss, reason):
                     if (member := self._members.get(party.worker_id)) is not None:

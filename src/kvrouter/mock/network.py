@@ -29,10 +29,12 @@ class Links(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrived(NamedTuple):
-    """A transfer whose last byte arrived."""
+    """A transfer whose last byte arrived, and how long it took: the link's latency, and the way."""
 
     at_s: float
     key: str
+    kv_bytes: int
+    seconds: float
 
 
 class DomainPair(NamedTuple):
@@ -50,12 +52,13 @@ class Carried(msgspec.Struct):
 
 
 class _Transfer:
-    __slots__ = ("key", "kv_bytes", "lane", "moving")
+    __slots__ = ("begun_s", "key", "kv_bytes", "lane", "moving")
 
-    def __init__(self, key: str, lane: "_Lane", kv_bytes: int) -> None:
+    def __init__(self, key: str, lane: "_Lane", kv_bytes: int, begun_s: float) -> None:
         self.key = key
         self.lane = lane
         self.kv_bytes = kv_bytes
+        self.begun_s = begun_s
         self.moving = False
 
 
@@ -109,7 +112,7 @@ class Network:
         if lane is None:
             lane = self._lanes[pair] = _Lane(pair, self._links.between(src_domain, dst_domain))
         lane.carried.transfers += 1
-        transfer = self._transfers[key] = _Transfer(key, lane, kv_bytes)
+        transfer = self._transfers[key] = _Transfer(key, lane, kv_bytes, now)
         heappush(self._latencies, (now + lane.link.latency_s, next(self._order), transfer))
 
     def cancel(self, now: float, key: str) -> bool:
@@ -173,5 +176,5 @@ class Network:
                 lane.n_moving -= 1
                 lane.carried.arrived_bytes += transfer.kv_bytes
                 del self._transfers[transfer.key]
-                arrived.append(Arrived(now, transfer.key))
+                arrived.append(Arrived(now, transfer.key, transfer.kv_bytes, now - transfer.begun_s))
         return arrived

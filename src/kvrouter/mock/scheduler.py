@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import FinishReason
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.mock.config import MockConfig
+from kvrouter.mock.network import Arrived
 from kvrouter.mock.paged_kv import Block, BlockTable, PagedKv
 from kvrouter.mock.sequence import EngineSequence, SequenceState
 from kvrouter.mock.tokens import TokenModel
@@ -57,6 +58,7 @@ class RankScheduler:
         self.n_parked = 0
         self.preemptions = 0
         self.steps = 0
+        self.kv_transfers: KvTransfers | None = None
         self._config = config
         self._model = model
         self._step: Step | None = None
@@ -99,6 +101,17 @@ class RankScheduler:
             active_prefill_tokens=sum(sequence.remaining_tokens for sequence in prefilling),
             running_requests=len(self.running),
             waiting_requests=len(self.waiting) + len(self.ready) + self.n_receiving + self.n_parked,
+            kv_transfers=self.kv_transfers,
+        )
+
+    def count_transfer(self, arrived: Arrived | None) -> None:
+        """KV was fetched for a sequence here; None: that failed."""
+        so_far = self.kv_transfers or KvTransfers(transfers=0, bytes=0, seconds=0.0)
+        self.kv_transfers = KvTransfers(
+            transfers=so_far.transfers + (arrived is not None),
+            bytes=so_far.bytes + (0 if arrived is None else arrived.kv_bytes),
+            seconds=so_far.seconds + (0.0 if arrived is None else arrived.seconds),
+            failed=so_far.failed + (arrived is None),
         )
 
     def drop(self, sequence: EngineSequence) -> None:
