@@ -48,6 +48,7 @@ ASSERTED_HERE = {
     "kvrouter_feed_staleness_seconds",
     "kvrouter_event_lag_seconds",
     "kvrouter_kv_events_missing",
+    "kvrouter_index_predictions_total",
     "kvrouter_index_blocks",
     "kvrouter_index_bytes",
     "kvrouter_ledger_active_blocks",
@@ -78,9 +79,18 @@ OF_A_STANDALONE_ROUTER = {
 OF_LOSSES = {"kvrouter_index_wrong_total", "kvrouter_kv_lost_total"}
 """Asserted where an index is made wrong, and where KV is lost."""
 
+OF_TRANSFERS = {
+    "kvrouter_kv_transfers_total",
+    "kvrouter_kv_transfer_bytes_total",
+    "kvrouter_kv_transfer_seconds_total",
+    "kvrouter_kv_transfers_failed_total",
+    "kvrouter_kv_transfer_slow",
+}
+"""Asserted where engines tell what KV they fetched."""
+
 
 def test_no_metric_is_left_out_here() -> None:
-    asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | OF_LOSSES
+    asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | OF_LOSSES | OF_TRANSFERS
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 
 
@@ -109,6 +119,8 @@ async def test_what_every_answer_moves() -> None:
         assert after.value("prompt_tokens_total") > 200
         assert after.value("completion_tokens_total") == 16
         assert after.value("cached_tokens_total") == after.value("overlap_tokens_total") >= 96
+        assert after.value("index_predictions_total", prediction="right") >= 1
+        assert after.value("index_predictions_total", prediction="too_many") == 0
         for histogram in ("time_to_first_token", "request_duration"):
             assert after.value(f"{histogram}_seconds_count", model=MODEL) == 2
             assert after.value(f"{histogram}_seconds_sum", model=MODEL) > 0

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,9 @@ from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Medium, Removed, Stored
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.planes.events.wire import (
+    COUNT_MAX,
     EVENT_ID_MAX,
     Question,
     RangeQuestion,
@@ -39,6 +41,7 @@ DECODERS: tuple[Callable[[bytes], object], ...] = (
     decode_question,
     decode_answer,
 )
+RANK = WorkerRank(WorkerId(1), DpRank(0))
 U64 = st.integers(0, 2**64 - 1)
 RANKS = st.builds(WorkerRank, st.integers(0, 2**63 - 1).map(WorkerId), st.integers(0, 2**20).map(DpRank))
 EPOCHS = U64.map(Epoch)
@@ -71,7 +74,9 @@ BATCHES = st.builds(
     st.floats(0, 2e9),
 )
 SNAPSHOTS = st.builds(KvSnapshot, RANKS, EPOCHS, EVENT_IDS, st.lists(HELD, max_size=4).map(tuple[Held, ...]))
-LOADS = st.builds(LoadReport, RANKS, U64, U64, U64, U64, U64)
+COUNTS = st.integers(0, COUNT_MAX)
+TRANSFERS = st.builds(KvTransfers, COUNTS, COUNTS, st.floats(0, COUNT_MAX), COUNTS)
+LOADS = st.builds(LoadReport, RANKS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.none() | TRANSFERS)
 QUESTIONS = st.builds(RangeQuestion, RANKS, EVENT_IDS, EVENT_IDS) | st.builds(SnapshotQuestion, RANKS)
 
 
@@ -125,10 +130,37 @@ def test_a_damaged_frame_is_read_or_refused(batch: KvBatch, data: st.DataObject)
 @pytest.mark.parametrize("first", [-1, EVENT_ID_MAX + 1, 2**64 - 1])
 def test_ids_that_no_stream_reaches_are_refused(first: int) -> None:
     """A router would ask for the ids before them, and could not even write the question."""
-    rank = WorkerRank(WorkerId(1), DpRank(0))
-    batch = KvBatch(rank, Epoch(1), EventId(first), (Cleared(),))
+    batch = KvBatch(RANK, Epoch(1), EventId(first), (Cleared(),))
     for decode in (decode_batch, decode_range):
         with pytest.raises(ProtocolError, match="first_event_id"):
             decode(encode_batch(batch))
     with pytest.raises(ProtocolError, match="next_event_id"):
-        decode_snapshot(encode_snapshot(KvSnapshot(rank, Epoch(1), EventId(first), ())))
+        decode_snapshot(encode_snapshot(KvSnapshot(RANK, Epoch(1), EventId(first), ())))
+
+
+@pytest.mark.parametrize("count", [-1, COUNT_MAX + 1, 2**64 - 1])
+@pytest.mark.parametrize(
+    "field", ["active_blocks", "total_blocks", "active_prefill_tokens", "running_requests"]
+)
+def test_a_load_that_counts_nothing_is_refused(field: str, count: int) -> None:
+    load = msgspec.structs.replace(LoadReport(RANK, 1, 2), **{field: count})
+    with pytest.raises(ProtocolError) as refused:
+        decode_load(encode_load(load))
+    assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("transfers", "field"),
+    [
+        (KvTransfers(-1, 0, 0.0), "transfers"),
+        (KvTransfers(0, 2**64 - 1, 0.0), "bytes"),
+        (KvTransfers(0, 0, float("nan")), "seconds"),
+        (KvTransfers(0, 0, float("inf")), "seconds"),
+        (KvTransfers(0, 0, -0.5), "seconds"),
+        (KvTransfers(0, 0, 0.0, failed=-1), "failed"),
+    ],
+)
+def test_transfers_that_count_nothing_are_refused(transfers: KvTransfers, field: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        decode_load(encode_load(LoadReport(RANK, 1, 2, kv_transfers=transfers)))
+    assert refused.value.param == field

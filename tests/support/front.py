@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from functools import cache
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
-from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontDoor
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.text.model import TextModel
-from tests.support.fleets import MODEL, Bench
+from tests.support.fleets import MODEL, Bench, decode_card, prefill_card
 from tests.support.planes import ScriptedPlane, ScriptedStream
 
 CONTEXT_TOKENS = 512
@@ -90,3 +91,39 @@ async def open_house(
         await server.drain(0.0)
         door.close()
         bench.service.stop()
+
+
+SECRET = {"model": MODEL, "messages": [{"role": "user", "content": "a secret prompt"}]}
+"""A chat whose words may be nowhere but in its answer."""
+
+
+def error_of(response: httpx.Response) -> dict[str, object]:
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys()
+    assert isinstance(error, dict)
+    return error
+
+
+def handing_over(worker: ScriptedStream) -> None:
+    """A prefill worker that hands over, a decode worker that says ok."""
+    if worker.request.leg is Leg.PREFILL:
+        worker.feed(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 1}))
+    else:
+        says("ok")(worker)
+
+
+def zoned_pairs() -> list[WorkerCard]:
+    """A prefill worker whose KV must stay in its zone, and a decode worker in it and in another one."""
+    return [prefill_card(1), decode_card(2), decode_card(3, zone="b")]
+
+
+async def metrics_of(house: House) -> dict[tuple[str, ...], float]:
+    """Samples by name and sorted label values."""
+    response = await house.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, *(sample.labels[key] for key in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }

@@ -3,14 +3,13 @@
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import MODEL, card
-from tests.support.front import CONTEXT_TOKENS, House, mock_text, open_house, says, token_ids
+from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
 from tests.support.planes import ScriptedStream, silent
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -25,14 +24,6 @@ def events_of(text: str) -> list[str]:
 def content_of(events: list[str]) -> str:
     choices = [json.loads(event)["choices"] for event in events[:-1]]
     return "".join(each[0].get("delta", each[0]).get("content") or "" for each in choices if each)
-
-
-def error_of(response: httpx.Response) -> dict[str, object]:
-    assert response.headers["content-type"] == "application/json"
-    error = response.json()["error"]
-    assert {"message", "type", "param", "code"} <= error.keys()
-    assert isinstance(error, dict)
-    return error
 
 
 async def streamed(house: House, path: str = CHAT, **fields: object) -> list[str]:

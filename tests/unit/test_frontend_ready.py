@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import httpx
 import pytest
 
 from kvrouter.config import KvRouterConfig
@@ -10,13 +9,7 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.topology import MismatchPolicy
 from tests.support.fleets import card
-from tests.support.front import House, open_house
-
-
-def error_of(response: httpx.Response) -> dict[str, object]:
-    error = response.json()["error"]
-    assert isinstance(error, dict)
-    return error
+from tests.support.front import House, error_of, open_house
 
 
 async def is_ready(house: House) -> bool:

@@ -2,22 +2,22 @@
 
 import pytest
 
-from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.service.index_check import SPAN_S, WINDOW_ANSWERS, IndexCheck, Wrong
+from kvrouter.core.ids import Slot
+from kvrouter.service.index_check import SPAN_S, WINDOW_ANSWERS, Answers, Compared, IndexCheck, Prediction
 
-RANK = WorkerRank(WorkerId(1), DpRank(0))
+SLOT = Slot(3)
 BLOCK = 16
 
 
-def noted(
+def compared(
     errors_blocks: list[int], *, check: IndexCheck | None = None, spread_s: float = SPAN_S
-) -> list[Wrong | None]:
-    """The verdicts on answers whose prediction was so many blocks too high."""
+) -> list[Compared]:
+    """What is said of answers whose prediction was so many blocks too high."""
     check = check or IndexCheck(block_size=BLOCK)
     each_s = spread_s / (WINDOW_ANSWERS - 1)
-    return [
+    said = [
         check.note(
-            RANK,
+            SLOT,
             predicted_tokens=(10 + error) * BLOCK,
             cached_tokens=10 * BLOCK,
             isl_tokens=100 * BLOCK,
@@ -25,18 +25,26 @@ def noted(
         )
         for number, error in enumerate(errors_blocks)
     ]
+    return [each for each in said if each is not None]
+
+
+def noted(
+    errors_blocks: list[int], *, check: IndexCheck | None = None, spread_s: float = SPAN_S
+) -> list[Answers | None]:
+    """The verdicts on these answers."""
+    return [each.wrong for each in compared(errors_blocks, check=check, spread_s=spread_s)]
 
 
 @pytest.mark.parametrize("error", [4, -4])
 def test_a_window_of_wrong_predictions_is_told_once(error: int) -> None:
     verdicts = noted([error] * WINDOW_ANSWERS)
     assert verdicts[:-1] == [None] * (WINDOW_ANSWERS - 1)
-    assert verdicts[-1] == Wrong(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
+    assert verdicts[-1] == Answers(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
 
 
 def test_half_of_the_answers_are_enough_and_fewer_are_not() -> None:
     half = WINDOW_ANSWERS // 2
-    assert noted([0] * half + [3] * half)[-1] == Wrong(half, WINDOW_ANSWERS, 3.0)
+    assert noted([0] * half + [3] * half)[-1] == Answers(WINDOW_ANSWERS, half, 1.5)
     assert noted([0] * (half + 1) + [3] * (half - 1))[-1] is None
 
 
@@ -59,9 +67,9 @@ def test_the_block_of_the_last_token_is_never_expected() -> None:
     check = IndexCheck(block_size=BLOCK)
     for number in range(WINDOW_ANSWERS):
         verdict = check.note(
-            RANK, predicted_tokens=8 * BLOCK, cached_tokens=5 * BLOCK, isl_tokens=6 * BLOCK, now_s=number
+            SLOT, predicted_tokens=8 * BLOCK, cached_tokens=5 * BLOCK, isl_tokens=6 * BLOCK, now_s=number
         )
-        assert verdict is None
+        assert verdict == Compared(Prediction.RIGHT, None)
 
 
 def test_answers_with_nothing_to_predict_do_not_hide_the_others() -> None:
@@ -71,7 +79,27 @@ def test_answers_with_nothing_to_predict_do_not_hide_the_others() -> None:
         predicted = 8 * BLOCK if number % 2 else 0
         verdicts.append(
             check.note(
-                RANK, predicted_tokens=predicted, cached_tokens=0, isl_tokens=100 * BLOCK, now_s=number
+                SLOT, predicted_tokens=predicted, cached_tokens=0, isl_tokens=100 * BLOCK, now_s=number
             )
         )
-    assert any(verdicts)
+    assert verdicts[::2] == [None] * WINDOW_ANSWERS
+    assert any(each is not None and each.wrong for each in verdicts)
+
+
+def test_each_answer_is_told_apart() -> None:
+    said = [each.prediction for each in compared([0, 1, -1, 2, -2])]
+    right = Prediction.RIGHT
+    assert said == [right, right, right, Prediction.TOO_MANY, Prediction.TOO_FEW]
+
+
+def test_the_last_answers_are_shown_also_after_a_verdict_until_the_rank_is_gone() -> None:
+    check = IndexCheck(block_size=BLOCK)
+    assert check.last_answers(SLOT) is None
+    compared([0, 0, 0, -4], check=check)
+    assert check.last_answers(SLOT) == Answers(4, 1, -1.0)
+    assert noted([4] * WINDOW_ANSWERS, check=check)[-1] is not None
+    assert check.last_answers(SLOT) == Answers(WINDOW_ANSWERS, WINDOW_ANSWERS, 4.0)
+    compared([0] * (WINDOW_ANSWERS // 2), check=check)
+    assert check.last_answers(SLOT) == Answers(WINDOW_ANSWERS, WINDOW_ANSWERS // 2, 2.0)
+    check.freed(SLOT)
+    assert check.last_answers(SLOT) is None

@@ -3,8 +3,10 @@
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.explained import Json, policy_json
 from kvrouter.frontend.reading import RankReading, WorkerReading, read_index, read_workers
+from kvrouter.service.index_check import Answers
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
+from kvrouter.service.transfer_speed import TransferReading
 from kvrouter.topology import RouterTopologyDefault, policy_of
 
 
@@ -96,4 +98,32 @@ def _rank_json(rank: RankReading) -> Json:
         "report": report,
         "index_blocks": rank.held_blocks,
         "feed": feed,
+        "predictions": None if rank.account.answers is None else _predictions_json(rank.account.answers),
+        "kv_transfers": None if rank.account.transfers is None else _transfers_json(rank.account.transfers),
     }
+
+
+def _predictions_json(answers: Answers) -> Json:
+    return {
+        "answers": answers.n_answers,
+        "wrong": answers.n_wrong,
+        "wrong_share": round(answers.n_wrong / answers.n_answers, 3),
+        "mean_error_blocks": round(answers.mean_error_blocks, 3),
+    }
+
+
+def _transfers_json(transfers: TransferReading) -> Json:
+    told = transfers.told
+    return {
+        "transfers": told.transfers,
+        "failed": told.failed,
+        "bytes": told.bytes,
+        "seconds": round(told.seconds, 3),
+        "gb_per_s": _gb_per_s(transfers.recent_bytes_per_s),
+        "shown_gb_per_s": _gb_per_s(transfers.shown_bytes_per_s),
+        "slow": transfers.is_slow,
+    }
+
+
+def _gb_per_s(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else round(bytes_per_s / 1e9, 3)

@@ -47,6 +47,7 @@ class Gauges:
         telemetry.ledger_prefill_tokens.replace(page.prefill_tokens)
         telemetry.feed_state.replace(page.feed_state)
         telemetry.feed_staleness.replace(page.staleness)
+        telemetry.kv_transfer_slow.replace(page.slow)
 
 
 class _Page:
@@ -62,6 +63,7 @@ class _Page:
         self.staleness: Values = {}
         self.lag: Values = {}
         self.missing: Values = {}
+        self.slow: Values = {}
 
     def add(self, worker: WorkerReading) -> None:
         """Note one worker and its ranks."""
@@ -88,6 +90,8 @@ class _Page:
             self.lag[labels] = rank.lag_s
         if rank.kv_events_missing is not None:
             self.missing[labels] = float(rank.kv_events_missing)
+        if rank.account.transfers is not None:
+            self.slow[labels] = float(rank.account.transfers.is_slow)
 
 
 def _place(worker: WorkerReading) -> str:

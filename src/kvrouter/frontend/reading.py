@@ -10,6 +10,7 @@ from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedState
 from kvrouter.service.cache_view import EventCacheView, PredictedCacheView
+from kvrouter.service.engine_accounts import AccountReading
 from kvrouter.service.event_pump import FeedReading
 from kvrouter.service.model_router import ModelRouter
 
@@ -30,6 +31,7 @@ class RankReading:
     lag_s: float | None
     silent_s: float | None
     kv_events_missing: bool | None
+    account: AccountReading
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     lag_s=None if feed is None else feed.lag_s,
                     silent_s=None if feed is None else feed.silent_s,
                     kv_events_missing=None if feed is None else feed.is_missing,
+                    account=model.accounts.reading(slot),
                 )
             )
         yield WorkerReading(card, fleet.is_alive(card.worker_id), tuple(ranks))

@@ -13,7 +13,7 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
-from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, WorkerId
+from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet.fleet import Fleet
@@ -25,7 +25,7 @@ from kvrouter.routing.route import route, route_decode
 from kvrouter.routing.settings import RoutingSettings
 from kvrouter.service.cache_view import CacheView
 from kvrouter.service.decisions import DecisionLog
-from kvrouter.service.index_check import IndexCheck
+from kvrouter.service.engine_accounts import EngineAccounts
 from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
@@ -64,7 +64,7 @@ class ModelRouter:
         self._decisions = decisions
         self.observed = observed
         self._random = random.Random(seed)
-        self._index_check = IndexCheck(block_size=fleet.block_size)
+        self.accounts = EngineAccounts(fleet, observed.engines)
         self._turn = 0
         self._seed = self._random.getrandbits(64)
         self._not_active: U32 = np.zeros(16, np.uint32)
@@ -237,6 +237,12 @@ class ModelRouter:
         self._waiting.domain.pulse()
         self._waiting.admission.pulse()
 
+    def freed(self, slot: Slot) -> None:
+        """A slot has no worker rank any more: what is known of it goes."""
+        self.ledger.drop_slot(slot)
+        self.cache.freed(slot)
+        self.accounts.freed(slot)
+
     def load_changed(self) -> None:
         """Some worker may be less busy: whoever waits for that may try again."""
         self._waiting.admission.pulse()
@@ -358,15 +364,12 @@ class ModelRouter:
         card = self.fleet.card(pick.rank.worker_id)
         if card is None or card.cache_is_partial or placement.wish.has_media or not self.cache.knows:
             return
-        wrong = self._index_check.note(
+        if self.accounts.answered(
             pick.rank,
             predicted_tokens=predicted_tokens,
             cached_tokens=cached_tokens,
             isl_tokens=placement.prompt.isl_tokens,
-            now_s=time.monotonic(),
-        )
-        if wrong is not None:
-            self.observed.index_wrong(pick.rank, wrong)
+        ):
             self.cache.doubt(pick.slot)
 
     def release(self, placement: Placement) -> None:

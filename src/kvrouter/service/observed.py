@@ -12,7 +12,7 @@ from kvrouter.feed.words import FeedCount, FeedState
 from kvrouter.index.port import Applied
 from kvrouter.journey.words import KvLost, LegLost
 from kvrouter.service.attempt import Times
-from kvrouter.service.index_check import Wrong
+from kvrouter.service.engines_observed import EnginesObserved
 from kvrouter.service.placement import Placement
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event
 
@@ -33,9 +33,10 @@ _OUTCOMES = (
 
 
 class ModelObserved:
-    """The events of one model."""
+    """The events of one model; ``engines`` has those that its engines tell of themselves."""
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
+        self.engines = EnginesObserved(telemetry, model)
         self._telemetry = telemetry
         self._model = model
 
@@ -64,15 +65,6 @@ class ModelObserved:
     def recovery_failed(self, rank: WorkerRank, why: str) -> None:
         """Asking a worker for its events went wrong; the feed asks again."""
         self._log_rank(Event.RECOVERY_FAILED, rank, reason=why)
-
-    def index_wrong(self, rank: WorkerRank, wrong: Wrong) -> None:
-        """An engine's own counts of cached tokens contradict the index; its worker is asked what it holds."""
-        self._telemetry.index_wrong.inc(self._model, str(rank.worker_id), str(rank.dp_rank))
-        reason = (
-            f"{wrong.n_wrong} of {wrong.n_answers} answers had {abs(wrong.mean_error_blocks):.1f} blocks "
-        )
-        reason += "less in the cache than predicted" if wrong.mean_error_blocks > 0 else "more than predicted"
-        self._log_rank(Event.INDEX_WRONG, rank, reason=reason)
 
     def _log_rank(self, event: Event, rank: WorkerRank, **fields: Unpack[Fields]) -> None:
         worker = str(rank.worker_id)

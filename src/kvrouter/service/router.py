@@ -237,8 +237,7 @@ class RouterService:
 
     def _apply(self, model: ModelRouter, card: WorkerCard, change: Change) -> None:
         for slot in change.freed:
-            model.ledger.drop_slot(slot)
-            model.cache.freed(slot)
+            model.freed(slot)
         if not card.publishes_kv_events:
             return
         for slot in change.joined:
@@ -290,8 +289,7 @@ class RouterService:
         if card is None:
             return
         for slot in model.fleet.leave(worker_id, card.incarnation):
-            model.ledger.drop_slot(slot)
-            model.cache.freed(slot)
+            model.freed(slot)
         self._parts.observed.worker_gone(card)
         model.fleet_changed()
 
@@ -303,6 +301,7 @@ class RouterService:
     def _on_load(self, report: LoadReport) -> None:
         model = self._model_of_rank(report.rank)
         if model is not None and model.fleet.report(report):
+            model.accounts.reported(report)
             model.load_changed()
 
     def _model_of_rank(self, rank: WorkerRank) -> ModelRouter | None:

@@ -63,6 +63,8 @@ class Event(StrEnum):
     INDEX_NOT_STORED = "index_not_stored"
     EVENTS_MISTAKEN = "events_mistaken"
     INDEX_WRONG = "index_wrong"
+    KV_TRANSFER_SLOW = "kv_transfer_slow"
+    KV_TRANSFER_WELL = "kv_transfer_well"
     BUSY_THRESHOLD = "busy_threshold"
     HTTP_BAD_REQUEST = "http_bad_request"
     HTTP_CLIENT_LEFT = "http_client_left"
@@ -250,6 +252,13 @@ EVENTS: dict[Event, EventSpec] = {
     Event.INDEX_WRONG: EventSpec(
         logging.WARNING,
         "An engine's own counts of cached tokens contradict the index: what it holds is asked for.",
+    ),
+    Event.KV_TRANSFER_SLOW: EventSpec(
+        logging.WARNING,
+        "KV travels to a rank at less than a quarter of the speed that it has shown, by its engine's count.",
+    ),
+    Event.KV_TRANSFER_WELL: EventSpec(
+        logging.INFO, "KV travels to a rank at half of the speed that it has shown, or faster, again."
     ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
     Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),

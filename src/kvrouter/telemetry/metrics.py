@@ -129,6 +129,50 @@ class Telemetry:
         "worker",
         "dp_rank",
     )
+    index_predictions = _counter(
+        "kvrouter_index_predictions",
+        "Answers whose own count of cached tokens was compared with the index, by what it had promised: the "
+        "right number of blocks, too_many or too_few.",
+        "model",
+        "worker",
+        "dp_rank",
+        "prediction",
+    )
+
+    kv_transfers = _counter(
+        "kvrouter_kv_transfers",
+        "Transfers by which a worker rank fetched KV from others, by its engine's own count.",
+        "model",
+        "worker",
+        "dp_rank",
+    )
+    kv_transfer_bytes = _counter(
+        "kvrouter_kv_transfer_bytes",
+        "Bytes of KV that a worker rank fetched from others, by its engine's own count.",
+        "model",
+        "worker",
+        "dp_rank",
+    )
+    kv_transfer_seconds = _counter(
+        "kvrouter_kv_transfer_seconds",
+        "Time that these transfers took, each by itself: bytes by seconds is how fast KV travels.",
+        "model",
+        "worker",
+        "dp_rank",
+    )
+    kv_transfers_failed = _counter(
+        "kvrouter_kv_transfers_failed",
+        "Transfers of KV to a worker rank that failed, by its engine's own count.",
+        "model",
+        "worker",
+        "dp_rank",
+    )
+    kv_transfer_slow = _gauge(
+        "kvrouter_kv_transfer_slow",
+        "1 for a rank to which KV travels at less than a quarter of the speed that it has shown.",
+        "worker",
+        "dp_rank",
+    )
 
     ttft = _histogram(
         "kvrouter_time_to_first_token_seconds",

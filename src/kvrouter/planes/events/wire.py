@@ -10,7 +10,7 @@ import msgspec
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 
 VERSION = 1
 """What both ends of an event plane must agree on; part of every subject, topic and hello."""
@@ -23,6 +23,10 @@ SNAPSHOT_MAX_BYTES = 512 * 1024 * 1024
 
 EVENT_ID_MAX = 2**62
 """No stream of events comes this far: a larger id is a mistake."""
+
+
+COUNT_MAX = 2**62
+"""No count of a load report is larger, be it of bytes."""
 
 
 class RangeQuestion(msgspec.Struct, frozen=True, tag="range"):
@@ -155,9 +159,13 @@ def encode_load(report: LoadReport) -> bytes:
 def decode_load(frame: bytes | memoryview) -> LoadReport:
     """Return the load report in ``frame``; raise ProtocolError."""
     try:
-        return _load.decode(frame)
+        report = _load.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("load", error) from error
+    for told in (report, report.kv_transfers):
+        if told is not None:
+            _check_counts(told)
+    return report
 
 
 def encode_question(question: Question) -> bytes:
@@ -190,6 +198,14 @@ def _checked(batch: KvBatch) -> KvBatch:
     if not 0 <= batch.first_event_id <= EVENT_ID_MAX:
         raise ProtocolError("batch: first_event_id: out of range", param="first_event_id")
     return batch
+
+
+def _check_counts(told: LoadReport | KvTransfers) -> None:
+    """Raise ProtocolError for a number that counts nothing: below 0, endless, or none."""
+    for field in msgspec.structs.fields(told):
+        value = getattr(told, field.name)
+        if isinstance(value, int | float) and not 0 <= value <= COUNT_MAX:
+            raise ProtocolError(f"load: {field.name}: out of range", param=field.name)
 
 
 def _unreadable(what: str, error: Exception) -> ProtocolError:

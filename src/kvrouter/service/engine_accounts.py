@@ -1,0 +1,68 @@
+"""What the engines of one model tell of themselves, beside what is believed of them."""
+
+import time
+from typing import NamedTuple
+
+from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.fleet.fleet import Fleet
+from kvrouter.service.engines_observed import EnginesObserved
+from kvrouter.service.index_check import Answers, IndexCheck
+from kvrouter.service.transfer_speed import TransferReading, TransferSpeeds
+
+
+class AccountReading(NamedTuple):
+    """What one rank's engine told; None where it tells nothing, or has not yet."""
+
+    answers: Answers | None
+    transfers: TransferReading | None
+
+
+class EngineAccounts:
+    """Keeps, for each worker rank, the engine's own counts: tokens that it had cached, KV that it fetched."""
+
+    def __init__(self, fleet: Fleet, observed: EnginesObserved) -> None:
+        self._fleet = fleet
+        self._observed = observed
+        self._index_check = IndexCheck(block_size=fleet.block_size)
+        self._transfers = TransferSpeeds()
+
+    def answered(
+        self, rank: WorkerRank, *, predicted_tokens: int, cached_tokens: int, isl_tokens: int
+    ) -> bool:
+        """An engine told how much of a prompt it had cached; return whether its last answers contradict the
+        index.
+        """
+        slot = self._fleet.slot_of(rank)
+        if slot is None:
+            return False
+        compared = self._index_check.note(
+            slot,
+            predicted_tokens=predicted_tokens,
+            cached_tokens=cached_tokens,
+            isl_tokens=isl_tokens,
+            now_s=time.monotonic(),
+        )
+        if compared is None:
+            return False
+        self._observed.compared(rank, compared)
+        return compared.wrong is not None
+
+    def reported(self, report: LoadReport) -> None:
+        """A load report came of a rank that is here."""
+        slot = self._fleet.slot_of(report.rank)
+        if slot is not None and report.kv_transfers is not None:
+            noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
+            self._observed.kv_carried(report.rank, noted)
+
+    def reading(self, slot: Slot) -> AccountReading:
+        """What is known of the slot's rank now."""
+        return AccountReading(
+            answers=self._index_check.last_answers(slot),
+            transfers=self._transfers.reading(slot, now_s=time.monotonic()),
+        )
+
+    def freed(self, slot: Slot) -> None:
+        """The slot's rank is gone."""
+        self._index_check.freed(slot)
+        self._transfers.freed(slot)

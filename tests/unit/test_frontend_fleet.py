@@ -1,0 +1,177 @@
+"""What the fleet's page and the metrics show, over a real socket."""
+
+import asyncio
+
+import pytest
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import KvTransfers, LoadReport, Role
+from kvrouter.service import transfer_speed
+from tests.support.fleets import MODEL, card
+from tests.support.front import handing_over, metrics_of, open_house, says, zoned_pairs
+
+
+async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
+    async with open_house(*zoned_pairs(), script=handing_over) as house:
+        before = await metrics_of(house)
+        await house.chat()
+        await house.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
+        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 7, 1000))
+        after = await metrics_of(house)
+        house.bench.discovery.drop(3)
+        without = await metrics_of(house)
+    assert after["kvrouter_requests_total", MODEL, "/v1/chat/completions", "200"] == 1
+    assert after["kvrouter_requests_total", MODEL, "/v1/chat/completions", "503"] == 1
+    assert after["kvrouter_handoffs_total", "a", "a"] == 1
+    assert after["kvrouter_refusals_total", "taint_missing", "prefill"] >= 1
+    assert before["kvrouter_worker_up", "b", MODEL, "decode", "3"] == 1
+    assert before["kvrouter_worker_draining", "3"] == 0
+    assert before["kvrouter_worker_blocks", "0", "total", "2"] == 1024
+    assert after["kvrouter_worker_blocks", "0", "active", "2"] == 7
+    assert after["kvrouter_worker_blocks", "0", "total", "2"] == 1000
+    assert before["kvrouter_ledger_active_blocks", "0", "2"] == 0
+    assert before["kvrouter_ledger_leases", MODEL] == 0
+    assert ("kvrouter_index_bytes", MODEL) in before
+    states = {
+        state: after["kvrouter_feed_state", "0", state, "2"] for state in ("live", "recovering", "none")
+    }
+    assert sum(states.values()) + after["kvrouter_feed_state", "0", "partial", "2"] == 1
+    assert ("kvrouter_feed_staleness_seconds", "0", "2") in after
+    assert not any("3" in key[1:] and key[0] == "kvrouter_worker_up" for key in without)
+
+
+async def test_a_handoff_is_counted_once_wherever_decode_is_picked_again() -> None:
+    config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
+    cards = (*zoned_pairs(), card(4, Role.DECODE, zone="a"), card(5, Role.DECODE, zone="a"))
+    async with open_house(*cards, script=handing_over, config=config) as house:
+        for _ in range(6):
+            await house.chat()
+        assert house.bench.telemetry.handoffs.value("a", "a") == 6
+
+
+async def test_gauges_show_what_is_booked_while_it_runs() -> None:
+    async with open_house(card(1)) as house:
+        call = asyncio.create_task(house.complete([5] * 40))
+        worker = await house.plane.wait_for(Leg.AGGREGATED)
+        running = await metrics_of(house)
+        says("ok")(worker)
+        await call
+    assert running["kvrouter_ledger_active_blocks", "0", "1"] == 3
+    assert running["kvrouter_ledger_prefill_tokens", "0", "1"] == 40
+    assert running["kvrouter_ledger_leases", MODEL] == 1
+    assert running["kvrouter_requests_active", MODEL] == 1
+
+
+async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
+    config = KvRouterConfig(kv_transfer_topology_level="rack")
+    cards = (*zoned_pairs(), card(4, Role.PREFILL, taints=("gpu=h100",)), card(5, Role.DECODE, dp_size=2))
+    async with open_house(*cards, script=handing_over, config=config) as house:
+        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(5), DpRank(1)), 7, 1000, 3))
+        fleet = (await house.http.get("/v1/fleet")).json()
+    workers = {worker["worker_id"]: worker for worker in fleet["workers"]}
+    assert list(workers) == [1, 2, 3, 4, 5]
+    assert (fleet["draining"], fleet["running_requests"]) == (False, 0)
+    (model,) = fleet["models"]
+    assert (model["model"], model["block_size"], model["router_mode"]) == (MODEL, 16, "kv")
+    assert (model["workers"], model["worker_ranks"], model["waiting_requests"]) == (5, 6, 0)
+    assert model["kv_transfer_default"] == {"enforcement": "required", "domain": "rack"}
+    assert model["index"]["blocks"]["gpu"] == 0
+    assert model["index"]["bytes"] >= 0
+    assert workers[1]["domains"] == {"zone": "a"}
+    assert workers[1]["kv_transfer"] == {"enforcement": "required", "domain": "zone"}
+    assert workers[4]["kv_transfer"] == {"enforcement": "required", "domain": "rack"}
+    assert workers[2]["kv_transfer"] is None
+    assert workers[4]["taints"] == ["gpu=h100"]
+    assert (workers[2]["role"], workers[2]["alive"], workers[2]["draining"]) == ("decode", True, False)
+    assert workers[2]["address"].endswith("2")
+    first, second = workers[5]["ranks"]
+    assert (first["dp_rank"], first["report"], first["total_blocks"]) == (0, None, 1024)
+    assert second["report"] == {"active_blocks": 7, "active_prefill_tokens": 3}
+    assert (second["active_blocks"], second["prefill_tokens"], second["index_blocks"]) == (0, 0, 0)
+    assert second["feed"]["state"] in {"live", "recovering"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [KvRouterConfig(overlap_score_weight=0.0), KvRouterConfig(kv_events=False)],
+    ids=["none", "predicted"],
+)
+async def test_the_fleet_without_events_has_no_feeds(config: KvRouterConfig) -> None:
+    async with open_house(card(1), script=says("ok"), config=config) as house:
+        await house.chat()
+        fleet = (await house.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(house)
+    (rank,) = fleet["workers"][0]["ranks"]
+    assert (rank["feed"], rank["index_blocks"]) == (None, None)
+    assert (fleet["models"][0]["index"] is None) == (config.overlap_score_weight == 0.0)
+    assert metrics["kvrouter_feed_state", "0", "none", "1"] == 1
+
+
+# What engines tell of themselves
+
+
+async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> None:
+    async with open_house(card(1), card(2), script=says("ok", cached=32)) as house:
+        before = (await house.http.get("/v1/fleet")).json()
+        for _ in range(4):
+            await house.complete([5] * 40, nvext={"worker_id": 1})
+        fleet = (await house.http.get("/v1/fleet")).json()
+        metrics = await metrics_of(house)
+    assert [worker["ranks"][0]["predictions"] for worker in before["workers"]] == [None, None]
+    shown = {"answers": 4, "wrong": 4, "wrong_share": 1.0, "mean_error_blocks": -2.0}
+    assert [worker["ranks"][0]["predictions"] for worker in fleet["workers"]] == [shown, None]
+    assert metrics["kvrouter_index_predictions_total", "0", MODEL, "too_few", "1"] == 4
+
+
+async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer_speed, "WINDOW_S", 0.0)
+    caplog.set_level("INFO")
+    rank, gb = WorkerRank(WorkerId(1), DpRank(0)), 1_000_000_000
+    async with open_house(card(1), card(2)) as house:
+
+        async def told(transfers: int, n_bytes: int, seconds: float, failed: int = 0) -> dict[str, object]:
+            told = KvTransfers(transfers, n_bytes, seconds, failed)
+            house.bench.events.load(LoadReport(rank, 7, 1000, kv_transfers=told))
+            fleet = (await house.http.get("/v1/fleet")).json()
+            assert fleet["workers"][1]["ranks"][0]["kv_transfers"] is None
+            shown = fleet["workers"][0]["ranks"][0]["kv_transfers"]
+            assert isinstance(shown, dict)
+            return shown
+
+        nothing = {"transfers": 100, "failed": 1, "bytes": 7, "seconds": 3.0}
+        speeds = {"gb_per_s": None, "shown_gb_per_s": None, "slow": False}
+        assert await told(100, 7, 3.0, 1) == {**nothing, **speeds}
+        await told(110, 10 * gb + 7, 4.0, 1)
+        fast = await told(120, 20 * gb + 7, 5.0, 2)
+        assert (fast["gb_per_s"], fast["shown_gb_per_s"], fast["slow"]) == (10.0, 10.0, False)
+        await told(10, 10 * gb, 20.0)
+        slow = await told(20, 20 * gb, 40.0)
+        assert (slow["bytes"], slow["gb_per_s"], slow["slow"]) == (20 * gb, round(40 / 42, 3), True)
+        metrics = await metrics_of(house)
+        await told(30, 30 * gb, 41.0)
+        assert (await told(40, 40 * gb, 42.0))["slow"] is False
+        well = await metrics_of(house)
+    labels = ("0", MODEL, "1")
+    assert metrics["kvrouter_kv_transfers_total", *labels] == 40
+    assert metrics["kvrouter_kv_transfer_bytes_total", *labels] == 40 * gb
+    assert metrics["kvrouter_kv_transfer_seconds_total", *labels] == 42.0
+    assert metrics["kvrouter_kv_transfers_failed_total", *labels] == 1
+    assert metrics["kvrouter_kv_transfer_slow", "0", "1"] == 1
+    assert ("kvrouter_kv_transfer_slow", "0", "2") not in metrics
+    assert well["kvrouter_kv_transfer_slow", "0", "1"] == 0
+    assert [m for m in caplog.messages if m.startswith("kv_")] == ["kv_transfer_slow", "kv_transfer_well"]
+
+
+async def test_what_an_engine_told_is_forgotten_with_its_worker() -> None:
+    rank = WorkerRank(WorkerId(1), DpRank(0))
+    async with open_house(card(1), script=says("ok", cached=32)) as house:
+        await house.complete([5] * 40)
+        house.bench.events.load(LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(1, 1, 1.0)))
+        house.bench.discovery.put(card(1, incarnation=2))
+        (worker,) = (await house.http.get("/v1/fleet")).json()["workers"]
+    assert (worker["ranks"][0]["predictions"], worker["ranks"][0]["kv_transfers"]) == (None, None)
