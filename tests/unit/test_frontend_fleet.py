@@ -2,11 +2,13 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.service import transfer_speed
@@ -124,6 +126,20 @@ async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> No
     shown = {"answers": 4, "wrong": 4, "wrong_share": 1.0, "mean_error_blocks": -2.0}
     assert [worker["ranks"][0]["predictions"] for worker in fleet["workers"]] == [shown, None]
     assert metrics["kvrouter_index_predictions_total", "0", MODEL, "too_few", "1"] == 4
+
+
+async def test_what_is_not_known_for_sure_is_not_compared() -> None:
+    """A rank whose feed recovers, and one whose worker itself does not know all that its engine holds."""
+    async with open_house(card(1), card(2), card(3), script=says("ok", cached=32)) as house:
+        house.bench.discovery.put(msgspec.structs.replace(card(1), cache_is_partial=True))
+        lost = KvBatch(WorkerRank(WorkerId(2), DpRank(0)), Epoch(1), EventId(9), ())
+        house.bench.events.batch(lost)
+        for worker_id in (1, 2, 3):
+            await house.complete([5] * 40, nvext={"worker_id": worker_id})
+        fleet = (await house.http.get("/v1/fleet")).json()
+    ranks = [worker["ranks"][0] for worker in fleet["workers"]]
+    assert [rank["feed"]["state"] == "live" for rank in ranks] == [False, False, True]
+    assert [rank["predictions"] is None for rank in ranks] == [True, True, False]
 
 
 async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(

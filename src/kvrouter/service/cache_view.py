@@ -9,6 +9,7 @@ import numpy.typing as npt
 from kvrouter.core.events import KvBatch
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
+from kvrouter.feed.words import FeedState
 from kvrouter.index.port import ApproximateIndex, BlockIndex
 from kvrouter.routing.decision import Decision
 from kvrouter.service.event_pump import EventPump
@@ -18,9 +19,6 @@ U32 = npt.NDArray[np.uint32]
 
 class CacheView(Protocol):
     """Overlaps for a decision, and what a decision teaches."""
-
-    knows: bool
-    """Whether overlaps are known, not guessed."""
 
     def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:
         """Leading blocks of ``prompt`` that each slot holds; None when caches are not looked at.
@@ -37,6 +35,9 @@ class CacheView(Protocol):
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone, and its cache with it."""
 
+    def is_sure_of(self, slot: Slot) -> bool:
+        """Whether what the slot holds is known, all of it, and not guessed."""
+
     def doubt(self, slot: Slot) -> None:
         """The engine's own answers contradict what is believed of the slot."""
 
@@ -50,8 +51,6 @@ class CacheView(Protocol):
 class NoCacheView:
     """``--kv-overlap-score-weight 0``, or a mode that asks no costs: no index is built."""
 
-    knows = False
-
     def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
         """Caches are not looked at."""
         return None
@@ -64,6 +63,10 @@ class NoCacheView:
 
     def freed(self, slot: Slot) -> None:
         """Nothing to forget."""
+
+    def is_sure_of(self, slot: Slot) -> bool:  # noqa: ARG002 - the port's signature
+        """Nothing is known."""
+        return False
 
     def doubt(self, slot: Slot) -> None:
         """Nothing is believed."""
@@ -80,8 +83,6 @@ class EventCacheView:
 
     What comes after a picture is told in tokens that only its engine knows: who holds that is ``predicted``.
     """
-
-    knows = True
 
     def __init__(self, index: BlockIndex, pump: EventPump, predicted: ApproximateIndex) -> None:
         self.index = index
@@ -115,6 +116,11 @@ class EventCacheView:
         self.pump.freed(slot)
         self._predicted.freed(slot)
 
+    def is_sure_of(self, slot: Slot) -> bool:
+        """Every event of its rank was applied, as far as anybody can tell."""
+        feed = self.pump.feed_at(slot)
+        return feed is not None and feed.state is FeedState.LIVE
+
     def doubt(self, slot: Slot) -> None:
         """The pump asks the worker for all that it holds."""
         self.pump.doubt(slot)
@@ -130,8 +136,6 @@ class EventCacheView:
 
 class PredictedCacheView:
     """``--no-kv-events``: a decision predicts that its workers will hold the prompt's blocks for a while."""
-
-    knows = False
 
     def __init__(self, index: ApproximateIndex) -> None:
         self.index = index
@@ -158,6 +162,10 @@ class PredictedCacheView:
     def freed(self, slot: Slot) -> None:
         """Forget the slot."""
         self.index.drop(slot)
+
+    def is_sure_of(self, slot: Slot) -> bool:  # noqa: ARG002 - the port's signature
+        """Predictions are no knowledge."""
+        return False
 
     def doubt(self, slot: Slot) -> None:
         """Predictions are no knowledge: there is nobody to ask."""

@@ -28,14 +28,17 @@ class EngineAccounts:
         self._transfers = TransferSpeeds()
 
     def answered(
-        self, rank: WorkerRank, *, predicted_tokens: int, cached_tokens: int, isl_tokens: int
+        self,
+        slot: Slot,
+        rank: WorkerRank,
+        *,
+        predicted_tokens: int,
+        cached_tokens: int,
+        isl_tokens: int,
     ) -> bool:
         """An engine told how much of a prompt it had cached; return whether its last answers contradict the
         index.
         """
-        slot = self._fleet.slot_of(rank)
-        if slot is None:
-            return False
         compared = self._index_check.note(
             slot,
             predicted_tokens=predicted_tokens,

@@ -361,16 +361,17 @@ class ModelRouter:
         pick = decision.decode if decision.prefill is None else decision.prefill
         predicted_tokens = pick.overlap_blocks * placement.block_size
         self.observed.cached_tokens(predicted=predicted_tokens, actual=cached_tokens)
-        card = self.fleet.card(pick.rank.worker_id)
-        if card is None or card.cache_is_partial or placement.wish.has_media or not self.cache.knows:
+        card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
+        if card is None or slot is None or card.cache_is_partial or placement.wish.has_media:
             return
-        if self.accounts.answered(
+        if self.cache.is_sure_of(slot) and self.accounts.answered(
+            slot,
             pick.rank,
             predicted_tokens=predicted_tokens,
             cached_tokens=cached_tokens,
             isl_tokens=placement.prompt.isl_tokens,
         ):
-            self.cache.doubt(pick.slot)
+            self.cache.doubt(slot)
 
     def release(self, placement: Placement) -> None:
         """Close the leases; idempotent."""
