@@ -74,3 +74,12 @@ async def test_a_text_is_never_predicted() -> None:
         for _ in range(3):
             _, blocks = place(await ask(house, [{"role": "user", "content": "Many words " * 20}]))
             assert blocks == 0, "no engine told of a block"
+
+
+async def test_what_is_predicted_of_pictures_accuses_no_index() -> None:
+    async with open_house(*engines(), script=answers) as house:
+        for _ in range(3):
+            _, blocks = place(await ask(house, shown("AAAA", "What is this?")))
+        page = (await house.http.get("/metrics")).text
+    assert blocks > 0, "the engine says that nothing of it was cached"
+    assert "kvrouter_index_predictions_total{" not in page
