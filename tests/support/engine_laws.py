@@ -130,10 +130,19 @@ class RefusalLaws:
         assert "max_" in (error.param or error.message)
         assert not isinstance(error, ContextLengthExceeded)
 
-    @pytest.mark.parametrize("n_prompt", [-8, 200])
-    async def test_what_is_too_long_is_told_as_that(self, at: AttachedEngine, n_prompt: int) -> None:
-        request = leg(new_prompt(at.context_tokens + n_prompt), max_tokens=100)
+    async def test_what_is_too_long_is_told_as_that(self, at: AttachedEngine) -> None:
+        request = leg(new_prompt(at.context_tokens + 1), max_tokens=100)
         assert isinstance(await refusal_of(at, request), ContextLengthExceeded)
+
+    async def test_no_answer_goes_beyond_the_context(self, at: AttachedEngine) -> None:
+        try:
+            chunks = await answer(at, leg(new_prompt(at.context_tokens - 8), max_tokens=100))
+        except ContextLengthExceeded:
+            return
+        assert (len(tokens_of(chunks)) <= 8, chunks[-1].finish) == (True, FinishReason.LENGTH)
+
+    async def test_a_call_without_any_token_is_the_clients_mistake(self, at: AttachedEngine) -> None:
+        assert isinstance(await refusal_of(at, leg([])), InvalidRequest)
 
     async def test_who_was_refused_leaves_nothing_behind(self, at: AttachedEngine) -> None:
         for _ in range(3):

@@ -71,11 +71,14 @@ class Answer:
 
 @dataclass
 class Call:
-    """A call as the engine got it; ``left`` once its client closed the connection before the end."""
+    """A call as the engine got it; ``left`` once its client closed the connection before the end. ``port`` is
+    its client's end of the connection.
+    """
 
     path: str
     headers: Mapping[str, str]
     raw: bytes
+    port: int
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -161,7 +164,9 @@ class ScriptedEngine:
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
         headers = {name.lower(): value for name, value in request.headers.items()}
-        call = Call(request.path, headers, await request.read())
+        assert request.transport is not None
+        port = request.transport.get_extra_info("peername")[1]
+        call = Call(request.path, headers, await request.read(), port)
         async with self._called:
             self.calls.append(call)
             self._called.notify_all()

@@ -47,7 +47,7 @@ class VllmTongue:
         n_tokens = said.get("max_tokens", TOKENS_BY_DEFAULT)
         check_max_tokens(n_tokens, "max_tokens", least=1)
         prompt = said["prompt"]
-        check_length(len(prompt), n_tokens, self._context_tokens)
+        check_length(len(prompt), 0, self._context_tokens)
         params = said.get("kv_transfer_params") or {}
         kind = Leg.AGGREGATED
         if params.get("do_remote_decode"):
@@ -60,7 +60,10 @@ class VllmTongue:
             leg=kind,
             model=MODEL,
             token_ids=array("I", prompt),
-            sampling=Sampling(max_tokens=n_tokens, temperature=said.get("temperature", 1.0)),
+            sampling=Sampling(
+                max_tokens=min(n_tokens, self._context_tokens - len(prompt)),
+                temperature=said.get("temperature", 1.0),
+            ),
             kv_transfer_params=params if kind is Leg.DECODE else None,
             cache_namespace=said.get("cache_salt"),
         )

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -16,6 +16,7 @@ from kvrouter.engines.openai.streams import PIECE_BYTES, Reading, SseStream, Who
 from kvrouter.engines.sglang.calls import GenerateReader
 from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Call, Ends, ScriptedEngine, event_of, page, sse
+from tests.support.waits import until
 
 RAW = Reading(passes_raw=True)
 TOKENS = Reading(passes_raw=False)
@@ -94,6 +95,40 @@ async def test_a_long_whole_answer_travels_in_pieces_that_every_plane_carries() 
     assert {len(piece.raw) for piece in pieces} == {PIECE_BYTES}
     assert ([piece.finish for piece in pieces], last.finish) == ([None] * len(pieces), FinishReason.STOP)
     assert [chunk.finish for chunk in rest] == [FinishReason.CANCELLED]
+
+
+async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None:
+    long = event_of({"choices": [{"index": 0, "text": "x" * 1_500_000, "finish_reason": None}]})
+    recorded = event_of(token(1)) + long + sse(token(2, "stop"))
+    async with asked(Answer((recorded[:9_000], recorded[9_000:]))) as at:
+        chunks = await read(await at.stream())
+    assert b"".join(chunk.raw for chunk in chunks) == recorded
+    assert max(len(chunk.raw) for chunk in chunks) == PIECE_BYTES
+    assert [t for chunk in chunks for t in chunk.token_ids] == [1, 2]
+    assert [chunk.finish for chunk in chunks][-2:] == [None, FinishReason.STOP]
+
+
+async def test_streams_that_end_leave_their_connection_to_the_next() -> None:
+    ended = Answer((sse(token(1, "stop")),))
+    async with asked(ended, ended, Answer((WHOLE,), content_type=JSON), ended) as at:
+        for n in range(3):
+            answer = await at.server.post(PATH, b"{}")
+            await read(SseStream(answer, RAW))
+            await until(lambda answer=answer: answer.closed)  # type: ignore[misc]
+            if n == 1:
+                await read(at.whole())
+        assert len({call.port for call in at.engine.calls}) == 1
+
+
+async def test_a_stream_that_does_not_end_behind_its_last_event_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvrouter.engines.openai.server.END_LIMIT_S", 0.01)
+    ended = Answer((sse(token(1, "stop")),))
+    async with asked(replace(ended, ends=Ends.HELD), ended) as at:
+        assert (await read(await at.stream()))[-1].finish is FinishReason.STOP
+        await (await at.call()).left.wait()
+        assert (await read(await at.stream()))[-1].finish is FinishReason.STOP
 
 
 async def test_each_token_is_there_as_soon_as_the_engine_wrote_it() -> None:

@@ -3,6 +3,7 @@
 Clients may read what an error of a call says, so it does not tell where the engine is; one of a look does.
 """
 
+import asyncio
 import os
 from collections.abc import Mapping
 from weakref import WeakSet
@@ -18,6 +19,13 @@ CONNECT_LIMIT_S = 5.0
 
 LOOK_LIMIT_S = 10.0
 """How long a small question, such as for the engine's models or metrics, may take."""
+
+KEEP_IDLE_S = 3.0
+"""How long a connection that nobody uses is kept: engines end theirs after five seconds, and a call that is
+sent just then would be lost."""
+
+END_LIMIT_S = 1.0
+"""How long an answer may take to end behind its last event, so that its connection is used again."""
 
 READ_BYTES = 256 * 1024
 """How much of an answer is held here before the engine is made to wait."""
@@ -94,7 +102,7 @@ class EngineServer:
         """Be ready to ask; nothing is sent yet."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30),
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, keepalive_timeout=KEEP_IDLE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
             read_bufsize=READ_BYTES,
             auto_decompress=True,
@@ -166,6 +174,14 @@ class EngineServer:
         if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
         return self._session
+
+
+def let_end(answer: aiohttp.ClientResponse) -> None:
+    """Leave an answer that has nothing more to say: its connection is free for others once the engine ends
+    it, and is closed when it does not within :data:`END_LIMIT_S`.
+    """
+    late = asyncio.get_running_loop().call_later(END_LIMIT_S, answer.close)
+    answer.content.on_eof(late.cancel)
 
 
 def failed_by(error: Exception) -> str:

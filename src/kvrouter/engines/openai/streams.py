@@ -12,7 +12,7 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.raw import RawEvents
-from kvrouter.engines.openai.server import failed_by, failure_inside
+from kvrouter.engines.openai.server import failed_by, failure_inside, let_end
 from kvrouter.engines.openai.sse import DONE, EventCutter
 from kvrouter.planes.requests.port import StreamBroken
 
@@ -20,7 +20,7 @@ RAW_CHUNK_BYTES = 2048
 """From so many bytes of events on a chunk is sent: on the request plane it takes one token of credit."""
 
 PIECE_BYTES = 256 * 1024
-"""A whole answer that is longer travels in pieces: a message over NATS holds 1 MiB."""
+"""What is longer, a whole answer or one event, travels in pieces: a message over NATS holds 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class SseStream:
         if self._cancelled is not None:
             chunk = EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
         if chunk is None or chunk.finish is not None:
-            self._end()
+            self._end(is_whole=chunk is not None and self._cancelled is None)
         if chunk is None:
             raise broken or StreamBroken("the engine's answer is gone")
         return chunk
@@ -98,7 +98,7 @@ class SseStream:
             if piece:
                 self._cut(piece)
             elif self._cutter.is_between:
-                self._ready.append(self._last(b""))
+                self._ready.extend(self._last(b""))
             else:
                 raise StreamBroken("the engine closed the connection in the middle of an event")
         return self._ready.popleft()
@@ -108,7 +108,7 @@ class SseStream:
         try:
             for raw, data in self._cutter.push(piece):
                 if data == DONE:
-                    self._ready.append(self._last(raw))
+                    self._ready.extend(self._last(raw))
                     return
                 if data:
                     self._take(self._read(data), raw)
@@ -120,7 +120,7 @@ class SseStream:
             self._flush()
 
     def _flush(self) -> None:
-        self._ready.append(self._gathered.chunk(None, None))
+        self._ready.extend(_in_pieces(self._gathered.chunk(None, None)))
         self._gathered = _Gathered(self._reading)
 
     def _take(self, event: AnswerEvent, raw: bytes) -> None:
@@ -135,16 +135,19 @@ class SseStream:
         self._gathered.take(event)
         self._gathered.add_raw(self._raw.take(event, raw))
 
-    def _last(self, done: bytes) -> EngineChunk:
+    def _last(self, done: bytes) -> "deque[EngineChunk]":
         if self._finish is None:
             raise StreamBroken("the engine's answer ended without a finish reason")
         self._gathered.add_raw(self._raw.end(done))
-        return self._gathered.chunk(self._finish, self._params)
+        return _in_pieces(self._gathered.chunk(self._finish, self._params))
 
-    def _end(self) -> None:
+    def _end(self, *, is_whole: bool) -> None:
         if not self._is_over:
             self._is_over = True
-            self._answer.close()
+            if is_whole:
+                let_end(self._answer)
+            else:
+                self._answer.close()
 
 
 class WholeStream:
@@ -204,7 +207,7 @@ class WholeStream:
 
 
 def _in_pieces(chunk: EngineChunk) -> deque[EngineChunk]:
-    """Return a last chunk with its bytes in as many chunks as they need, all else in the last one."""
+    """Return a chunk with its bytes in as many chunks as they need, all else in the last one."""
     raw = chunk.raw
     if len(raw) <= PIECE_BYTES:
         return deque([chunk])
