@@ -3,8 +3,10 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import MAX_SLOTS, UNKNOWN, Fleet, hash_rank, mix64
+from kvrouter.routing.eligibility import ready
 
 MODEL = ModelName("m")
 
@@ -211,18 +213,53 @@ def test_many_asked_taints_do_not_pile_up(fleet: Fleet) -> None:
     assert fleet.carries(Taint("fast")).tolist() == [True]
 
 
+def takes_prefill(fleet: Fleet) -> bool:
+    return ready(fleet, Leg.PREFILL, last_resort=False).n_allowed > 0
+
+
 def test_prefill_counts_while_it_answers_and_does_not_drain(fleet: Fleet) -> None:
-    seen = [fleet.has_prefill]
+    seen = [takes_prefill(fleet)]
     fleet.join(card(1, Role.PREFILL))
-    seen.append(fleet.has_prefill)
+    seen.append(takes_prefill(fleet))
     fleet.set_alive(WorkerId(1), alive=False)
-    seen.append(fleet.has_prefill)
+    seen.append(takes_prefill(fleet))
     fleet.set_alive(WorkerId(1), alive=True)
-    seen.append(fleet.has_prefill)
+    seen.append(takes_prefill(fleet))
     fleet.join(card(1, Role.PREFILL, draining=True))
-    seen.append(fleet.has_prefill)
+    seen.append(takes_prefill(fleet))
     assert seen == [False, True, False, True, False]
     assert not fleet.set_alive(WorkerId(9), alive=True)
+
+
+def test_a_circuit_stays_open_through_a_new_card_and_not_through_a_new_incarnation(fleet: Fleet) -> None:
+    fleet.join(card(1, dp_size=2))
+    fleet.set_circuit_open(WorkerId(1), True)
+    assert fleet.columns.circuit_open.tolist() == [True, True]
+    fleet.join(card(1, dp_size=3))
+    assert fleet.columns.circuit_open.tolist() == [True, True, True]
+    seen = [fleet.has_open_circuits]
+    fleet.join(card(1, dp_size=1, incarnation=2))
+    assert fleet.columns.circuit_open.tolist() == [False]
+    seen.append(fleet.has_open_circuits)
+    fleet.set_circuit_open(WorkerId(9), True)
+    assert [*seen, fleet.has_open_circuits] == [True, False, False]
+
+
+def test_parted_pairs_are_columns_of_who_is_here(fleet: Fleet) -> None:
+    fleet.join(card(1, Role.PREFILL))
+    fleet.join(card(2, Role.DECODE, dp_size=2))
+    assert fleet.parted_from(Slot(0)) is None
+    fleet.set_parted(WorkerId(1), WorkerId(3), True)
+    assert fleet.parted_from(Slot(0)) is None, "3 is not here"
+    fleet.set_parted(WorkerId(1), WorkerId(2), True)
+    column = fleet.parted_from(Slot(0))
+    assert column is not None
+    assert column.tolist() == [False, True, True]
+    assert sorted(fleet.parted) == [(1, 2), (1, 3)]
+    fleet.set_parted(WorkerId(1), WorkerId(2), False)
+    fleet.set_parted(WorkerId(1), WorkerId(3), False)
+    assert fleet.parted_from(Slot(0)) is None
+    assert not fleet.parted
 
 
 def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:

@@ -39,6 +39,8 @@ class Reason(StrEnum):
     BUSY = "busy"
     NOT_ALIVE = "not_alive"
     DRAINING = "draining"
+    CIRCUIT_OPEN = "circuit_open"
+    KV_LOST = "kv_lost"
 
 
 class KvrouterError(Exception):

@@ -1,5 +1,6 @@
 """Who is there: worker ranks as dense slots, with columns of what each one is and does."""
 
+from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault
 from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, FloatColumn, IntColumn, SlotColumn
 from kvrouter.fleet.fleet import MAX_SLOTS, Change, Fleet
 from kvrouter.fleet.mixing import hash_rank, mix64
@@ -11,7 +12,11 @@ __all__ = [
     "UNKNOWN_VALUE",
     "BoolColumn",
     "Change",
+    "Circuit",
+    "CircuitSettings",
+    "CircuitState",
     "Columns",
+    "Fault",
     "Fleet",
     "FloatColumn",
     "IntColumn",

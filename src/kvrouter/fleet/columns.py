@@ -31,6 +31,7 @@ class Columns:
     dp_rank: npt.NDArray[np.int64]
     alive: BoolColumn
     draining: BoolColumn
+    circuit_open: BoolColumn
     prefill: BoolColumn
     decode_or_both: BoolColumn
     total_blocks: FloatColumn
@@ -47,6 +48,7 @@ class Columns:
             "dp_rank": (np.int64, UNKNOWN),
             "alive": (np.bool_, False),
             "draining": (np.bool_, False),
+            "circuit_open": (np.bool_, False),
             "prefill": (np.bool_, False),
             "decode_or_both": (np.bool_, False),
             "total_blocks": (np.float64, np.inf),

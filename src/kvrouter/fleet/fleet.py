@@ -12,6 +12,7 @@ from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, W
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, SlotColumn
 from kvrouter.fleet.mixing import hash_rank
+from kvrouter.fleet.pairs import PartedPairs
 from kvrouter.fleet.places import Places
 from kvrouter.fleet.policies import Policies
 from kvrouter.topology.policy import policy_of
@@ -36,13 +37,14 @@ class Change(NamedTuple):
 
 
 class _Member:
-    """One worker: its card, its slots by rank, and whether it answers."""
+    """One worker: its card, its slots by rank, whether it answers, and whether its circuit is open."""
 
-    __slots__ = ("alive", "card", "slots")
+    __slots__ = ("alive", "card", "circuit_open", "slots")
 
     def __init__(self, card: WorkerCard) -> None:
         self.card = card
         self.alive = True
+        self.circuit_open = False
         self.slots: dict[DpRank, Slot] = {}
 
 
@@ -58,6 +60,7 @@ class Fleet:
         self.block_size = block_size
         self.columns = Columns()
         self.policies = Policies()
+        self.parted = PartedPairs()
         self._places = Places()
         self._members: dict[WorkerId, _Member] = {}
         self._rank_at: list[WorkerRank | None] = []
@@ -108,9 +111,9 @@ class Fleet:
         return None if rank is None else self._members[rank.worker_id].card
 
     @property
-    def has_prefill(self) -> bool:
-        """Whether some prefill worker answers and is not draining: requests then go through a pair."""
-        return self.derived(_has_prefill, None)
+    def has_open_circuits(self) -> bool:
+        """Whether some worker is passed over because its circuit is open."""
+        return self.derived(_has_open_circuits, None)
 
     @property
     def takes_calls(self) -> bool:
@@ -151,6 +154,12 @@ class Fleet:
     def carries(self, taint: Taint) -> BoolColumn:
         """Return which slots carry ``taint``, whether their own or made from a topology domain."""
         return self._places.carries(taint)
+
+    def parted_from(self, prefill_slot: Slot) -> BoolColumn | None:
+        """Return the slots that KV from the prefill worker at ``prefill_slot`` does not reach at present;
+        None where there are none.
+        """
+        return self.derived(_parted_from, prefill_slot) if self.parted else None
 
     @property
     def rank_order(self) -> SlotColumn:
@@ -211,6 +220,20 @@ class Fleet:
             self._changed()
         return True
 
+    def set_circuit_open(self, worker_id: WorkerId, is_open: bool) -> None:
+        """Say whether a worker that answers is to be passed over; nothing is said of one that is not here."""
+        member = self._members.get(worker_id)
+        if member is not None and member.circuit_open != is_open:
+            member.circuit_open = is_open
+            for slot in member.slots.values():
+                self.columns.write(slot, "circuit_open", is_open)
+            self._changed()
+
+    def set_parted(self, prefill: WorkerId, decode: WorkerId, is_parted: bool) -> None:
+        """Say whether KV of one worker does not reach another one; they need not be here."""
+        if self.parted.put(prefill, decode, is_parted):
+            self._changed()
+
     def report(self, report: LoadReport) -> bool:
         """Keep the latest load of a worker rank; False when it is not here."""
         slot = self.slot_of(report.rank)
@@ -268,6 +291,7 @@ class Fleet:
         card, config, write = member.card, member.card.runtime_config, self.columns.write
         write(slot, "alive", member.alive)
         write(slot, "draining", card.draining)
+        write(slot, "circuit_open", member.circuit_open)
         write(slot, "prefill", card.role is Role.PREFILL)
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
         write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
@@ -330,9 +354,17 @@ def _takes_calls(fleet: Fleet, _key: None) -> bool:
     return all(card.takes_calls for card in fleet)
 
 
-def _has_prefill(fleet: Fleet, _: None) -> bool:
-    columns = fleet.columns
-    return bool((columns.prefill & columns.alive & ~columns.draining).any())
+def _has_open_circuits(fleet: Fleet, _: None) -> bool:
+    return bool(fleet.columns.circuit_open.any())
+
+
+def _parted_from(fleet: Fleet, prefill_slot: Slot) -> BoolColumn | None:
+    rank = fleet.rank_at(prefill_slot)
+    workers = () if rank is None else fleet.parted.of(rank.worker_id)
+    column = np.zeros(fleet.n_slots, np.bool_)
+    for worker_id in workers:
+        column[list(fleet.slots_of(worker_id))] = True
+    return column if column.any() else None
 
 
 def _rank_order(fleet: Fleet, _: None) -> SlotColumn:

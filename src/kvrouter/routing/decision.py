@@ -57,7 +57,8 @@ class Decision(msgspec.Struct, frozen=True):
     where that is all that is decided, as ``decode.leg`` tells. ``constraint`` is what the prefill worker asks
     of any decode worker, and holds when decode is picked again. ``fallback_used`` says that no decode worker
     of the domain could take it; ``cross_domain`` that the pair is not known to share the policy's domain
-    value. ``rows`` is empty unless an explanation was asked for.
+    value; ``last_resort`` that nobody was left whose circuit is closed. ``rows`` is empty unless an
+    explanation was asked for.
     """
 
     request_id: RequestId
@@ -68,4 +69,5 @@ class Decision(msgspec.Struct, frozen=True):
     constraint: TransferConstraint | None = None
     fallback_used: bool = False
     cross_domain: bool = False
+    last_resort: bool = False
     rows: tuple[Candidate, ...] = ()

@@ -47,8 +47,8 @@ class Stopped(NamedTuple):
 class Screen(NamedTuple):
     """Who may take one leg by all that does not depend on the other leg, nor on load.
 
-    ``role`` are the worker ranks of the leg's role; ``steps`` are in the order in which they are asked,
-    and those that only this request asks.
+    ``role`` are the worker ranks of the leg's role; ``steps`` are in the order in which they are asked, after
+    whether a rank answers and does not drain.
     """
 
     leg: Leg
@@ -59,17 +59,18 @@ class Screen(NamedTuple):
 
 class _RoleColumns(NamedTuple):
     role: BoolColumn
+    steps: tuple[Step, ...]
     ready: Mask
 
 
 def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     """Ask everything of the fleet that this request asks for ``leg``."""
-    columns = fleet.derived(_role_columns, leg is Leg.PREFILL)
+    columns = fleet.derived(_role_columns, (leg is Leg.PREFILL, request.last_resort))
     pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
     required = request.constraints.required_taints
     if not required and pin is None and not request.excluded:
-        return Screen(leg, columns.role, (), columns.ready)
-    steps = []
+        return Screen(leg, columns.role, columns.steps, columns.ready)
+    steps = list(columns.steps)
     if request.excluded:
         steps.append(Step(Reason.EXCLUDED, _not_of(fleet, request.excluded)))
     if pin is not None:
@@ -81,9 +82,11 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     return Screen(leg, columns.role, tuple(steps), mask_of(allowed))
 
 
-def ready(fleet: Fleet, leg: Leg) -> Mask:
-    """Return the ranks of the leg's role that answer and do not drain: one object until the fleet changes."""
-    return fleet.derived(_role_columns, leg is Leg.PREFILL).ready
+def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
+    """Return the ranks of the leg's role that answer, do not drain and, but as a ``last_resort``, have no
+    open circuit: one object until the fleet changes.
+    """
+    return fleet.derived(_role_columns, (leg is Leg.PREFILL, last_resort)).ready
 
 
 def not_busy(view: View) -> BoolColumn | None:
@@ -128,10 +131,15 @@ def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> lis
     return stopped
 
 
-def _role_columns(fleet: Fleet, prefill: bool) -> _RoleColumns:
+def _role_columns(fleet: Fleet, key: tuple[bool, bool]) -> _RoleColumns:
+    prefill, last_resort = key
     columns = fleet.columns
     role = columns.prefill if prefill else columns.decode_or_both
-    return _RoleColumns(role, mask_of(role & columns.alive & ~columns.draining))
+    there = role & columns.alive & ~columns.draining
+    if last_resort or not fleet.has_open_circuits:
+        return _RoleColumns(role, (), mask_of(there))
+    circuits = Step(Reason.CIRCUIT_OPEN, ~columns.circuit_open)
+    return _RoleColumns(role, (circuits,), mask_of(there & circuits.passed))
 
 
 def _not_of(fleet: Fleet, workers: Iterable[WorkerId]) -> BoolColumn:

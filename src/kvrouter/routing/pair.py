@@ -55,10 +55,13 @@ class Screens(NamedTuple):
 
 
 class DecodeMask(NamedTuple):
-    """The decode ranks that suit one prefill worker, and whether none of its domain could."""
+    """The decode ranks that suit one prefill worker, and whether none of its domain could. ``reached`` are
+    all ranks but those that its KV did not reach lately; None where nobody was left out for that.
+    """
 
     mask: Mask
     fallback_used: bool
+    reached: BoolColumn | None = None
 
 
 def screens_of(
@@ -88,7 +91,7 @@ def prefill_mask(
         prefill = prefill.within(screens.not_busy)
     if not screens.groups.bound and decode.n_allowed:
         return prefill
-    if decode is ready(fleet, Leg.DECODE):
+    if decode is ready(fleet, Leg.DECODE, last_resort=False):
         tiers = fleet.derived(_ready_tiers, router_default)
     else:
         tiers = tiers_of(screens.groups, fleet, decode)
@@ -133,6 +136,39 @@ def decode_mask(decode: Mask, fleet: Fleet, constraint: TransferConstraint | Non
     return DecodeMask(same, False)
 
 
+def reached_decode_mask(
+    decode: Mask, fleet: Fleet, constraint: TransferConstraint | None, prefill_slot: Slot
+) -> DecodeMask:
+    """Return :func:`decode_mask` without the ranks that KV from ``prefill_slot`` did not reach lately; with
+    them where nobody else is left.
+    """
+    parted = fleet.parted_from(prefill_slot)
+    if parted is not None:
+        chosen = decode_mask(decode.within(~parted), fleet, constraint)
+        if chosen.mask.n_allowed:
+            return chosen._replace(reached=~parted)
+    return decode_mask(decode, fleet, constraint)
+
+
+def reaching(
+    senders: Mask, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
+) -> BoolColumn | None:
+    """Return all ranks but the ``senders`` whose KV reached nobody lately that may follow them in their
+    domain; None where none are, or no other sender is left.
+    """
+    if not fleet.parted:
+        return None
+    cut_off = np.zeros(fleet.n_slots, np.bool_)
+    for slot in map(Slot, np.flatnonzero(senders.allowed).tolist()):
+        parted = fleet.parted_from(slot)
+        if parted is None:
+            continue
+        constraint = constraint_of(fleet, slot, router_default)
+        usual = decode_mask(decode, fleet, constraint)
+        cut_off[slot] = not (usual.mask.allowed & ~parted).any()
+    return ~cut_off if cut_off.any() and (senders.allowed & ~cut_off).any() else None
+
+
 def shares_domain(fleet: Fleet, constraint: TransferConstraint) -> BoolColumn:
     """Return the slots whose value of the constraint's domain is the constraint's own, and known."""
     taint = constraint.taint
@@ -169,4 +205,6 @@ def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Group
 
 
 def _ready_tiers(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Tiers:
-    return tiers_of(fleet.derived(_groups, router_default), fleet, ready(fleet, Leg.DECODE))
+    return tiers_of(
+        fleet.derived(_groups, router_default), fleet, ready(fleet, Leg.DECODE, last_resort=False)
+    )

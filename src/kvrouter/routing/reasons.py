@@ -14,6 +14,11 @@ def busy_steps(not_busy: BoolColumn | None) -> tuple[Step, ...]:
     return () if not_busy is None else (Step(Reason.BUSY, not_busy),)
 
 
+def handoff_steps(reached: BoolColumn | None) -> tuple[Step, ...]:
+    """The step that a rank does not pass whose KV did not arrive lately, or that it did not arrive at."""
+    return () if reached is None else (Step(Reason.KV_LOST, reached),)
+
+
 def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[Step, ...]:
     """The steps of a decode rank that must share the domain of one prefill worker."""
     if constraint is None or isinstance(constraint.policy, Preferred):

@@ -2,30 +2,43 @@
 
 The whole of it is made before anything is sent, so that a request whose KV may not leave its domain is
 refused while it has cost nothing.
+
+Workers whose circuit is open are passed over. Where nobody else may take a request they are its last resort:
+a worker that may be well again is better than a refusal. One that is only busy is somebody else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from kvrouter.core.errors import Reason
+from msgspec import structs
+
+from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet, mix64
 from kvrouter.routing.cost import Costs, leg_costs, own_blocks
 from kvrouter.routing.decision import Candidate, Decision, Pick
-from kvrouter.routing.eligibility import Mask, Screen, Step, first_refusals, not_busy, screen
+from kvrouter.routing.eligibility import Mask, Screen, Step, first_refusals, not_busy, ready, screen
 from kvrouter.routing.explain import pick_at, rows_of
 from kvrouter.routing.pair import (
     constraint_of,
     decode_mask,
     knows_its_place,
     prefill_mask,
+    reached_decode_mask,
+    reaching,
     screens_of,
     shares_domain,
     tiers_of,
 )
 from kvrouter.routing.pick import draw_unseen, pick_slot
-from kvrouter.routing.reasons import busy_steps, decode_steps, has_legal_decode, prefill_steps
+from kvrouter.routing.reasons import (
+    busy_steps,
+    decode_steps,
+    handoff_steps,
+    has_legal_decode,
+    prefill_steps,
+)
 from kvrouter.routing.refusal import refuse_leg, refuse_pair
 from kvrouter.routing.request import RouteRequest, View
 from kvrouter.routing.settings import Rules, rules_of
@@ -47,11 +60,7 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
     rows of every leg, as a decision does; those of the named leg are the ones that were counted.
     """
-    if view.settings.prefill_alone:
-        return _route_prefill(request, view, explain=explain)
-    if request.prefill_pin is not None or (view.fleet.has_prefill and not request.whole):
-        return _route_pair(request, view, explain=explain)
-    return _route_whole(request, view, explain=explain)
+    return _or_last_resort(request, view.fleet, lambda wish: _route(wish, view, explain=explain))
 
 
 def route_decode(
@@ -66,11 +75,50 @@ def route_decode(
 
     ``prefill`` is where its KV waits, which counts only with a link table. Raises what :func:`route` raises.
     """
+    return _or_last_resort(
+        request,
+        view.fleet,
+        lambda wish: _route_decode(wish, view, constraint, prefill=prefill, explain=explain),
+    )
+
+
+def _or_last_resort(
+    request: RouteRequest, fleet: Fleet, decide: Callable[[RouteRequest], Decision]
+) -> Decision:
+    """Decide; where nobody may take the request, decide again with those whose circuit is open."""
+    try:
+        return decide(request)
+    except NoEligibleWorker:
+        if request.last_resort or not fleet.has_open_circuits:
+            raise
+    return decide(structs.replace(request, last_resort=True))
+
+
+def _route(request: RouteRequest, view: View, *, explain: bool) -> Decision:
+    if view.settings.prefill_alone:
+        return _route_prefill(request, view, explain=explain)
+    prefill = ready(view.fleet, Leg.PREFILL, last_resort=request.last_resort)
+    if request.prefill_pin is not None or (prefill.n_allowed and not request.whole):
+        return _route_pair(request, view, explain=explain)
+    return _route_whole(request, view, explain=explain)
+
+
+def _route_decode(
+    request: RouteRequest,
+    view: View,
+    constraint: TransferConstraint | None,
+    *,
+    prefill: WorkerRank | None,
+    explain: bool,
+) -> Decision:
     fleet = view.fleet
     who, free = screen(request, fleet, Leg.DECODE), not_busy(view)
     able = _able(who, free)
-    chosen = decode_mask(able, fleet, constraint)
     sender = None if prefill is None else fleet.slot_of(prefill)
+    if sender is None:
+        chosen = decode_mask(able, fleet, constraint)
+    else:
+        chosen = reached_decode_mask(able, fleet, constraint, sender)
     if not chosen.mask.n_allowed:
         raise refuse_leg(
             request, view, who, free, constraint=constraint, prefill_slot=sender, explain=explain
@@ -83,7 +131,7 @@ def route_decode(
     rows: tuple[Candidate, ...] = ()
     if explain:
         steps = () if chosen.fallback_used else decode_steps(fleet, constraint)
-        rows = _rows(who, fleet, (*steps, *busy_steps(free)), decode)
+        rows = _rows(who, fleet, (*steps, *handoff_steps(chosen.reached), *busy_steps(free)), decode)
     return Decision(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -92,6 +140,7 @@ def route_decode(
         constraint=constraint,
         fallback_used=chosen.fallback_used,
         cross_domain=_crosses(fleet, constraint, decode.pick.slot),
+        last_resort=request.last_resort,
         rows=rows,
     )
 
@@ -110,6 +159,7 @@ def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decisio
         attempt=request.attempt,
         mode=rules.mode,
         decode=whole.pick,
+        last_resort=request.last_resort,
         rows=rows,
     )
 
@@ -137,6 +187,7 @@ def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decis
         mode=rules.mode,
         decode=prefill.pick,
         constraint=constraint_of(fleet, prefill.pick.slot, router_default),
+        last_resort=request.last_resort,
         rows=rows,
     )
 
@@ -149,10 +200,13 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
     senders = prefill_mask(screens, fleet, able, router_default)
     if not senders.n_allowed:
         raise refuse_pair(request, view, screens, explain=explain)
+    reach = reaching(senders, fleet, able, router_default)
+    if reach is not None:
+        senders = senders.within(reach)
     rules = rules_of(view.settings, request.override)
     prefill = _pick(request, view, Leg.PREFILL, rules, senders, turn=view.turn)
     constraint = constraint_of(fleet, prefill.pick.slot, router_default)
-    chosen = decode_mask(able, fleet, constraint)
+    chosen = reached_decode_mask(able, fleet, constraint, prefill.pick.slot)
     decode = _pick(
         request, view, Leg.DECODE, rules, chosen.mask,
         turn=view.turn // senders.n_allowed,  # or each prefill rank would always meet the same decode rank
@@ -164,6 +218,7 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
         passed = tiers.home if (senders.allowed & tiers.home).any() else has_legal_decode(tiers)
         near = () if chosen.fallback_used else decode_steps(fleet, constraint)
         far = prefill_steps(fleet, screens.groups, passed)
+        far, near = (*far, *handoff_steps(reach)), (*near, *handoff_steps(chosen.reached))
         rows = _rows(screens.prefill, fleet, (*far, *busy_steps(free)), prefill)
         rows += _rows(screens.decode, fleet, (*near, *busy_steps(free)), decode)
     return Decision(
@@ -175,6 +230,7 @@ def _route_pair(request: RouteRequest, view: View, *, explain: bool) -> Decision
         constraint=constraint,
         fallback_used=chosen.fallback_used,
         cross_domain=_crosses(fleet, constraint, decode.pick.slot),
+        last_resort=request.last_resort,
         rows=rows,
     )
 

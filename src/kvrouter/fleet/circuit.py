@@ -1,0 +1,154 @@
+"""A circuit: who fails again and again gets no requests for a while, then one, to see whether it is well.
+
+::
+
+    CLOSED ── so many failures in a row ──▶ OPEN ── a while ──▶ HALF_OPEN ── one request ──▶ CLOSED
+                                             ▲                      │
+                                             └── it failed: longer ─┘
+
+Two things count, each in a row: legs that brought nothing, until one brings something; and answers that broke
+off, until one comes to its end. All moments are on one monotonic clock, in seconds.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+from kvrouter.fleet.mixing import mix64
+
+JITTER = 0.25
+"""By how much of its time a circuit may close earlier, so that routers do not try a worker all at once."""
+
+_DOUBLED_MAX = 32
+
+
+class CircuitState(StrEnum):
+    """What a circuit lets through: everything, nothing, or one request."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+class Fault(StrEnum):
+    """How a leg failed that its worker is to blame for."""
+
+    LOST = "lost"
+    """It could not be sent, the engine answered that it failed, or the answer broke off."""
+    SILENT = "silent"
+    """Nothing came of it in time."""
+    KV_LOST = "kv_lost"
+    """Of a pair: the KV of the one did not reach the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitSettings:
+    """``failures`` in a row open a circuit, for ``open_s`` seconds at first; each time that the next request
+    fails too it is twice as long, up to ``open_max_s``.
+    """
+
+    failures: int
+    open_s: float
+    open_max_s: float
+
+
+class Circuit:
+    """The circuit of one worker, or of one pair. ``seed`` draws the jitter."""
+
+    __slots__ = (
+        "_begun_s",
+        "_broken",
+        "_failed_s",
+        "_is_probed",
+        "_open_until_s",
+        "_opened",
+        "_opened_s",
+        "_seed",
+        "_settings",
+        "_unanswered",
+    )
+
+    def __init__(self, settings: CircuitSettings, *, now_s: float, seed: int) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._unanswered = 0
+        self._broken = 0
+        self._opened = 0
+        self._opened_s = now_s
+        """Legs that were sent before this are not counted: they belong to what came before."""
+        self._open_until_s: float | None = None
+        self._is_probed = False
+        self._begun_s = -inf
+        self._failed_s = -inf
+
+    def state(self, now_s: float) -> CircuitState:
+        """Return what it lets through."""
+        if self._open_until_s is None:
+            return CircuitState.CLOSED
+        return CircuitState.OPEN if now_s < self._open_until_s else CircuitState.HALF_OPEN
+
+    def lets_in(self, now_s: float) -> bool:
+        """Whether a request may be sent there: of a circuit that is half open, one at a time."""
+        if self._open_until_s is None:
+            return True
+        return now_s >= self._open_until_s and not self._is_probed
+
+    @property
+    def half_open_s(self) -> float | None:
+        """When it will be, or became, half open; None while it is closed."""
+        return self._open_until_s
+
+    def take(self, now_s: float) -> bool:
+        """A request is sent there. True where it is the one that a half-open circuit lets through: whoever
+        sends it gives it back.
+        """
+        if self._open_until_s is None or not self.lets_in(now_s):
+            return False
+        self._is_probed = True
+        return True
+
+    def give_back(self) -> None:
+        """The one request has told what it could, if anything."""
+        self._is_probed = False
+
+    def begun(self, now_s: float) -> bool:
+        """A leg brought something: the circuit closes. True where it was not closed."""
+        was_open = self._open_until_s is not None
+        self._open_until_s = None
+        self._unanswered = 0
+        self._begun_s = now_s
+        return was_open
+
+    def ended(self) -> None:
+        """An answer came to its end: nothing before it counts any more. It has begun before."""
+        self._broken = 0
+        self._opened = 0
+
+    def failed(self, now_s: float, fault: Fault, *, since_s: float, has_begun: bool) -> bool:
+        """A leg failed; return whether that opened the circuit.
+
+        ``since_s`` is when it was sent, or since when it has been silent. Legs that were under way when
+        another one failed are one failure with it: they break together. Silence counts each time, and only
+        where nobody was brought anything since: a worker that is slow with one request may be at work.
+        """
+        if self.state(now_s) is CircuitState.OPEN or since_s < self._opened_s:
+            return False
+        if since_s < (self._begun_s if fault is Fault.SILENT else self._failed_s):
+            return False
+        self._failed_s = now_s
+        if has_begun:
+            self._broken += 1
+        else:
+            self._unanswered += 1
+        if self._open_until_s is None and max(self._broken, self._unanswered) < self._settings.failures:
+            return False
+        self._open(now_s)
+        return True
+
+    def _open(self, now_s: float) -> None:
+        settings = self._settings
+        open_s = min(settings.open_max_s, settings.open_s * 2.0 ** min(self._opened, _DOUBLED_MAX))
+        self._opened += 1
+        share = (mix64(self._seed + self._opened) >> 11) * 2.0**-53
+        self._opened_s = now_s
+        self._open_until_s = now_s + open_s * (1.0 - JITTER * share)

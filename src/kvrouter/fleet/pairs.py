@@ -1,0 +1,35 @@
+"""The pairs of workers that cannot hand KV on at present."""
+
+from collections.abc import Iterator
+
+from kvrouter.core.ids import WorkerId
+
+
+class PartedPairs:
+    """Prefill workers, and the decode workers that their KV does not reach."""
+
+    def __init__(self) -> None:
+        self._of: dict[WorkerId, set[WorkerId]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __iter__(self) -> Iterator[tuple[WorkerId, WorkerId]]:
+        return ((prefill, decode) for prefill, decodes in self._of.items() for decode in decodes)
+
+    def of(self, prefill: WorkerId) -> frozenset[WorkerId]:
+        """Return the decode workers that KV of this prefill worker does not reach."""
+        return frozenset(self._of.get(prefill, ()))
+
+    def put(self, prefill: WorkerId, decode: WorkerId, is_parted: bool) -> bool:
+        """Note it; return whether it is news."""
+        decodes = self._of.get(prefill, set())
+        if (decode in decodes) == is_parted:
+            return False
+        if is_parted:
+            self._of.setdefault(prefill, set()).add(decode)
+        else:
+            decodes.discard(decode)
+            if not decodes:
+                del self._of[prefill]
+        return True
