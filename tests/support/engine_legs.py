@@ -63,3 +63,18 @@ def written(
         **fields,
     }
     return leg(prompt, max_tokens=max_tokens, call=client_call(body))
+
+
+def full_leg(call: ClientCall | None = None, kind: Leg = Leg.AGGREGATED, **changes: Any) -> EngineRequest:
+    """A leg of which every part says something."""
+    request = EngineRequest(
+        request_id=RequestId("r"),
+        attempt=1,
+        leg=kind,
+        model=ModelName("public"),
+        token_ids=array("I", [5, 6, 7]),
+        sampling=Sampling(max_tokens=9, min_tokens=2, temperature=0.5, seed=3, stop_token_ids=(2,)),
+        intake="i",
+        call=call,
+    )
+    return replace(request, **changes)

@@ -257,6 +257,18 @@ def test_each_rank_has_its_own_ledger() -> None:
     assert [ledger.held() for ledger in follower.ledgers.values()] == [1, 1]
 
 
+def test_a_socket_speaks_of_so_many_ranks_and_no_more() -> None:
+    follower = _follower(can_replay=False, limits=FollowerLimits(ranks_max=2))
+    ranks = (0, 1, 2, 1)
+    commands = _live(
+        follower,
+        [(b"", seq.to_bytes(8, "big"), _payload(seq, dp_rank=rank)) for seq, rank in enumerate(ranks)],
+    )
+    (refused,) = [command for command in commands if isinstance(command, Refused)]
+    assert refused.error.param == "data_parallel_rank"
+    assert (_names(commands), set(follower.ledgers)) == ([0, 1, 3], {DpRank(0), DpRank(1)})
+
+
 def _follower(*, can_replay: bool = True, limits: FollowerLimits | None = None) -> BatchFollower:
     return BatchFollower(decode, EngineFacts(block_size=4), can_replay=can_replay, limits=limits)
 

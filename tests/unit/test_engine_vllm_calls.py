@@ -1,18 +1,18 @@
 """How vLLM is asked for each leg."""
 
 import json
-from array import array
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.ids import DpRank, ModelName, RequestId
-from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
+from kvrouter.core.ids import DpRank
+from kvrouter.core.requests import ClientCall, EngineRequest, Leg, Sampling
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.streams import Reading
 from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
+from tests.support.engine_legs import client_call as client
+from tests.support.engine_legs import full_leg as leg
 
 CHAT: dict[str, object] = {
     "model": "public",
@@ -23,29 +23,6 @@ CHAT: dict[str, object] = {
     "never_heard_of": {"a": 1.0},
 }
 COMPLETION: dict[str, object] = {"model": "public", "prompt": "hi", "stream": True, "stop": "END", "seed": 1}
-
-
-def client(body: dict[str, object], *, resumable: bool = True) -> ClientCall:
-    return ClientCall(
-        route=CallRoute.CHAT if "messages" in body else CallRoute.COMPLETION,
-        body=json.dumps(body).encode(),
-        stream=bool(body.get("stream")),
-        resumable=resumable,
-    )
-
-
-def leg(call: ClientCall | None = None, kind: Leg = Leg.AGGREGATED, **changes: Any) -> EngineRequest:
-    request = EngineRequest(
-        request_id=RequestId("r"),
-        attempt=1,
-        leg=kind,
-        model=ModelName("public"),
-        token_ids=array("I", [5, 6, 7]),
-        sampling=Sampling(max_tokens=9, min_tokens=2, temperature=0.5, seed=3, stop_token_ids=(2,)),
-        intake="i",
-        call=call,
-    )
-    return replace(request, **changes)
 
 
 def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[str, Any]]:
@@ -72,6 +49,19 @@ def test_nothing_is_added_that_the_client_asked_for_itself() -> None:
     call, body = asked(leg(client(said)))
     assert body == {**said, "model": "tiny"}
     assert call.reading == Reading(passes_raw=True)
+
+
+@pytest.mark.parametrize("several", [{"n": 2}, {"prompt": ["hi", "ho"]}, {"prompt": [[1, 2], [3]]}])
+def test_several_answers_are_not_asked_for_their_usage(several: dict[str, object]) -> None:
+    call, body = asked(leg(client({**COMPLETION, **several}, resumable=False)))
+    assert "stream_options" not in body
+    assert call.reading == Reading(passes_raw=True)
+
+
+@pytest.mark.parametrize("one", [{"n": 1}, {"n": None}, {"prompt": [1, 2]}, {"prompt": "[["}])
+def test_one_answer_is_asked_for_its_usage(one: dict[str, object]) -> None:
+    call, _ = asked(leg(client({**COMPLETION, **one}, resumable=False)))
+    assert call.reading == Reading(passes_raw=True, added_usage=True)
 
 
 def test_usage_that_the_client_does_not_want_is_asked_for_beside_its_other_options() -> None:

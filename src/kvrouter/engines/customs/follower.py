@@ -34,10 +34,12 @@ class FollowerLimits:
 
     ``waiting_batches_max``: live batches kept during a replay; when full they are let go, and the gap is
     asked for afterwards. ``remembered_batches_max``: how far back a batch that comes again is known as such.
+    ``ranks_max``: of how many ranks it may speak; what it says of more is refused.
     """
 
     waiting_batches_max: int = 8192
     remembered_batches_max: int = 16_384
+    ranks_max: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,10 +270,19 @@ class BatchFollower:
             return
         for each in engine_batches:
             dp_rank = self._facts.dp_rank if each.dp_rank is None else each.dp_rank
-            ledger = self.ledgers.get(dp_rank)
-            if ledger is None:
-                ledger = self.ledgers[dp_rank] = RankLedger(self._facts, is_partial=self._is_partial)
-            self._publish(dp_rank, ledger.take(each.events))
+            ledger = self._ledger_of(dp_rank)
+            if ledger is not None:
+                self._publish(dp_rank, ledger.take(each.events))
+
+    def _ledger_of(self, dp_rank: DpRank) -> RankLedger | None:
+        """The ledger of a rank, a new one where there is room for it."""
+        ledger = self.ledgers.get(dp_rank)
+        if ledger is None and len(self.ledgers) >= self._limits.ranks_max:
+            why = f"data_parallel_rank: {dp_rank} is one more than the {len(self.ledgers)} ranks allowed"
+            self._out.append(Refused(ProtocolError(why, param="data_parallel_rank")))
+        elif ledger is None:
+            ledger = self.ledgers[dp_rank] = RankLedger(self._facts, is_partial=self._is_partial)
+        return ledger
 
     def _lose_place(self, next_seq: int) -> None:
         """Nobody can tell what followed: begin with whatever comes."""

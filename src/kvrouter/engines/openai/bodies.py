@@ -12,6 +12,9 @@ _decoder = msgspec.json.Decoder(Body)
 _encoder = msgspec.json.Encoder()
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
+_BEGINNING_BYTES = 64
+"""So much of a value tells what kind of list it is."""
+
 
 def body_of(data: bytes) -> Body:
     """Return the fields of a call, each as it was written; raise InvalidRequest for no JSON object."""
@@ -45,6 +48,14 @@ def drop_inside(body: Body, name: str, field: str) -> None:
 def is_set_inside(body: Body, name: str, field: str) -> bool:
     """Whether the object that ``body`` holds under ``name`` says ``true`` for ``field``."""
     return name in body and bytes(_inner(body, name).get(field, b"")) == b"true"
+
+
+def has_several_answers(body: Body) -> bool:
+    """Whether a call asks for more than one answer: engines then write into each one's last event what would
+    be in the usage's, and no later word could be put back there.
+    """
+    begins = b"".join(bytes(memoryview(body.get("prompt", b""))[:_BEGINNING_BYTES]).split())
+    return begins.startswith((b'["', b"[[")) or bytes(body.get("n", b"1")) not in (b"1", b"null")
 
 
 def drop(body: Body, *names: str) -> None:

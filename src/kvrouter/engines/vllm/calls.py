@@ -9,6 +9,7 @@ from kvrouter.engines.openai.bodies import (
     bytes_of,
     drop,
     drop_inside,
+    has_several_answers,
     is_set_inside,
     put,
     put_inside,
@@ -74,7 +75,8 @@ def _as_written(
     adds_tokens = call.resumable and call.stream and "return_token_ids" not in body
     if adds_tokens:
         put(body, return_token_ids=True)
-    adds_usage = call.stream and not is_set_inside(body, "stream_options", "include_usage")
+    asks_usage = is_set_inside(body, "stream_options", "include_usage")
+    adds_usage = call.stream and not asks_usage and not has_several_answers(body)
     if adds_usage:
         put_inside(body, "stream_options", include_usage=True)
     if request.kv_transfer_params is not None:
