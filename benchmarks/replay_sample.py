@@ -208,7 +208,7 @@ def main(
         conversations=len(conversations),
         speedup=speedup,
         compression=compression,
-        ceiling=ceiling_of(conversations, block_size=fleet.models[0].block_size),
+        ceiling=ceiling_of(conversations, block_size=fleet.models[0].mock_block_size),
         domain=policy.domain,
         required=policy.enforcement is Enforcement.REQUIRED,
         modes=results,

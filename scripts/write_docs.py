@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kvrouter.config.annotations import limits_of, model_in
+from kvrouter.config.annotations import choices_of, limits_of, model_in, models_in
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.setting import Group, Kind, SettingSpec
 from kvrouter.config.tree import SETTINGS, Settings
@@ -58,6 +58,33 @@ fleet.yaml:13: workers[0].domains.zne: must be one of topology.levels (zone), no
 
 Unknown keys and keys given twice are mistakes. What can be run but was hardly meant, such as a zone with
 prefill workers and no decode worker, is a warning.
+
+## Engines that run already
+
+A group's `engine` is a mock engine, or a server that runs already, for which this is a whole file:
+
+```yaml
+version: 1
+models: [{{name: my-model, tokenizer: /models/my-model}}]
+workers: [{{name: a, engine: {{kind: vllm, url: "http://10.0.0.7:8000"}}}}]
+```
+
+`kvrouter up` opens the front door and runs a worker beside each engine, all in one process.
+`examples/fleet-engines.yaml` has two zones of prefill and decode engines. Roles, domains, taints and the
+transfer policy mean what they mean for every worker.
+
+- **What an engine can be asked is asked**: block size, context length, ranks, capacity, event sources. What
+  the file says of these is checked.
+- **An engine that contradicts the file** ends the start with exit code 2 and a line that names the engine,
+  the field and the mend: `workers[0].engine.url: http://10.0.0.7:8000: models[0].block_size: the engine's
+  blocks have 16 tokens, not 32: …`. One that answers only later is left out, told in the log
+  (`worker_refused`), and asked again every ten seconds: it may be started anew as it should be.
+- **An engine that is not up yet** holds nobody up: the door is open, `/ready` names the engines that are
+  awaited, and each joins once it answers.
+- **A key** that engines ask for is read from `KVROUTER_ENGINE_API_KEY`, and from nowhere else.
+- Groups of several kinds may share a file, and a model too where all its engines have blocks of one size. A
+  model's prefill and decode engines must be of one kind: KV goes between engines that understand each other.
+- With `--replicas` or `--nats` each engine's worker is a process of its own, as `kvrouter worker` starts one.
 """
 
 METRICS_HEAD = f"""# Metrics and log events
@@ -113,7 +140,7 @@ def fleet_page() -> str:
     """Return the page of the fleet file: one table for each kind of part."""
     parts = [FLEET_HEAD]
     for path, model in _parts_of(FleetFile, ""):
-        title = f"`{path}`" if path else "The file"
+        title = f"`{path}`{_kinds(model)}" if path else "The file"
         rows = [_fleet_row(name, field) for name, field in model.model_fields.items()]
         about = " ".join((model.__doc__ or "").split()).replace("``", "`")
         head = ("key", "default", "limits", "meaning")
@@ -121,16 +148,24 @@ def fleet_page() -> str:
     return "".join(parts)
 
 
+def _kinds(model: type[BaseModel]) -> str:
+    """Which of several parts in one place it is: those of these kinds."""
+    kind = model.model_fields.get("kind")
+    return "" if kind is None else f", `kind`: {' or '.join(choices_of(kind.annotation))}"
+
+
 def _parts_of(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
     """Yield every part of the file with its path; the settings have a page of their own."""
     yield path, model
     for name, field in model.model_fields.items():
-        inner = model_in(field.annotation)
-        if inner is None or name in Settings.model_fields:
+        inner = models_in(field.annotation)
+        if name in Settings.model_fields:
             continue
         listed = "[]" if "tuple" in str(field.annotation) else ""
         named = ".<level>" if "Mapping" in str(field.annotation) else ""
-        yield from _parts_of(inner, f"{path}.{name}{listed}{named}".lstrip("."))
+        below = f"{path}.{name}{listed}{named}".lstrip(".")
+        for part in inner:
+            yield from _parts_of(part, below)
 
 
 def _fleet_row(name: str, field: FieldInfo) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def serving(model: str, worker_id: int, *, tokenizer: str | None = MOCK_TOKENIZE
 async def announce(texts: AnnouncedTexts, *cards: WorkerCard) -> None:
     for each in cards:
         texts.on_card(each)
-    await texts.close()
+    await texts.loaded()
 
 
 async def test_a_model_is_loaded_when_its_first_worker_is_announced() -> None:

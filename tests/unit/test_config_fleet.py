@@ -41,7 +41,7 @@ def test_the_default_fleet_is_two_zones_that_kv_never_leaves() -> None:
     loaded = load_fleet(default_fleet_document())
     fleet = loaded.fleet
     assert loaded.warnings == ()
-    assert [(g.role, g.replicas, dict(g.domains)) for g in fleet.workers] == [
+    assert [(g.role, g.n_workers, dict(g.domains)) for g in fleet.workers] == [
         (Role.PREFILL, 1, {"zone": "a"}),
         (Role.DECODE, 2, {"zone": "a"}),
         (Role.PREFILL, 1, {"zone": "b"}),
@@ -88,8 +88,8 @@ def test_the_example_shows_the_default_fleet() -> None:
          "must not begin with dynamo.topology/: topology taints come from domains"),
         ("{zone: a}}", "{zone: a}, engine: {timing: {decode_liner: 1}}}",
          "9: workers[1].engine.timing.decode_liner: unknown key (did you mean decode_linear?)"),
-        ("{zone: a}}", "{zone: a}, engine: {kind: vllm}}",
-         "9: workers[1].engine.kind: must be 'mock', not 'vllm'"),
+        ("{zone: a}}", "{zone: a}, engine: {kind: tgi}}",
+         "9: workers[1].engine.kind: must be 'mock', 'vllm' or 'sglang', not 'tgi'"),
         ("{domain: zone}", "{domain: host}",
          "6: kv_transfer.domain: must be one of topology.levels (zone, rack), not 'host'"),
         ("{domain: zone}", "{domain: zone, enforcement: preferred}",

@@ -19,6 +19,7 @@ from benchmarks.replay.fleet import (
 from benchmarks.replay.synthesis import BLOCK_WORDS, scaled_tokens
 from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, read_sample
 from benchmarks.replay_sample import FLEET, MODES, SAMPLE, parse_modes
+from kvrouter.assembly.described import mock_engine
 from kvrouter.config import FleetFile, MockEngineSpec, load_fleet, read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
@@ -128,7 +129,7 @@ def fleet() -> FleetFile:
 def test_the_fleet_has_four_workers_of_each_role_in_two_zones_and_requires_the_zone(fleet: FleetFile) -> None:
     workers = Counter[tuple[Role, str]]()
     for group in fleet.workers:
-        workers[group.role, group.domains["zone"]] += group.replicas
+        workers[group.role, group.domains["zone"]] += group.n_workers
     assert workers == {(role, zone): 2 for role in (Role.PREFILL, Role.DECODE) for zone in ("a", "b")}
     policy = transfer_policy(fleet)
     assert (policy.domain, policy.enforcement) == ("zone", Enforcement.REQUIRED)
@@ -137,7 +138,7 @@ def test_the_fleet_has_four_workers_of_each_role_in_two_zones_and_requires_the_z
 def test_a_scaled_prompt_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFile) -> None:
     scale = TRACE_BLOCK_TOKENS // BLOCK_WORDS
     usual = MockEngineSpec()
-    for engine in (group.engine for group in fleet.workers):
+    for engine in map(mock_engine, fleet.workers):
         assert engine.max_num_batched_tokens * scale == usual.max_num_batched_tokens
         assert engine.kv_bytes_per_token == usual.kv_bytes_per_token * scale
         assert engine.timing.prefill_linear == pytest.approx(usual.timing.prefill_linear * scale)
@@ -151,12 +152,12 @@ def test_a_scaled_prompt_costs_what_its_tokens_cost_in_the_trace(fleet: FleetFil
 def test_every_row_fits_into_a_worker_and_the_sample_into_no_role(fleet: FleetFile) -> None:
     rows = read_sample(SAMPLE)
     model = fleet.models[0]
-    blocks = fleet.workers[0].engine.total_kv_blocks
+    blocks = mock_engine(fleet.workers[0]).total_kv_blocks
     longest_tokens = max(scaled_tokens(row.input_tokens) + scaled_tokens(row.output_tokens) for row in rows)
-    assert longest_tokens < model.context_length
-    assert longest_tokens / model.block_size < blocks
+    assert longest_tokens < model.mock_context_length
+    assert longest_tokens / model.mock_block_size < blocks
     different_tokens = BLOCK_WORDS * len({block for row in rows for block in row.full_block_ids})
-    assert different_tokens / model.block_size > 4 * blocks
+    assert different_tokens / model.mock_block_size > 4 * blocks
 
 
 def test_a_fleet_file_comes_back_as_it_was_written(fleet: FleetFile, tmp_path: Path) -> None:

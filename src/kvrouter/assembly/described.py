@@ -7,7 +7,15 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from kvrouter.assembly.texts import MOCK_TOKENIZER
-from kvrouter.config import Document, FleetFile, Handoff, LinkSpec, TopologySpec, WorkerGroup
+from kvrouter.config import (
+    Document,
+    FleetFile,
+    Handoff,
+    LinkSpec,
+    MockEngineSpec,
+    TopologySpec,
+    WorkerGroup,
+)
 from kvrouter.config.problems import config_error, problem_of
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
@@ -16,32 +24,56 @@ from kvrouter.text.encode_pool import EncodePool
 from kvrouter.text.model import TextModel
 from kvrouter.text.words import FIRST_WORD_ID, MOCK_FOLDER, mock_words
 from kvrouter.topology import Link, LinkTable
+from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
 
 def numbered_workers(fleet: FleetFile) -> Iterator[tuple[WorkerId, WorkerGroup]]:
     """Every worker of the file with its id: they count from 1 in the order of the file."""
     number = 0
     for group in fleet.workers:
-        for _ in range(group.replicas):
+        for _ in range(group.n_workers):
             number += 1
             yield WorkerId(number), group
 
 
+def mock_workers(fleet: FleetFile) -> Iterator[tuple[WorkerId, WorkerGroup]]:
+    """Those of the file's workers whose engines are mock engines."""
+    for worker_id, group in numbered_workers(fleet):
+        if isinstance(group.engine, MockEngineSpec):
+            yield worker_id, group
+
+
+def mock_engine(group: WorkerGroup) -> MockEngineSpec:
+    """The group's engine, where it is known to be a mock engine."""
+    if not isinstance(group.engine, MockEngineSpec):
+        raise TypeError(f"group {group.name!r} has no mock engines")
+    return group.engine
+
+
+def tokenizer_folder(tokenizer: str) -> Path:
+    """The folder that a model's ``tokenizer`` stands for."""
+    return MOCK_FOLDER if tokenizer == MOCK_TOKENIZER else Path(tokenizer)
+
+
 def load_texts(fleet: FleetFile, pool: EncodePool) -> dict[ModelName, TextModel]:
-    """Tokenizer and chat template of each model; raise ConfigError for a folder that has none."""
+    """Tokenizer and chat template of each model that mock engines serve; raise ConfigError for a folder that
+    has none.
+    """
+    served = {fleet.model_of(group).name for _, group in mock_workers(fleet)}
     return {
         ModelName(model.name): TextModel.load(
-            MOCK_FOLDER if model.tokenizer == MOCK_TOKENIZER else Path(model.tokenizer),
-            context_length_tokens=model.context_length,
+            tokenizer_folder(model.mock_tokenizer),
+            context_length_tokens=model.mock_context_length,
             pool=pool,
         )
         for model in fleet.models
+        if model.name in served
     }
 
 
 def bootstraps(group: WorkerGroup) -> bool:
-    """Whether the group's workers hand KV on at a meeting place that both legs are told."""
-    return group.role is Role.PREFILL and group.engine.handoff is Handoff.BOOTSTRAP
+    """Whether the group's mock workers hand KV on at a meeting place that both legs are told."""
+    return group.role is Role.PREFILL and mock_engine(group).handoff is Handoff.BOOTSTRAP
 
 
 def worker_card(
@@ -53,26 +85,26 @@ def worker_card(
     address: str,
     bootstrap: Peer | None,
 ) -> WorkerCard:
-    """What the worker publishes; ``bootstrap`` is where its handoffs meet, where they do."""
-    model = fleet.model_of(group)
+    """What a mock worker publishes; ``bootstrap`` is where its handoffs meet, where they do."""
+    model, engine = fleet.model_of(group), mock_engine(group)
     return WorkerCard(
         worker_id=worker_id,
         incarnation=incarnation,
         model=ModelName(model.name),
         role=group.role,
-        block_size=model.block_size,
-        context_length=model.context_length,
+        block_size=model.mock_block_size,
+        context_length=model.mock_context_length,
         address=address,
-        dp_size=group.dp_size,
+        dp_size=group.dp_size or 1,
         component="prefill" if group.role is Role.PREFILL else "backend",
         serves=ModelType.Prefill if group.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
-        publishes_kv_events=group.engine.kv_events,
+        publishes_kv_events=engine.kv_events,
         runtime_config=replace(
             placed_config(fleet, group),
-            total_kv_blocks=group.engine.total_kv_blocks,
-            max_num_seqs=group.engine.max_num_seqs,
-            max_num_batched_tokens=group.engine.max_num_batched_tokens,
-            kv_bytes_per_token=group.engine.kv_bytes_per_token,
+            total_kv_blocks=engine.total_kv_blocks,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            kv_bytes_per_token=engine.kv_bytes_per_token,
             bootstrap_host=None if bootstrap is None else bootstrap.host,
             bootstrap_port=None if bootstrap is None else bootstrap.port,
         ),
@@ -92,16 +124,22 @@ def placed_config(fleet: FleetFile, group: WorkerGroup) -> ModelRuntimeConfig:
     )
 
 
+def contract_of(group: WorkerGroup) -> TopologyEnv | None:
+    """The topology contract of a group's workers, where the file has one. Raises ConfigError."""
+    contract = {str(name): value for name, value in group.topology_env.items()}
+    return parse_topology_env(contract) if contract else None
+
+
 def mock_config(
     fleet: FleetFile, group: WorkerGroup, worker_id: WorkerId, text: TextModel, *, bootstrap: Peer | None
 ) -> MockConfig:
     """The engine that the file describes; it answers in words where the tokenizer is the mock's."""
-    engine = group.engine
+    engine = mock_engine(group)
     eos_ids = sorted(text.tokenizer.eos_ids)
     return MockConfig(
         role=group.role,
-        block_size=fleet.model_of(group).block_size,
-        dp_size=group.dp_size,
+        block_size=fleet.model_of(group).mock_block_size,
+        dp_size=group.dp_size or 1,
         timing=Timing(**engine.timing.model_dump()),
         bootstrap_host=None if bootstrap is None else bootstrap.host,
         bootstrap_port=None if bootstrap is None else bootstrap.port,
@@ -115,7 +153,7 @@ def mock_config(
 
 
 def _answer_ids(fleet: FleetFile, group: WorkerGroup, text: TextModel) -> tuple[int, ...]:
-    if fleet.model_of(group).tokenizer == MOCK_TOKENIZER:
+    if fleet.model_of(group).mock_tokenizer == MOCK_TOKENIZER:
         return tuple(range(FIRST_WORD_ID, FIRST_WORD_ID + len(mock_words())))
     return tuple(sorted(set(range(text.tokenizer.vocab_size)) - text.tokenizer.special_ids))
 

@@ -11,6 +11,7 @@ from kvrouter.core.ids import ModelName
 from kvrouter.frontend.app import FrontDoor
 from kvrouter.frontend.door import Door
 from kvrouter.frontend.http import HttpServer
+from kvrouter.frontend.readiness import Awaited, nobody_awaited
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
@@ -51,9 +52,12 @@ async def open_door(
     settings: FrontendSettings,
     telemetry: Telemetry,
     sockets: list[socket],
+    awaited: Awaited = nobody_awaited,
 ) -> AsyncIterator[OpenDoor]:
-    """Start the router and serve it on ``sockets``, which are bound already. Raises CannotListen."""
-    door = FrontDoor(service, texts, settings=settings, telemetry=telemetry)
+    """Start the router and serve it on ``sockets``, which are bound already; ``awaited`` tells of engines
+    that are to come. Raises CannotListen.
+    """
+    door = FrontDoor(service, texts, settings=settings, telemetry=telemetry, awaited=awaited)
     try:
         async with serving(service, door, settings=settings, sockets=sockets) as server:
             yield OpenDoor(service, server, telemetry)

@@ -82,7 +82,7 @@ async def frontend(
                 yield door
             stop_texts()
     finally:
-        await texts.close()
+        await texts.loaded()
         pool.close()
 
 

@@ -2,20 +2,25 @@
 
 import asyncio
 import logging
+import math
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import uvloop
 
 from kvrouter.assembly.address import claimed, explained
+from kvrouter.assembly.described import numbered_workers
+from kvrouter.assembly.described_engines import engine_lines, tokenizer_folders, worker_arguments
 from kvrouter.assembly.family import Family
 from kvrouter.assembly.lifetime import told_to_stop
 from kvrouter.assembly.nats import nameable
@@ -28,7 +33,8 @@ from kvrouter.telemetry import Event, log_event
 logger = logging.getLogger("kvrouter.up")
 
 READY_WITHIN_S = 120.0
-"""How long all processes may take to start; a machine with few cores starts many of them slowly."""
+"""How long all processes may take to start; a machine with few cores starts many of them slowly. Engines that
+run already may be loading their models, and are waited for without a limit."""
 
 STOP_LIMIT_S = 15.0
 """How long a worker, or nats-server, may take to end once it was told to; then it is killed."""
@@ -38,13 +44,39 @@ NATS_LOG_MAX_BYTES = 1 << 20
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
+class WorkerCommand(NamedTuple):
+    """One worker as a process: its name, the arguments of ``kvrouter``, and what its environment has more."""
+
+    name: str
+    arguments: Sequence[str]
+    environ: Mapping[str, str]
+
+
+def worker_commands(fleet: FleetFile, file: Path) -> list[WorkerCommand]:
+    """The workers of a fleet file as processes."""
+    lines = {line.worker_id: line for line in engine_lines(fleet)}
+    seen = Counter[str]()
+    found = []
+    for worker_id, group in numbered_workers(fleet):
+        name, index = f"worker {group.name}/{seen[group.name]}", seen[group.name]
+        seen[group.name] += 1
+        if worker_id in lines:
+            contract = {str(variable): value for variable, value in group.topology_env.items()}
+            found.append(WorkerCommand(name, worker_arguments(fleet, lines[worker_id]), contract))
+        else:
+            of_file = ["worker", "mock", "--fleet", str(file), "--group", group.name, "--index", str(index)]
+            found.append(WorkerCommand(name, of_file, {}))
+    return found
+
+
 def serve_many(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
     return uvloop.run(_serve(settings, fleet, file, replicas=replicas, with_nats=with_nats))
 
 
 async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: int, with_nats: bool) -> int:
-    workers = [(group.name, index) for group in fleet.workers for index in range(group.replicas)]
+    tokenizer_folders(fleet)  # a mistake is told here, and not by each worker again and again
+    workers = worker_commands(fleet, file)
     log_event(logger, Event.START, version=installed_version(), workers=len(workers))
     family = Family(prefix_lines=settings.log.log_format is LogFormat.TEXT)
     async with AsyncExitStack() as stack:
@@ -63,11 +95,13 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
         run = settings.model_copy(update={"planes": planes, "router": router})
         environ = {**os.environ, **environment_of(run, "planes", "log")}
         try:
-            for group, index in workers:
+            for worker in workers:
                 await family.start(
-                    f"worker {group}/{index}", _command("worker", "mock", "--fleet", str(file), "--group",
-                    group, "--index", str(index)), environ, standby=("--standby",),
-                )  # fmt: skip
+                    worker.name,
+                    _command(*worker.arguments),
+                    {**environ, **worker.environ},
+                    standby=("--standby",),
+                )
             for port in ports:
                 front = run.frontend.model_copy(update={"http_port": port})
                 of_front = environment_of(
@@ -78,7 +112,10 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
                     _command("frontend", "--config", str(file)),
                     {**os.environ, **of_front},
                 )
-            ready = asyncio.gather(*(_until_ready(settings.frontend.http_host, port) for port in ports))
+            within_s = math.inf if any(engine_lines(fleet)) else READY_WITHIN_S
+            ready = asyncio.gather(
+                *(_until_ready(settings.frontend.http_host, port, within_s) for port in ports)
+            )
             told = asyncio.ensure_future(stopping.wait())
             await asyncio.wait((ready, told), return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
@@ -121,14 +158,14 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvrouter.cli", *arguments]
 
 
-async def _until_ready(host: str, port: int) -> None:
+async def _until_ready(host: str, port: int, within_s: float) -> None:
     """Wait until the frontend says that it may be sent requests."""
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + READY_WITHIN_S
+    until_s = loop.time() + within_s
     while not await asyncio.to_thread(_is_ready, host, port):
         if loop.time() > until_s:
             raise ConfigError(
-                f"the frontend on port {port} was not ready in {READY_WITHIN_S:g} s: its lines above say why"
+                f"the frontend on port {port} was not ready in {within_s:g} s: its lines above say why"
             )
         await asyncio.sleep(0.2)
 

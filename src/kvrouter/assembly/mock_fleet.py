@@ -1,4 +1,4 @@
-"""A fleet file's workers, each a mock engine in this process, on memory planes."""
+"""A fleet file's mock engines and their workers in this process, on memory planes."""
 
 import asyncio
 from collections.abc import Mapping
@@ -6,11 +6,12 @@ from typing import Self
 
 from kvrouter.assembly.described import (
     bootstraps,
+    contract_of,
     link_level,
     load_texts,
     mock_config,
     mock_links,
-    numbered_workers,
+    mock_workers,
     worker_card,
 )
 from kvrouter.assembly.mock_account import tell_mock_account
@@ -25,22 +26,22 @@ from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
 from kvrouter.text.encode_pool import EncodePool
 from kvrouter.worker import Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
-from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
+from kvrouter.worker.topology_env import TopologyEnv
 
 BOOTSTRAP_PORT = 8998
 """Mock engines of one process meet by host, port and room; nothing listens there."""
 
 
 class MockFleet:
-    """All workers of a fleet file. Use it as an async context manager: inside, they serve."""
+    """All mock workers of a fleet file. Use it as an async context manager: inside, they serve."""
 
     def __init__(self, fleet: FleetFile) -> None:
         self.fleet = fleet
         self.discovery = MemoryDiscovery()
         self.events = MemoryEventPlane()
         self.requests = MemoryRequestPlane()
-        self._encode_pool = EncodePool(off_loop_chars=fleet.frontend.tokenize_inline_max_chars)
-        self.texts = load_texts(fleet, self._encode_pool)
+        self.encode_pool = EncodePool(off_loop_chars=fleet.frontend.tokenize_inline_max_chars)
+        self.texts = load_texts(fleet, self.encode_pool)
         self.cluster = MockCluster(speedup=fleet.speedup, links=mock_links(fleet))
         self.workers: dict[WorkerId, Worker] = {}
         self._engines: dict[WorkerId, MockEngineHandle] = {}
@@ -48,7 +49,7 @@ class MockFleet:
     async def __aenter__(self) -> Self:
         try:
             async with asyncio.TaskGroup() as starting:
-                for worker_id, group in numbered_workers(self.fleet):
+                for worker_id, group in mock_workers(self.fleet):
                     starting.create_task(self._start(worker_id, group))
         except* KvrouterError as group_error:
             await self._stop()
@@ -63,11 +64,10 @@ class MockFleet:
             await worker.stop()
         await self.requests.close()
         tell_mock_account(self.cluster)
-        self._encode_pool.close()
+        self.encode_pool.close()
 
     async def _start(self, worker_id: WorkerId, group: WorkerGroup) -> None:
-        contract = {str(name): value for name, value in group.topology_env.items()}
-        topology = parse_topology_env(contract) if contract else None
+        topology = contract_of(group)
         domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
         worker = self._make_worker(worker_id, group, domains, topology)
         await worker.start()

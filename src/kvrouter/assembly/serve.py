@@ -2,19 +2,24 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import uvloop
 
 from kvrouter.assembly.address import claimed
 from kvrouter.assembly.described import link_table
+from kvrouter.assembly.described_engines import tokenizer_folders
 from kvrouter.assembly.door import OpenDoor, open_door
-from kvrouter.assembly.lifetime import settle_memory, told_to_stop
+from kvrouter.assembly.fleet_engines import AttachedFleet, MemoryPlanes
+from kvrouter.assembly.lifetime import ToldToStop, settle_memory, told_to_stop, unless_told
 from kvrouter.assembly.mock_fleet import MockFleet
 from kvrouter.assembly.router import build_service
+from kvrouter.assembly.texts import AnnouncedTexts
 from kvrouter.config import FleetFile, Settings
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE
 from kvrouter.config.version import installed_version
 from kvrouter.telemetry import Event, Telemetry, log_event
 
@@ -26,18 +31,25 @@ class Embedded(OpenDoor):
     """Everything of one ``kvrouter up``."""
 
     fleet: MockFleet
+    attached: AttachedFleet
 
 
 @asynccontextmanager
-async def embedded(settings: Settings, fleet: FleetFile) -> AsyncIterator[Embedded]:
-    """Serve a fleet of mock engines behind one front door, on this event loop.
+async def embedded(
+    settings: Settings, fleet: FleetFile, *, engine_key: str | None = None
+) -> AsyncIterator[Embedded]:
+    """Serve a fleet file's engines behind one front door, on this event loop: mock engines in this process,
+    and a worker beside each engine that runs already, which is given ``engine_key`` where it asks for one.
 
-    Raises CannotListen, before any worker starts, when the front door's address cannot be had.
+    Raises CannotListen, before any worker starts, when the front door's address cannot be had, and
+    ConfigError for engines that contradict the file.
     """
     front = settings.frontend
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
+    folders = tokenizer_folders(fleet)
     async with claimed(front.http_host, front.http_port) as sockets, MockFleet(fleet) as mock:
+        planes = MemoryPlanes(mock.discovery, mock.events, mock.requests)
         service = build_service(
             settings.router,
             plane=mock.requests,
@@ -46,14 +58,27 @@ async def embedded(settings: Settings, fleet: FleetFile) -> AsyncIterator[Embedd
             telemetry=telemetry,
             links=link_table(fleet),
         )
-        async with open_door(
-            service, mock.texts, settings=front, telemetry=telemetry, sockets=sockets
-        ) as door:
-            yield Embedded(door.service, door.server, door.telemetry, mock)
+        texts = AnnouncedTexts(folders, mock.encode_pool, mock.texts)
+        stop_texts = await mock.discovery.watch(texts.on_card, texts.on_gone)
+        try:
+            async with AttachedFleet(fleet, settings, planes, engine_key=engine_key) as attached:
+                await texts.loaded()
+                async with open_door(
+                    service,
+                    texts,
+                    settings=front,
+                    telemetry=telemetry,
+                    sockets=sockets,
+                    awaited=attached.awaited,
+                ) as door:
+                    yield Embedded(door.service, door.server, door.telemetry, mock, attached)
+        finally:
+            stop_texts()
+            await texts.loaded()
 
 
 def serve(settings: Settings, fleet: FleetFile) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen."""
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen, ConfigError."""
     return uvloop.run(_serve(settings, fleet))
 
 
@@ -63,11 +88,18 @@ async def _serve(settings: Settings, fleet: FleetFile) -> int:
         Event.START,
         version=installed_version(),
         models=",".join(model.name for model in fleet.models),
-        workers=sum(group.replicas for group in fleet.workers),
+        workers=sum(group.n_workers for group in fleet.workers),
     )
-    with told_to_stop() as stopping:
-        async with embedded(settings, fleet) as system:
-            await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
+    engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
+    async with AsyncExitStack() as stack:
+        stopping = stack.enter_context(told_to_stop())
+        try:
+            async with unless_told(stopping):
+                system = await stack.enter_async_context(embedded(settings, fleet, engine_key=engine_key))
+        except ToldToStop:
+            log_event(logger, Event.STOP)
+            return 0
+        await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
     return 0
 
 

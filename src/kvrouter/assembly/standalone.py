@@ -144,7 +144,7 @@ async def standalone(
                     door.close()
             stop_texts()
     finally:
-        await texts.close()
+        await texts.loaded()
         pool.close()
 
 

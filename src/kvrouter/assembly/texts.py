@@ -27,14 +27,20 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
     """Loads a model's tokenizer when its first worker is announced, off the event loop.
 
     ``folders`` are this host's own, by model; without one the folder that the worker's card names is read.
+    ``texts`` are loaded already.
     A model whose tokenizer cannot be loaded has workers and no text: its requests are refused, and the next
     announcement tries again.
     """
 
-    def __init__(self, folders: Mapping[ModelName, Path], pool: EncodePool) -> None:
+    def __init__(
+        self,
+        folders: Mapping[ModelName, Path],
+        pool: EncodePool,
+        texts: Mapping[ModelName, TextModel] | None = None,
+    ) -> None:
         self._folders = folders
         self._pool = pool
-        self._texts: dict[ModelName, TextModel] = {}
+        self._texts: dict[ModelName, TextModel] = dict(texts or {})
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
         self._model_of: dict[WorkerId, tuple[Epoch, ModelName]] = {}
 
@@ -94,7 +100,7 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         finally:
             del self._loading[card.model]
 
-    async def close(self) -> None:
+    async def loaded(self) -> None:
         """Wait for what is being loaded."""
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
 

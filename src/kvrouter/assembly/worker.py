@@ -11,9 +11,11 @@ from msgspec.structs import replace
 
 from kvrouter.assembly.described import (
     bootstraps,
+    contract_of,
     link_level,
     load_texts,
     mock_config,
+    mock_engine,
     mock_links,
     numbered_workers,
     worker_card,
@@ -25,7 +27,7 @@ from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.assembly.tls import advertised, tls_of
 from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
-from kvrouter.config import FleetFile, Settings, WorkerGroup
+from kvrouter.config import FleetFile, MockEngineSpec, Settings, WorkerGroup
 from kvrouter.config.one_worker import worker_id_of
 from kvrouter.config.static_endpoint import STATIC_INCARNATION
 from kvrouter.core.errors import ConfigError
@@ -79,9 +81,15 @@ class MockWorkerSpec:
         found = groups.get(group) if group is not None else fleet.workers[0]
         if found is None:
             raise ConfigError(f"--group: must be one of {', '.join(groups)}, not {group!r}", param="group")
-        if not 0 <= index < found.replicas:
+        if not isinstance(found.engine, MockEngineSpec):
             raise ConfigError(
-                f"--index: group {found.name!r} has workers 0 to {found.replicas - 1}, not {index}",
+                f"--group: {found.name!r} has no mock engines: its workers are started with "
+                f"kvrouter worker {found.engine.kind} --url …",
+                param="group",
+            )
+        if not 0 <= index < found.n_workers:
+            raise ConfigError(
+                f"--index: group {found.name!r} has workers 0 to {found.n_workers - 1}, not {index}",
                 param="index",
             )
         if worker_id is None and numbered:
@@ -152,7 +160,7 @@ async def mock_worker(
             settings,
             component=component,
             has_local_indexer=spec.enable_local_indexer,
-            publishes_kv_events=group.engine.kv_events,
+            publishes_kv_events=mock_engine(group).kv_events,
             is_static=spec.is_static,
             on_lost=on_lost,
         ) as wires:
@@ -174,7 +182,7 @@ async def mock_worker(
                     namespace=planes.namespace,
                     event_source=wires.events.source,
                     publishes_kv_events=card.publishes_kv_events and not spec.is_static,
-                    tokenizer=_tokenizer(model.tokenizer),
+                    tokenizer=_tokenizer(model.mock_tokenizer),
                     runtime_config=replace(
                         card.runtime_config, enable_local_indexer=spec.enable_local_indexer
                     ),
@@ -233,10 +241,7 @@ def serve_mock_worker(
 def _topology(group: WorkerGroup, environ: Mapping[str, str]) -> TopologyEnv | None:
     """The contract of the worker's own environment, else that of its group; None when neither has one."""
     own = parse_topology_env(environ)
-    if own.enabled:
-        return own
-    contract = {str(name): value for name, value in group.topology_env.items()}
-    return parse_topology_env(contract) if contract else None
+    return own if own.enabled else contract_of(group)
 
 
 def _cluster(settings: Settings, fleet: FleetFile) -> MockCluster:

@@ -176,7 +176,7 @@ def fleet_check(file: Path) -> None:
     loaded = load_fleet(read_document(file))
     warn(loaded.warnings)
     fleet = loaded.fleet
-    workers = sum(group.replicas for group in fleet.workers)
+    workers = sum(group.n_workers for group in fleet.workers)
     policy = fleet.kv_transfer
     kept = f"KV {policy.enforcement.value} on {policy.domain}" if policy else "no transfer policy"
     names = ", ".join(model.name for model in fleet.models)

@@ -3,18 +3,16 @@
 from kvrouter.config.document import Document, parse_document, read_document
 from kvrouter.config.fleet import (
     FleetFile,
-    Handoff,
     KvTransferSpec,
     LinkSpec,
     LinksSpec,
-    MockEngineSpec,
-    MockTiming,
     ModelSpec,
     PairLink,
     TopologySpec,
     WorkerGroup,
 )
 from kvrouter.config.fleet_checks import LoadedFleet, default_fleet_document, load_fleet
+from kvrouter.config.fleet_engines import AttachedEngineSpec, Handoff, MockEngineSpec, MockTiming
 from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.sources import Loaded, load_settings
@@ -22,6 +20,7 @@ from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSetti
 from kvrouter.topology import MismatchPolicy
 
 __all__ = [
+    "AttachedEngineSpec",
     "DiscoveryBackend",
     "Document",
     "EventPlaneKind",

@@ -60,8 +60,26 @@ def _limit(bound: object) -> str:
             return ""
 
 
+def models_in(annotation: object) -> tuple[type[BaseModel], ...]:
+    """Return the models inside an optional, a list, a mapping or a union of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return (annotation,)
+    return tuple(found for arg in get_args(annotation) for found in models_in(arg))
+
+
 def model_in(annotation: object) -> type[BaseModel] | None:
     """Return the model inside an optional, a list or a mapping of it; None when there is none."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := model_in(arg))), None)
+    return next(iter(models_in(annotation)), None)
+
+
+def model_tagged(field: FieldInfo, tag: object) -> type[BaseModel] | None:
+    """Return the model of a union that ``tag`` picks; None when the field is no such union, or knows no such
+    tag.
+    """
+    name = field.discriminator
+    if not isinstance(name, str):
+        return None
+    for model in models_in(field.annotation):
+        if tag in choices_of(model.model_fields[name].annotation):
+            return model
+    return None

@@ -2,28 +2,44 @@
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from annotated_types import Interval, MaxLen, MinLen
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints
+from pydantic import AfterValidator, StringConstraints
 from pydantic_core import PydanticCustomError
 
+from kvrouter.config.fleet_engines import (
+    MOCK,
+    MOCK_BLOCK_SIZE,
+    MOCK_CONTEXT_LENGTH,
+    AttachedEngineSpec,
+    EngineSpec,
+    MockEngineSpec,
+)
+from kvrouter.config.fleet_part import Part
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.router import KvRouterConfig
-from kvrouter.config.setting import Finite, Fraction, NonNegative, Positive, PositiveCount, Switch, Whole
+from kvrouter.config.setting import Finite, Fraction, NonNegative, Positive, Whole
 from kvrouter.config.tree import FrontendSettings, LogSettings
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
 from kvrouter.topology import ACROSS_LINK, SAME_LEVEL_LINK, Link
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?")
+_MODEL = re.compile(r"[A-Za-z0-9/.]([A-Za-z0-9._/:@+-]*[A-Za-z0-9])?")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise PydanticCustomError("name", "must be letters, digits and ._/- between letters or digits")
+    return name
+
+
+def _check_model_name(name: str) -> str:
+    if not _MODEL.fullmatch(name):
+        raise PydanticCustomError(
+            "name", "must be letters, digits and ._/:@+-, and end in neither of these signs"
+        )
     return name
 
 
@@ -34,7 +50,10 @@ def _check_domain_name(name: str) -> str:
 
 
 Name = Annotated[str, MaxLen(253), AfterValidator(_check_name)]
-"""What a model or a group of workers is called."""
+"""What a group of workers is called."""
+
+ModelText = Annotated[str, MaxLen(253), AfterValidator(_check_model_name)]
+"""What a model is called: often the folder or the name on a hub that an engine loaded it from."""
 
 DomainName = Annotated[str, MaxLen(63), AfterValidator(_check_domain_name)]
 """What a topology domain is called: the form that Kubernetes accepts."""
@@ -59,31 +78,41 @@ REPLICAS_MAX = 1024
 """How many workers one group may have."""
 
 
-class _Part(BaseModel):
-    """A part of the fleet file: frozen, without unknown keys."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
-    )
-
-
-class ModelSpec(_Part):
+class ModelSpec(Part):
     """A model that the fleet serves."""
 
-    name: Name
-    """What clients put into ``model``."""
+    name: ModelText
+    """What clients put into ``model``, and the name under which engines that run already serve it."""
 
-    tokenizer: Annotated[str, MinLen(1)] = "mock"
-    """``mock``, or a folder with ``tokenizer.json`` and ``tokenizer_config.json``."""
+    tokenizer: Annotated[str, MinLen(1)] | None = None
+    """``mock``, or a folder with ``tokenizer.json`` and ``tokenizer_config.json``. Unset: ``mock`` for mock
+    engines, and the folder that an engine that runs already has loaded its own from, where it is here too."""
 
-    block_size: Annotated[Whole, Interval(ge=1, le=4096)] = 64
-    """Tokens in one KV block, on every worker of the model."""
+    block_size: Annotated[Whole, Interval(ge=1, le=4096)] | None = None
+    """Tokens in one KV block, on every worker of the model. Unset: 64 for mock engines, and what engines that
+    run already say; what is said here must be what they say."""
 
-    context_length: Annotated[Whole, Interval(ge=1, le=16_777_216)] = 32_768
-    """Tokens of prompt and answer together; a longer prompt is refused."""
+    context_length: Annotated[Whole, Interval(ge=1, le=16_777_216)] | None = None
+    """Tokens of prompt and answer together; a longer prompt is refused. Unset: 32,768 for mock engines, and
+    what engines that run already say; here it may be less."""
+
+    @property
+    def mock_block_size(self) -> int:
+        """Tokens in one KV block of its mock engines."""
+        return self.block_size or MOCK_BLOCK_SIZE
+
+    @property
+    def mock_context_length(self) -> int:
+        """Tokens of prompt and answer together that its mock engines take."""
+        return self.context_length or MOCK_CONTEXT_LENGTH
+
+    @property
+    def mock_tokenizer(self) -> str:
+        """What its text is tokenized with where mock engines serve it: ``mock``, or a folder."""
+        return self.tokenizer or MOCK
 
 
-class LinkSpec(_Part):
+class LinkSpec(Part):
     """One link: seconds until the first byte, and bytes a second from then on, shared by its transfers."""
 
     latency_s: NonNegative
@@ -107,7 +136,7 @@ def _spec(link: Link) -> LinkSpec:
     return LinkSpec(latency_s=link.latency_s, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
 
 
-class LinksSpec(_Part):
+class LinksSpec(Part):
     """How fast KV travels between two workers, by the narrowest level that they share."""
 
     within: Mapping[DomainName, LinkSpec] = {}
@@ -120,7 +149,7 @@ class LinksSpec(_Part):
     """Links that were measured between two places."""
 
 
-class TopologySpec(_Part):
+class TopologySpec(Part):
     """The levels at which workers are placed, and the links between them."""
 
     levels: Annotated[tuple[DomainName, ...], MaxLen(16)] = ()
@@ -138,7 +167,7 @@ class TopologySpec(_Part):
         return LinksSpec(within=dict.fromkeys(self.levels, _spec(SAME_LEVEL_LINK)))
 
 
-class KvTransferSpec(_Part):
+class KvTransferSpec(Part):
     """The transfer policy that every worker of the fleet publishes."""
 
     domain: DomainName
@@ -152,110 +181,23 @@ class KvTransferSpec(_Part):
     """How strong the preference is, under ``preferred`` only."""
 
 
-class Handoff(StrEnum):
-    """How a decode worker learns where the KV of a prefill waits."""
-
-    BOOTSTRAP = "bootstrap"
-    SYNCHRONOUS = "synchronous"
-
-
-class MockTiming(_Part):
-    """The timing formula of a mock engine, in milliseconds.
-
-    Computing t prompt tokens takes ``prefill_quadratic·t² + prefill_linear·t + prefill_base``, decoding one
-    token for every running request ``max(decode_min, decode_quadratic·u² + decode_linear·u + decode_base)``,
-    where u is the share of KV blocks in use; a step takes the sum of what it does. The figures are those of
-    Dynamo's mocker (vLLM backend) as observed in ai-dynamo-runtime 1.6.1.
-    """
-
-    prefill_quadratic: NonNegative = 4.209989e-7
-    """Milliseconds for each squared prompt token of a step."""
-
-    prefill_linear: NonNegative = 1.518344e-2
-    """Milliseconds for each prompt token of a step."""
-
-    prefill_base: NonNegative = 16.50142
-    """Milliseconds for a step that prefills anything."""
-
-    decode_quadratic: Finite = -25.74
-    """Milliseconds for the squared share of blocks in use."""
-
-    decode_linear: Finite = 54.01
-    """Milliseconds for the share of blocks in use."""
-
-    decode_base: Finite = 5.74
-    """Milliseconds for a step that decodes anything."""
-
-    decode_min: Positive = 1.0
-    """Milliseconds that a step that decodes takes at least."""
-
-
-class MockEngineSpec(_Part):
-    """A mock engine: an engine without a GPU, with the batching, the cache and the timing of a real one."""
-
-    kind: Literal["mock"] = "mock"
-    """Which engine it is."""
-
-    total_kv_blocks: PositiveCount = 16_384
-    """KV blocks of one data-parallel rank."""
-
-    max_num_seqs: PositiveCount = 256
-    """Sequences in one batch."""
-
-    max_num_batched_tokens: PositiveCount = 8192
-    """New tokens in one step."""
-
-    max_waiting_seqs: PositiveCount = 4096
-    """Sequences that wait for the batch; more are refused."""
-
-    kv_bytes_per_token: PositiveCount = 131_072
-    """Bytes of KV for one token; 131,072 is an 8 B model with grouped-query attention in 16 bits."""
-
-    prefix_caching: Switch = True
-    """Keep the blocks of finished requests for later ones."""
-
-    chunked_prefill: Switch = True
-    """Prefill long prompts over several steps."""
-
-    kv_events: Switch = True
-    """Publish KV events."""
-
-    engine_hashing: EngineHashing = EngineHashing.DETERMINISTIC
-    """What it calls its blocks in KV events."""
-
-    handoff: Handoff = Handoff.BOOTSTRAP
-    """How prefill and decode meet; read on prefill workers."""
-
-    kv_load_failure_policy: KvLoadFailurePolicy = KvLoadFailurePolicy.FAIL
-    """What a decode leg does when its KV is lost."""
-
-    kv_wait_expiry_s: Positive = 60.0
-    """How long finished KV waits to be fetched: on the clock that speedup drives, and on the real one."""
-
-    eos_every: PositiveCount | None = None
-    """Makes one token in about so many the end of an answer. Unset: answers end by their length alone."""
-
-    timing: MockTiming = MockTiming()
-    """How long its steps take."""
-
-
-class WorkerGroup(_Part):
+class WorkerGroup(Part):
     """Workers that are alike."""
 
     name: Name
     """What warnings call the group; no two are alike. Workers are numbered over the whole file, from 1."""
 
-    model: Name | None = None
+    model: ModelText | None = None
     """The model that it serves; may be left out when the file has one model."""
 
     role: Role = Role.BOTH
     """``prefill``, ``decode``, or ``both`` for an aggregated worker."""
 
-    replicas: Annotated[Whole, Interval(ge=1, le=REPLICAS_MAX)] = 1
-    """How many workers."""
+    replicas: Annotated[Whole, Interval(ge=1, le=REPLICAS_MAX)] | None = None
+    """How many workers. Unset: one, or one for each of ``engine.urls``."""
 
-    dp_size: Annotated[Whole, Interval(ge=1, le=256)] = 1
-    """Data-parallel ranks of each worker."""
+    dp_size: Annotated[Whole, Interval(ge=1, le=256)] | None = None
+    """Data-parallel ranks of each worker. Unset: 1 for mock engines; engines that run already are asked."""
 
     domains: Mapping[DomainName, DomainValue] = {}
     """Where they are: a value for each level that is known."""
@@ -268,11 +210,18 @@ class WorkerGroup(_Part):
     taints: Annotated[tuple[TaintText, ...], MaxLen(64)] = ()
     """Their own taints; the prefix ``dynamo.topology/`` is reserved."""
 
-    engine: MockEngineSpec = MockEngineSpec()
-    """What serves the requests."""
+    engine: EngineSpec = MockEngineSpec()
+    """What serves the requests: a mock engine, or one that runs already."""
+
+    @property
+    def n_workers(self) -> int:
+        """How many workers the group has."""
+        if isinstance(self.engine, AttachedEngineSpec):
+            return len(self.engine.all_urls)
+        return self.replicas or 1
 
 
-class FleetFile(_Part):
+class FleetFile(Part):
     """A fleet, whole: what ``kvrouter up --fleet`` reads."""
 
     version: Literal[1]
@@ -307,6 +256,10 @@ class FleetFile(_Part):
 
     log: LogSettings = LogSettings()
     """Settings of the logs."""
+
+    def groups_of(self, model: ModelSpec) -> list[WorkerGroup]:
+        """Return the groups that serve ``model``; one that names no model serves the only one."""
+        return [group for group in self.workers if group.model in (None, model.name)]
 
     def model_of(self, group: WorkerGroup) -> ModelSpec:
         """Return the model that ``group`` serves."""

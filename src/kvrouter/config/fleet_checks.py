@@ -9,6 +9,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from kvrouter.config.document import Document, parse_document
+from kvrouter.config.engine_checks import engine_problems, engine_warnings, pair_problems
 from kvrouter.config.fleet import FleetFile, WorkerGroup
 from kvrouter.config.problems import (
     Problem,
@@ -53,6 +54,7 @@ def load_fleet(document: Document) -> LoadedFleet:
             *_name_problems(fleet),
             *_topology_problems(fleet),
             *_router_problems(fleet),
+            *engine_problems(fleet),
             *_size_problems(fleet),
         ],
         document.place,
@@ -77,7 +79,9 @@ def settings_document(document: Document) -> Document:
 def load_part(document: Document) -> FleetFile:
     """Validate a part of a fleet, such as one worker: who decodes may be elsewhere. Raises ConfigError."""
     fleet = _validated(document)
-    raise_problems([*_name_problems(fleet), *_topology_problems(fleet)], document.place)
+    raise_problems(
+        [*_name_problems(fleet), *_topology_problems(fleet), *engine_problems(fleet)], document.place
+    )
     return fleet
 
 
@@ -108,7 +112,7 @@ def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
 
 
 def _with_warnings(fleet: FleetFile) -> LoadedFleet:
-    return LoadedFleet(fleet, (*_transfer_warnings(fleet), *_engine_warnings(fleet)))
+    return LoadedFleet(fleet, (*_transfer_warnings(fleet), *engine_warnings(fleet)))
 
 
 def _name_problems(fleet: FleetFile) -> Iterator[Problem]:
@@ -183,18 +187,14 @@ def _router_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 
 def _size_problems(fleet: FleetFile) -> Iterator[Problem]:
-    ranks = sum(group.replicas * group.dp_size for group in fleet.workers)
+    ranks = sum(group.n_workers * (group.dp_size or 1) for group in fleet.workers)
     if ranks > RANKS_MAX:
         yield Problem(("workers",), f"must have ≤ {RANKS_MAX} ranks together, not {ranks}")
+    yield from pair_problems(fleet)
     for position, model in enumerate(fleet.models):
-        roles = {group.role for group in _groups_of(fleet, model.name)}
+        roles = {group.role for group in fleet.groups_of(model)}
         if not roles & {Role.DECODE, Role.BOTH}:
             yield Problem(("models", position), f"no worker decodes {model.name!r}: add role decode or both")
-
-
-def _groups_of(fleet: FleetFile, model: str) -> list[WorkerGroup]:
-    """Return the groups that serve ``model``; one without a model serves the only one."""
-    return [group for group in fleet.workers if group.model == model or group.model is None]
 
 
 def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
@@ -212,7 +212,7 @@ def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
     else:
         return
     for model in fleet.models:
-        groups = _groups_of(fleet, model.name)
+        groups = fleet.groups_of(model)
         if all(group.role is not Role.PREFILL for group in groups):
             yield f"{source} has no effect on model {model.name!r}: no worker of it has role prefill"
         elif is_required and not any(group.topology_env for group in groups):
@@ -235,16 +235,3 @@ def _domain_warnings(groups: Sequence[WorkerGroup], model: str, domain: str) -> 
         yield f"{domain}={value} has prefill workers and no decode worker: they get no requests of {model!r}"
     for value in sorted(decodes - prefills):
         yield f"{domain}={value} has decode workers and no prefill worker: they get no requests of {model!r}"
-
-
-def _engine_warnings(fleet: FleetFile) -> Iterator[str]:
-    for group in fleet.workers:
-        model = fleet.model_of(group)
-        room_tokens = group.engine.total_kv_blocks * model.block_size
-        if room_tokens < model.context_length:
-            yield (
-                f"group {group.name!r} has room for {room_tokens} tokens, "
-                f"less than the context length of {model.name!r} ({model.context_length})"
-            )
-        if not group.engine.kv_events and fleet.router.kv_events:
-            yield f"group {group.name!r} publishes no KV events: the router takes its caches for empty"

@@ -5,9 +5,10 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from kvrouter.config.annotations import model_in
+from kvrouter.config.annotations import model_in, model_tagged
 from kvrouter.core.errors import ConfigError
 
 Path = tuple[str | int, ...]
@@ -67,25 +68,43 @@ def config_error(problems: Sequence[Problem], place: Callable[[Path], str]) -> C
 
 def problem_of(error: ErrorDetails, model: type[BaseModel]) -> Problem:
     """Return what one error of validating ``model`` means to the person who wrote the value."""
-    path: Path = tuple(part for part in error["loc"] if part != "[key]")
+    path, around = _walked(error["loc"], model)
     kind = error["type"]
     if kind == "extra_forbidden":
-        return Problem(path, f"unknown key{did_you_mean(str(path[-1]), _keys_at(model, path[:-1]))}")
+        known = () if around is None else around.model_fields
+        return Problem(path, f"unknown key{did_you_mean(str(path[-1]), known)}")
     if kind == "missing":
         return Problem(path, "is required")
+    if kind == "union_tag_invalid":
+        context = error.get("ctx", {})
+        expected = " or ".join(str(context["expected_tags"]).rsplit(", ", 1))
+        tag = str(context["discriminator"]).strip("'")
+        return Problem((*path, tag), f"must be {expected}, not {context['tag']!r}")
     return Problem(path, f"{_must(error)}{_but_is(error)}")
 
 
-def _keys_at(model: type[BaseModel], path: Path) -> list[str]:
-    """Return the keys that the part of ``model`` at ``path`` knows."""
-    for part in path:
-        field = model.model_fields.get(part) if isinstance(part, str) else None
+def _walked(loc: Path, model: type[BaseModel]) -> tuple[Path, type[BaseModel] | None]:
+    """Return where ``loc`` stands in the document, which knows no tags of unions, and the model around it."""
+    path: list[str | int] = []
+    around: type[BaseModel] | None = model
+    inside: type[BaseModel] | None = model
+    union: FieldInfo | None = None
+    for part in loc:
+        tagged = None if union is None else model_tagged(union, part)
+        union = None
+        if part == "[key]":
+            continue
+        if tagged is not None:
+            inside = tagged
+            continue
+        path.append(part)
+        if isinstance(part, int):
+            continue
+        around = inside
+        field = None if inside is None else inside.model_fields.get(part)
         if field is not None:
-            inner = model_in(field.annotation)
-            if inner is None:
-                return []
-            model = inner
-    return list(model.model_fields)
+            inside, union = model_in(field.annotation), field
+    return tuple(path), around
 
 
 _TYPE_WORDS = {

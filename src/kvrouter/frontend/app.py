@@ -11,6 +11,7 @@ from kvrouter.frontend.generate import GenerateRoutes
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.pages import Pages
 from kvrouter.frontend.prepare import Hall
+from kvrouter.frontend.readiness import Awaited, nobody_awaited
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
@@ -29,6 +30,7 @@ class FrontDoor(Door):
         *,
         settings: FrontendSettings,
         telemetry: Telemetry,
+        awaited: Awaited = nobody_awaited,
     ) -> None:
         observed = FrontObserved(telemetry)
         hall = Hall(service, texts, observed)
@@ -36,7 +38,7 @@ class FrontDoor(Door):
         admin = AdminRoutes(service, hall, observed, token=admin_secret(settings))
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
-            [*Pages(service, hall, telemetry).routes(), *admin.routes()],
+            [*Pages(service, hall, telemetry, awaited).routes(), *admin.routes()],
             settings=settings,
             observed=observed,
         )

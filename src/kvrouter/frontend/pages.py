@@ -11,7 +11,7 @@ from kvrouter.core.errors import ShuttingDown, UnknownModel
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.errors import NotReady
 from kvrouter.frontend.prepare import Hall
-from kvrouter.frontend.readiness import why_not_ready
+from kvrouter.frontend.readiness import Awaited, nobody_awaited, why_not_ready
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Telemetry
 
@@ -26,10 +26,13 @@ def json_page(value: object, *, status: int = 200) -> Response:
 class Pages:
     """The routes that ask no token."""
 
-    def __init__(self, service: RouterService, hall: Hall, telemetry: Telemetry) -> None:
+    def __init__(
+        self, service: RouterService, hall: Hall, telemetry: Telemetry, awaited: Awaited = nobody_awaited
+    ) -> None:
         self._service = service
         self._hall = hall
         self._telemetry = telemetry
+        self._awaited = awaited
         self._created_s = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -59,15 +62,19 @@ class Pages:
         return json_page({"status": status, "running_requests": self._service.running})
 
     async def ready(self, _: Request) -> Response:
-        """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy."""
+        """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
+        the engines that are still awaited.
+        """
         if self._service.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
+        awaited = list(self._awaited())
         reasons: list[str] = []
         for name in self._hall.models():
             why = why_not_ready(self._service.model(name))
             if why is None:
-                return json_page({"status": "ready"})
+                return json_page({"status": "ready", **({"awaited": awaited} if awaited else {})})
             reasons.append(f"{name}: {why}")
+        reasons += [f"awaited: {line}" for line in awaited]
         raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
 
     async def metrics(self, _: Request) -> Response:

@@ -1,6 +1,7 @@
 """Whether a plain request could be placed: the decision itself is asked, and nothing is booked."""
 
 from array import array
+from collections.abc import Callable, Sequence
 
 from kvrouter.core.errors import NoEligibleWorker, RoutingRefused
 from kvrouter.core.ids import RequestId
@@ -8,6 +9,14 @@ from kvrouter.routing.request import RouteRequest
 from kvrouter.service.model_router import ModelRouter
 
 _PROBE = RequestId("ready")
+
+Awaited = Callable[[], Sequence[str]]
+"""Tells which engines are to come and have not come yet: a line for each, with why."""
+
+
+def nobody_awaited() -> Sequence[str]:
+    """Whoever comes is found by discovery: nobody is known beforehand."""
+    return ()
 
 
 def why_not_ready(model: ModelRouter) -> str | None:

@@ -1,0 +1,245 @@
+"""A fleet file's engines that run already: asked, held against the file, and each given a worker here."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Self
+
+from msgspec.structs import replace
+
+from kvrouter.assembly.attach_words import Attached
+from kvrouter.assembly.attached import attach
+from kvrouter.assembly.described import contract_of
+from kvrouter.assembly.described_engines import EngineLine, engine_lines, said_context_length, worker_spec
+from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
+from kvrouter.assembly.tls import advertised
+from kvrouter.config import FleetFile, Settings
+from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import EventLane, EventSource, WorkerCard
+from kvrouter.planes.discovery.port import Discovery
+from kvrouter.planes.events.memory import MemoryEventPlane
+from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.telemetry import Event, log_event
+from kvrouter.worker import Worker, new_incarnation
+
+_log = logging.getLogger("kvrouter.up")
+
+TRIED_AGAIN_S = 10.0
+"""How long after an engine was refused it is asked again: it may have been started anew as it should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlanes:
+    """What the workers of one process stand on."""
+
+    discovery: Discovery
+    events: MemoryEventPlane
+    requests: MemoryRequestPlane
+
+
+class AttachedFleet:
+    """The workers beside all engines of a fleet file that run already.
+
+    Use it as an async context manager. Inside, every engine that answered when it was first asked has its
+    worker; the others get theirs once they answer, and hold nobody up. Entering raises ConfigError, with a
+    line for each of them, for engines that contradict the file; one that answers late and contradicts it is
+    told in the log, and asked again.
+    """
+
+    def __init__(
+        self, fleet: FleetFile, settings: Settings, planes: MemoryPlanes, *, engine_key: str | None
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._planes = planes
+        self._engine_key = engine_key
+        self._lines = tuple(engine_lines(fleet))
+        self._contracts = {line.group.name: contract_of(line.group) for line in self._lines}
+        self._awaited = {line.worker_id: "does not answer" for line in self._lines}
+        self._refusals: dict[WorkerId, str] = {}
+        self._unheard = {line.worker_id for line in self._lines}
+        self._all_heard = asyncio.Event()
+        self._first: dict[str, tuple[WorkerCard, str]] = {}
+        """The first card of each model, and where the file names its engine."""
+
+        self._mistakes: list[KvrouterError] | None = []
+        """What is wrong with the start; None once it is over."""
+
+        self._tasks: list[asyncio.Task[None]] = []
+        self.workers: dict[WorkerId, Worker] = {}
+
+    def awaited(self) -> list[str]:
+        """The engines that have no worker yet: a line for each, without addresses, as clients may see it."""
+        return [
+            f"the engine of {line.at} (group {line.group.name!r}) {self._awaited[line.worker_id]}"
+            for line in self._lines
+            if line.worker_id in self._awaited
+        ]
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._tasks = [asyncio.create_task(self._bring_in(line)) for line in self._lines]
+            if self._lines:
+                await self._all_heard.wait()
+            mistakes, self._mistakes = self._mistakes, None
+            if mistakes:
+                raise _as_one(mistakes)
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self._stop()
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self.workers.values():
+            await worker.stop()
+
+    async def _bring_in(self, line: EngineLine) -> None:
+        """Let the engine's worker join as soon as the engine answers as the file says."""
+        while True:
+            try:
+                self.workers[line.worker_id] = await self._joined(line)
+                del self._awaited[line.worker_id]
+                self._heard(line)
+                return
+            except KvrouterError as error:
+                self._refused(line, error)
+            except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and holds nobody up
+                log_event(_log, Event.INTERNAL_ERROR, worker=str(line.worker_id), exc_info=error)
+                self._refused(line, ConfigError(f"{line.at}: {line.url}: a mistake of ours", param=line.at))
+            self._heard(line)
+            await asyncio.sleep(TRIED_AGAIN_S)
+
+    async def _joined(self, line: EngineLine) -> Worker:
+        spec = worker_spec(self._fleet, line, engine_key=self._engine_key)
+        try:
+            attached = await attach(spec.at, line.worker_id, on_awaited=lambda _: self._heard(line))
+        except KvrouterError as error:
+            raise self._mistake(line, error.message.removeprefix(_flag(error)), field=error.param) from error
+        try:
+            worker = self._make_worker(line, spec, attached)
+            await worker.start()
+        except BaseException:
+            await attached.engine.stop()
+            raise
+        return worker
+
+    def _make_worker(self, line: EngineLine, spec: EngineWorkerSpec, attached: Attached) -> Worker:
+        incarnation = new_incarnation()
+        card = engine_card(
+            spec,
+            attached,
+            incarnation=incarnation,
+            address=memory_address(line.worker_id, incarnation),
+            namespace=self._settings.planes.namespace,
+            event_source=EventSource(EventLane.MEMORY),
+            here=advertised(self._settings),
+        )
+        card = self._checked(line, card, attached)
+        for warning in attached.warnings:
+            log_event(_log, Event.CONFIG_WARNING, worker=str(line.worker_id), detail=warning)
+        return Worker(
+            attached.engine,
+            card,
+            discovery=self._planes.discovery,
+            events=self._planes.events,
+            requests=self._planes.requests,
+            recovery=self._planes.events,
+            topology=self._contracts[line.group.name],
+        )
+
+    def _checked(self, line: EngineLine, card: WorkerCard, attached: Attached) -> WorkerCard:
+        """Hold what the engine says against the file, and against what others of its model said."""
+        model = self._fleet.model_of(line.group)
+        if line.group.dp_size not in (None, card.dp_size):
+            raise self._mistake(
+                line,
+                f"the engine has {card.dp_size} data-parallel ranks, not {line.group.dp_size}: leave it out",
+                field="dp_size",
+            )
+        if card.tokenizer is None:
+            raise self._mistake(
+                line,
+                f"is required: the engine's own is {attached.tokenizer!r}, which is no folder here",
+                field="tokenizer",
+            )
+        context_length = said_context_length(self._fleet, model)
+        if context_length is not None:
+            if context_length > card.context_length:
+                raise self._mistake(
+                    line,
+                    f"the engine's context holds {card.context_length} tokens, not {context_length}: "
+                    f"say {card.context_length}, or less",
+                    field="context_length",
+                )
+            card = replace(card, context_length=context_length)
+        first, at = self._first.setdefault(model.name, (card, line.at))
+        if first.block_size != card.block_size:
+            raise self._mistake(
+                line,
+                f"the engine's blocks have {card.block_size} tokens, and those of {at} have "
+                f"{first.block_size}: engines of one model have blocks of one size",
+                field="block_size",
+            )
+        if first.context_length != card.context_length:
+            raise self._mistake(
+                line,
+                f"the engine's context holds {card.context_length} tokens, and that of {at} "
+                f"{first.context_length}: say the smaller one, for both",
+                field="context_length",
+            )
+        return card
+
+    def _mistake(self, line: EngineLine, must: str, *, field: str | None) -> ConfigError:
+        """An error that names the engine's line, and what of the file it contradicts."""
+        return ConfigError(f"{line.at}: {line.url}: {self._named(line, field)}{must}", param=line.at)
+
+    def _named(self, line: EngineLine, field: str | None) -> str:
+        """Where the file says, or may say, what was contradicted; "" for what is about the URL itself."""
+        model = f"models[{self._fleet.models.index(self._fleet.model_of(line.group))}]"
+        group = f"workers[{self._fleet.workers.index(line.group)}]"
+        places = {
+            "model": f"{model}.name: ",
+            "tokenizer": f"{model}.tokenizer: ",
+            "block_size": f"{model}.block_size: ",
+            "context_length": f"{model}.context_length: ",
+            "role": f"{group}.role: ",
+            "dp_size": f"{group}.dp_size: ",
+            "kv_events": f"{group}.engine.kv_events_endpoint: ",
+            "kv_events_replay": f"{group}.engine.kv_events_replay_endpoint: ",
+        }
+        return places.get(field or "", "")
+
+    def _refused(self, line: EngineLine, error: KvrouterError) -> None:
+        self._awaited[line.worker_id] = "was refused: the log says why"
+        if self._mistakes is not None:
+            self._mistakes.append(error)
+        elif self._refusals.get(line.worker_id) != error.message:
+            self._refusals[line.worker_id] = error.message
+            model = self._fleet.model_of(line.group).name
+            log_event(
+                _log, Event.WORKER_REFUSED, worker=str(line.worker_id), model=model, reason=error.message
+            )
+
+    def _heard(self, line: EngineLine) -> None:
+        """The engine's first answer came, or it gave none."""
+        self._unheard.discard(line.worker_id)
+        if not self._unheard:
+            self._all_heard.set()
+
+
+def _flag(error: KvrouterError) -> str:
+    """How an error begins that is about a flag of the command for one engine."""
+    return f"--{(error.param or '').replace('_', '-')}: "
+
+
+def _as_one(mistakes: list[KvrouterError]) -> KvrouterError:
+    if len(mistakes) == 1:
+        return mistakes[0]
+    return ConfigError("\n".join(error.message for error in mistakes), param=mistakes[0].param)

@@ -1,0 +1,176 @@
+"""The engines of the fleet file: mock engines, and those that run already."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Final, Literal
+from urllib.parse import urlsplit
+
+from annotated_types import MaxLen, MinLen
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from kvrouter.config.fleet_part import Part
+from kvrouter.config.setting import Finite, NonNegative, Positive, PositiveCount, Switch
+from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
+
+MOCK: Final = "mock"
+"""The kind of engine that is meant where none is named."""
+
+MOCK_BLOCK_SIZE = 64
+"""Tokens in one KV block of mock engines, where nothing else is said."""
+
+MOCK_CONTEXT_LENGTH = 32_768
+"""Tokens of prompt and answer together that mock engines take, where nothing else is said."""
+
+URLS_MAX = 1024
+"""How many engines one group may have."""
+
+
+class Handoff(StrEnum):
+    """How a decode worker learns where the KV of a prefill waits."""
+
+    BOOTSTRAP = "bootstrap"
+    SYNCHRONOUS = "synchronous"
+
+
+class MockTiming(Part):
+    """The timing formula of a mock engine, in milliseconds.
+
+    Computing t prompt tokens takes ``prefill_quadratic·t² + prefill_linear·t + prefill_base``, decoding one
+    token for every running request ``max(decode_min, decode_quadratic·u² + decode_linear·u + decode_base)``,
+    where u is the share of KV blocks in use; a step takes the sum of what it does. The figures are those of
+    Dynamo's mocker (vLLM backend) as observed in ai-dynamo-runtime 1.6.1.
+    """
+
+    prefill_quadratic: NonNegative = 4.209989e-7
+    """Milliseconds for each squared prompt token of a step."""
+
+    prefill_linear: NonNegative = 1.518344e-2
+    """Milliseconds for each prompt token of a step."""
+
+    prefill_base: NonNegative = 16.50142
+    """Milliseconds for a step that prefills anything."""
+
+    decode_quadratic: Finite = -25.74
+    """Milliseconds for the squared share of blocks in use."""
+
+    decode_linear: Finite = 54.01
+    """Milliseconds for the share of blocks in use."""
+
+    decode_base: Finite = 5.74
+    """Milliseconds for a step that decodes anything."""
+
+    decode_min: Positive = 1.0
+    """Milliseconds that a step that decodes takes at least."""
+
+
+class MockEngineSpec(Part):
+    """A mock engine: an engine without a GPU, with the batching, the cache and the timing of a real one."""
+
+    kind: Literal["mock"] = MOCK
+    """Which engine it is."""
+
+    total_kv_blocks: PositiveCount = 16_384
+    """KV blocks of one data-parallel rank."""
+
+    max_num_seqs: PositiveCount = 256
+    """Sequences in one batch."""
+
+    max_num_batched_tokens: PositiveCount = 8192
+    """New tokens in one step."""
+
+    max_waiting_seqs: PositiveCount = 4096
+    """Sequences that wait for the batch; more are refused."""
+
+    kv_bytes_per_token: PositiveCount = 131_072
+    """Bytes of KV for one token; 131,072 is an 8 B model with grouped-query attention in 16 bits."""
+
+    prefix_caching: Switch = True
+    """Keep the blocks of finished requests for later ones."""
+
+    chunked_prefill: Switch = True
+    """Prefill long prompts over several steps."""
+
+    kv_events: Switch = True
+    """Publish KV events."""
+
+    engine_hashing: EngineHashing = EngineHashing.DETERMINISTIC
+    """What it calls its blocks in KV events."""
+
+    handoff: Handoff = Handoff.BOOTSTRAP
+    """How prefill and decode meet; read on prefill workers."""
+
+    kv_load_failure_policy: KvLoadFailurePolicy = KvLoadFailurePolicy.FAIL
+    """What a decode leg does when its KV is lost."""
+
+    kv_wait_expiry_s: Positive = 60.0
+    """How long finished KV waits to be fetched: on the clock that speedup drives, and on the real one."""
+
+    eos_every: PositiveCount | None = None
+    """Makes one token in about so many the end of an answer. Unset: answers end by their length alone."""
+
+    timing: MockTiming = MockTiming()
+    """How long its steps take."""
+
+
+def _check_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        has_place = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_place = False
+    if not has_place or parts.scheme not in {"http", "https"}:
+        raise PydanticCustomError("url", "must be http://HOST:PORT, or https")
+    return url.rstrip("/")
+
+
+def _check_endpoint(endpoint: str) -> str:
+    base, _, port = endpoint.rpartition(":")
+    if not base.startswith("tcp://") or base in {"tcp://", "tcp://*"} or not port.isdecimal():
+        raise PydanticCustomError("endpoint", "must be tcp://HOST:PORT")
+    return endpoint
+
+
+EngineUrl = Annotated[str, MaxLen(2048), AfterValidator(_check_url)]
+EventEndpoint = Annotated[str, MaxLen(2048), AfterValidator(_check_endpoint)]
+
+
+class AttachedEngineSpec(Part):
+    """An engine that runs already: its image and its command stay as they are. Its model, block size,
+    context length, ranks and event sources are asked of it; what the file says of these is checked. The key
+    that it asks for is read from the environment alone: ``KVROUTER_ENGINE_API_KEY``.
+    """
+
+    kind: Literal["vllm", "sglang"]
+    """Which engine it is."""
+
+    url: EngineUrl | None = None
+    """Its server: ``http://10.0.0.7:8000``. Required, unless there are ``urls``."""
+
+    urls: Annotated[tuple[EngineUrl, ...], MinLen(1), MaxLen(URLS_MAX)] | None = None
+    """The servers of engines that are alike, instead of ``url``: one worker for each."""
+
+    kv_events: Switch = True
+    """Listen to its KV events."""
+
+    kv_events_endpoint: EventEndpoint | None = None
+    """Where rank 0 publishes its KV events, ``tcp://HOST:PORT``; each further rank has the next port. Unset:
+    the engine is asked."""
+
+    kv_events_replay_endpoint: EventEndpoint | None = None
+    """Where rank 0 replays them; together with ``kv_events_endpoint``."""
+
+    @property
+    def all_urls(self) -> tuple[str, ...]:
+        """The servers, one for each worker."""
+        return self.urls or (() if self.url is None else (self.url,))
+
+
+def _mock_unless_named(engine: object) -> object:
+    return {"kind": MOCK, **engine} if isinstance(engine, Mapping) and "kind" not in engine else engine
+
+
+EngineSpec = Annotated[
+    MockEngineSpec | AttachedEngineSpec, Field(discriminator="kind"), BeforeValidator(_mock_unless_named)
+]
+"""One engine of the file; ``kind`` says which."""
