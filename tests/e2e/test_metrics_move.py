@@ -88,9 +88,12 @@ OF_TRANSFERS = {
 }
 """Asserted where engines tell what KV they fetched."""
 
+OF_CUSTOMS = {"kvrouter_kv_events_skipped_total"}
+"""Asserted where an engine's events are not passed on."""
+
 
 def test_no_metric_is_left_out_here() -> None:
-    asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | OF_LOSSES | OF_TRANSFERS
+    asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | OF_LOSSES | OF_TRANSFERS | OF_CUSTOMS
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 
 

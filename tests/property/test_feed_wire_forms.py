@@ -16,6 +16,8 @@ from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.planes.events.wire import (
     COUNT_MAX,
     EVENT_ID_MAX,
+    REASON_MAX_CHARS,
+    REASONS_MAX,
     Question,
     RangeQuestion,
     SnapshotQuestion,
@@ -76,7 +78,8 @@ BATCHES = st.builds(
 SNAPSHOTS = st.builds(KvSnapshot, RANKS, EPOCHS, EVENT_IDS, st.lists(HELD, max_size=4).map(tuple[Held, ...]))
 COUNTS = st.integers(0, COUNT_MAX)
 TRANSFERS = st.builds(KvTransfers, COUNTS, COUNTS, st.floats(0, COUNT_MAX), COUNTS)
-LOADS = st.builds(LoadReport, RANKS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.none() | TRANSFERS)
+SKIPPED = st.dictionaries(st.text(min_size=1, max_size=REASON_MAX_CHARS), COUNTS, max_size=REASONS_MAX)
+LOADS = st.builds(LoadReport, RANKS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.none() | TRANSFERS, SKIPPED)
 QUESTIONS = st.builds(RangeQuestion, RANKS, EVENT_IDS, EVENT_IDS) | st.builds(SnapshotQuestion, RANKS)
 
 
@@ -164,3 +167,19 @@ def test_transfers_that_count_nothing_are_refused(transfers: KvTransfers, field:
     with pytest.raises(ProtocolError) as refused:
         decode_load(encode_load(LoadReport(RANK, 1, 2, kv_transfers=transfers)))
     assert refused.value.param == field
+
+
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        {"orphan": -1},
+        {"orphan": COUNT_MAX + 1},
+        {"": 1},
+        {"x" * (REASON_MAX_CHARS + 1): 1},
+        {str(number): 1 for number in range(REASONS_MAX + 1)},
+    ],
+)
+def test_counts_of_what_was_skipped_have_limits(skipped: dict[str, int]) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        decode_load(encode_load(LoadReport(RANK, 1, 2, kv_events_skipped=skipped)))
+    assert refused.value.param == "kv_events_skipped"

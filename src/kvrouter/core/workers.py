@@ -135,7 +135,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """The latest load of one worker rank, as the engine itself counts it (Dynamo's ForwardPassMetrics).
 
     A report is a latest value, never a queue: a newer one replaces it. ``kv_transfers`` is None where an
-    engine does not tell.
+    engine does not tell. ``kv_events_skipped`` counts, by reason, what its worker did not pass on of the
+    rank's KV events since the engine began.
     """
 
     rank: WorkerRank
@@ -145,3 +146,4 @@ class LoadReport(msgspec.Struct, frozen=True):
     running_requests: int = 0
     waiting_requests: int = 0
     kv_transfers: KvTransfers | None = None
+    kv_events_skipped: Mapping[str, int] = {}

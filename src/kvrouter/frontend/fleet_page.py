@@ -98,6 +98,7 @@ def _rank_json(rank: RankReading) -> Json:
         "report": report,
         "index_blocks": rank.held_blocks,
         "feed": feed,
+        "kv_events_skipped": rank.account.events_skipped,
         "predictions": None if rank.account.answers is None else _predictions_json(rank.account.answers),
         "kv_transfers": None if rank.account.transfers is None else _transfers_json(rank.account.transfers),
     }

@@ -1,6 +1,7 @@
 """What the engines of one model tell of themselves, beside what is believed of them."""
 
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvrouter.core.ids import Slot, WorkerRank
@@ -16,16 +17,20 @@ class AccountReading(NamedTuple):
 
     answers: Answers | None
     transfers: TransferReading | None
+    events_skipped: Mapping[str, int] | None
 
 
 class EngineAccounts:
-    """Keeps, for each worker rank, the engine's own counts: tokens that it had cached, KV that it fetched."""
+    """Keeps, for each worker rank, its engine's counts of tokens that were cached and of KV that was fetched,
+    and its worker's count of KV events that were not passed on.
+    """
 
     def __init__(self, fleet: Fleet, observed: EnginesObserved) -> None:
         self._fleet = fleet
         self._observed = observed
         self._index_check = IndexCheck(block_size=fleet.block_size)
         self._transfers = TransferSpeeds()
+        self._skipped: dict[Slot, Mapping[str, int]] = {}
 
     def answered(
         self,
@@ -54,18 +59,35 @@ class EngineAccounts:
     def reported(self, report: LoadReport) -> None:
         """A load report came of a rank that is here."""
         slot = self._fleet.slot_of(report.rank)
-        if slot is not None and report.kv_transfers is not None:
+        if slot is None:
+            return
+        if report.kv_transfers is not None:
             noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
             self._observed.kv_carried(report.rank, noted)
+        before, told = self._skipped.get(slot), report.kv_events_skipped
+        if told != before:
+            self._skipped[slot] = told
+            self._observed.events_skipped(report.rank, _more(told, before or {}))
 
     def reading(self, slot: Slot) -> AccountReading:
         """What is known of the slot's rank now."""
         return AccountReading(
             answers=self._index_check.last_answers(slot),
             transfers=self._transfers.reading(slot, now_s=time.monotonic()),
+            events_skipped=self._skipped.get(slot),
         )
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
         self._index_check.freed(slot)
         self._transfers.freed(slot)
+        self._skipped.pop(slot, None)
+
+
+def _more(told: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What was counted since; a count that became less is that of an engine that began anew."""
+    return {
+        reason: n - before.get(reason, 0) if n >= before.get(reason, 0) else n
+        for reason, n in told.items()
+        if n != before.get(reason, 0)
+    }

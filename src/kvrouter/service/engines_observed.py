@@ -1,6 +1,7 @@
 """What engines tell of themselves, for telemetry: see ``engine_accounts``."""
 
 import logging
+from collections.abc import Mapping
 
 from kvrouter.core.ids import WorkerRank
 from kvrouter.service.index_check import Answers, Compared
@@ -38,6 +39,11 @@ class EnginesObserved:
         if noted.verdict is not None:
             event = Event.KV_TRANSFER_SLOW if noted.verdict.is_slow else Event.KV_TRANSFER_WELL
             self._log(event, rank, _told_of_speeds(noted.verdict))
+
+    def events_skipped(self, rank: WorkerRank, skipped: Mapping[str, int]) -> None:
+        """A worker told what it did not pass on since of a rank's KV events, by the reason."""
+        for reason, n in skipped.items():
+            self._telemetry.kv_events_skipped.inc(*self._labels(rank), reason, by=n)
 
     def _labels(self, rank: WorkerRank) -> tuple[str, str, str]:
         return self._model, str(rank.worker_id), str(rank.dp_rank)

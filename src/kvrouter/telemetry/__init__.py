@@ -3,7 +3,8 @@
 from kvrouter.telemetry.events import EVENTS, Event, Fields, log_event
 from kvrouter.telemetry.families import CounterFamily, GaugeFamily, HistogramFamily
 from kvrouter.telemetry.logs import configure_logging
-from kvrouter.telemetry.metrics import METRICS_CONTENT_TYPE, MetricSpec, Telemetry
+from kvrouter.telemetry.metrics import METRICS_CONTENT_TYPE, Telemetry
+from kvrouter.telemetry.table import MetricSpec
 
 __all__ = [
     "EVENTS",

@@ -56,6 +56,7 @@ class Event(StrEnum):
     ENGINE_ANSWERS = "engine_answers"
     MOCK_ENDED = "mock_ended"
     CACHE_PARTIAL = "cache_partial"
+    KV_EVENTS_SKIPPED = "kv_events_skipped"
     FEED_STATE = "feed_state"
     KV_EVENTS_MISSING = "kv_events_missing"
     RECOVERY_FAILED = "recovery_failed"
@@ -232,6 +233,11 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.CACHE_PARTIAL: EventSpec(
         logging.WARNING, "Some of an engine's KV events are lost for good: it holds more than is known."
+    ),
+    Event.KV_EVENTS_SKIPPED: EventSpec(
+        logging.WARNING,
+        "Some of an engine's KV events are not passed on: how many, by the reason. Told at each new reason, "
+        "and hourly while they become more.",
     ),
     Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
     Event.KV_EVENTS_MISSING: EventSpec(

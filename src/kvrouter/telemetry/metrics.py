@@ -1,12 +1,11 @@
 """Every metric, in one table: the attributes of :class:`Telemetry`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar, Generic, Self, TypeVar, overload
+from typing import ClassVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
-from kvrouter.telemetry.families import CounterFamily, Family, GaugeFamily, HistogramFamily, Labels
+from kvrouter.telemetry.table import Metric, MetricSpec, counter, gauge, histogram
 
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The content type of ``/metrics``."""
@@ -18,60 +17,6 @@ _DECISION_S = (5e-6, 1e-5, 2e-5, 3.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 5e-3, 2
 _TOKENIZATION_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.5)
 _WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 
-F = TypeVar("F", bound=Family)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSpec:
-    """One row of the documentation page."""
-
-    name: str
-    kind: str
-    labels: Labels
-    meaning: str
-
-
-class _Metric(Generic[F]):
-    """A row of the table: it becomes a family of its own in every :class:`Telemetry`."""
-
-    def __init__(self, kind: str, name: str, meaning: str, make: Callable[[], F], labels: Labels) -> None:
-        self.spec = MetricSpec(name=name, kind=kind, labels=labels, meaning=meaning)
-        self.make = make
-
-    def __set_name__(self, owner: type, attribute: str) -> None:
-        self.attribute = attribute
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> F: ...
-    def __get__(self, instance: object | None, owner: type) -> Self | F:
-        # A family lives in the instance's own dictionary, which Python looks into before it asks here.
-        if instance is None:
-            return self
-        raise AttributeError(self.attribute)
-
-
-def _counter(name: str, meaning: str, *labels: str) -> _Metric[CounterFamily]:
-    def make() -> CounterFamily:
-        return CounterFamily(name, meaning, labels)
-
-    return _Metric("counter", f"{name}_total", meaning, make, labels)
-
-
-def _gauge(name: str, meaning: str, *labels: str) -> _Metric[GaugeFamily]:
-    def make() -> GaugeFamily:
-        return GaugeFamily(name, meaning, labels)
-
-    return _Metric("gauge", name, meaning, make, labels)
-
-
-def _histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) -> _Metric[HistogramFamily]:
-    def make() -> HistogramFamily:
-        return HistogramFamily(name, meaning, labels, bounds)
-
-    return _Metric("histogram", name, meaning, make, labels)
-
 
 class Telemetry:
     """The metrics of one service, in a registry of its own.
@@ -81,55 +26,55 @@ class Telemetry:
     domain, or ``unknown`` or ``none``.
     """
 
-    requests = _counter(
+    requests = counter(
         "kvrouter_requests",
         "Requests that ended, by the HTTP status that they ended with.",
         "route",
         "model",
         "status",
     )
-    requests_active = _gauge(
+    requests_active = gauge(
         "kvrouter_requests_active", "Requests that are being served: waiting, or streaming.", "model"
     )
-    errors = _counter(
+    errors = counter(
         "kvrouter_errors", "Requests that ended with an error, by the error's code.", "model", "code"
     )
-    cancellations = _counter(
+    cancellations = counter(
         "kvrouter_cancellations",
         "Requests whose client left, by how far they were: queued, prefill or decode.",
         "model",
         "stage",
     )
-    retries = _counter(
+    retries = counter(
         "kvrouter_retries",
         "Requests sent elsewhere before their first token, by what failed.",
         "model",
         "cause",
     )
-    resumes = _counter(
+    resumes = counter(
         "kvrouter_resumes", "Requests that went on elsewhere in the middle of their answer.", "model"
     )
 
-    prompt_tokens = _counter("kvrouter_prompt_tokens", "Prompt tokens of requests that were served.", "model")
-    completion_tokens = _counter("kvrouter_completion_tokens", "Tokens that were answered.", "model")
-    cached_tokens = _counter(
+    prompt_tokens = counter("kvrouter_prompt_tokens", "Prompt tokens of requests that were served.", "model")
+    completion_tokens = counter("kvrouter_completion_tokens", "Tokens that were answered.", "model")
+    cached_tokens = counter(
         "kvrouter_cached_tokens", "Prompt tokens that engines found in their own cache.", "model"
     )
-    overlap_tokens = _counter(
+    overlap_tokens = counter(
         "kvrouter_overlap_tokens",
         "Prompt tokens that the router expected in the chosen worker's cache; beside the cached tokens, "
         "how far its view can be relied on.",
         "model",
     )
 
-    index_wrong = _counter(
+    index_wrong = counter(
         "kvrouter_index_wrong",
         "Times that a worker rank's own counts of cached tokens contradicted the index.",
         "model",
         "worker",
         "dp_rank",
     )
-    index_predictions = _counter(
+    index_predictions = counter(
         "kvrouter_index_predictions",
         "Answers whose own count of cached tokens was compared with the index, by what it had promised: the "
         "right number of blocks, too_many or too_few.",
@@ -139,92 +84,92 @@ class Telemetry:
         "prediction",
     )
 
-    kv_transfers = _counter(
+    kv_transfers = counter(
         "kvrouter_kv_transfers",
         "Transfers by which a worker rank fetched KV from others, by its engine's own count.",
         "model",
         "worker",
         "dp_rank",
     )
-    kv_transfer_bytes = _counter(
+    kv_transfer_bytes = counter(
         "kvrouter_kv_transfer_bytes",
         "Bytes of KV that a worker rank fetched from others, by its engine's own count.",
         "model",
         "worker",
         "dp_rank",
     )
-    kv_transfer_seconds = _counter(
+    kv_transfer_seconds = counter(
         "kvrouter_kv_transfer_seconds",
         "Time that these transfers took, each by itself: bytes by seconds is how fast KV travels.",
         "model",
         "worker",
         "dp_rank",
     )
-    kv_transfers_failed = _counter(
+    kv_transfers_failed = counter(
         "kvrouter_kv_transfers_failed",
         "Transfers of KV to a worker rank that failed, by its engine's own count.",
         "model",
         "worker",
         "dp_rank",
     )
-    kv_transfer_slow = _gauge(
+    kv_transfer_slow = gauge(
         "kvrouter_kv_transfer_slow",
         "1 for a rank to which KV travels at less than a quarter of the speed that it has shown.",
         "worker",
         "dp_rank",
     )
 
-    ttft = _histogram(
+    ttft = histogram(
         "kvrouter_time_to_first_token_seconds",
         "From the last byte of a request to the first byte of its first token.",
         "model",
         bounds=_TTFT_S,
     )
-    inter_token_latency = _histogram(
+    inter_token_latency = histogram(
         "kvrouter_inter_token_latency_seconds",
         "Between two tokens of one answer.",
         "model",
         bounds=_TOKEN_GAP_S,
     )
-    request_duration = _histogram(
+    request_duration = histogram(
         "kvrouter_request_duration_seconds",
         "From the last byte of a request to the end of its answer.",
         "model",
         bounds=_REQUEST_S,
     )
-    decision_duration = _histogram(
+    decision_duration = histogram(
         "kvrouter_decision_duration_seconds",
         "To read the view, decide and book.",
         "mode",
         bounds=_DECISION_S,
     )
-    tokenization_duration = _histogram(
+    tokenization_duration = histogram(
         "kvrouter_tokenization_duration_seconds",
         "To render and tokenize a prompt, waiting for a thread included.",
         "model",
         bounds=_TOKENIZATION_S,
     )
 
-    decisions = _counter(
+    decisions = counter(
         "kvrouter_decisions",
         "Decisions, by router mode and by shape: aggregated, bootstrap, synchronous, or prefill alone.",
         "model",
         "mode",
         "shape",
     )
-    refusals = _counter(
+    refusals = counter(
         "kvrouter_refusals",
         "Worker ranks that a decision refused, by the reason and the role.",
         "reason",
         "role",
     )
-    handoffs = _counter(
+    handoffs = counter(
         "kvrouter_handoffs",
         "Handoffs of KV from prefill to decode, by the transfer domain's values at both ends.",
         "prefill_domain",
         "decode_domain",
     )
-    kv_lost = _counter(
+    kv_lost = counter(
         "kvrouter_kv_lost",
         "Handoffs whose KV did not arrive, by both workers and why: unreachable, broken, timeout or unknown.",
         "model",
@@ -232,82 +177,89 @@ class Telemetry:
         "decode_worker",
         "reason",
     )
-    fallbacks = _counter(
+    fallbacks = counter(
         "kvrouter_fallbacks",
         "Handoffs that crossed their domain because no decode worker was left in it.",
         "domain",
     )
-    domain_waits = _counter(
+    domain_waits = counter(
         "kvrouter_domain_waits",
         "Requests that waited for a decode worker to join their domain, by the outcome: joined or refused.",
         "outcome",
     )
 
-    queue_depth = _gauge("kvrouter_queue_depth", "Requests that wait for a worker that is not busy.", "model")
-    queue_wait = _histogram(
+    queue_depth = gauge("kvrouter_queue_depth", "Requests that wait for a worker that is not busy.", "model")
+    queue_wait = histogram(
         "kvrouter_queue_wait_seconds", "In the queue, for requests that entered it.", "model", bounds=_WAIT_S
     )
-    queue_refusals = _counter(
+    queue_refusals = counter(
         "kvrouter_queue_refusals",
         "Requests that the queue refused: it was full, or they waited too long (timeout).",
         "model",
         "cause",
     )
 
-    feed_state = _gauge(
+    feed_state = gauge(
         "kvrouter_feed_state",
         "1 for the state that a rank's event stream is in: live, recovering, partial or none.",
         "worker",
         "dp_rank",
         "state",
     )
-    feed_events = _counter(
+    feed_events = counter(
         "kvrouter_feed_events",
         "What happened in event streams: one of the feed's words (gaps, orphans, …), or blocks_… for each "
         "block of an event that reached the index, by what became of it (blocks_stored, blocks_removed, …).",
         "model",
         "outcome",
     )
-    feed_staleness = _gauge(
+    kv_events_skipped = counter(
+        "kvrouter_kv_events_skipped",
+        "Blocks of an engine's KV events that its worker did not pass on, by the reason; as unreadable, "
+        "messages are counted, as missed losses of batches, as unknown_event events.",
+        "model",
+        "worker",
+        "dp_rank",
+        "reason",
+    )
+    feed_staleness = gauge(
         "kvrouter_feed_staleness_seconds",
         "How long a rank's blocks have not been known for sure; 0 when they are.",
         "worker",
         "dp_rank",
     )
-    kv_events_missing = _gauge(
+    kv_events_missing = gauge(
         "kvrouter_kv_events_missing",
         "1 for a rank that should publish KV events and was not heard for 15 s, heartbeats included.",
         "worker",
         "dp_rank",
     )
-    event_lag = _gauge(
+    event_lag = gauge(
         "kvrouter_event_lag_seconds",
         "Age of the latest KV batch when it was applied, by its sender's clock.",
         "worker",
         "dp_rank",
     )
 
-    index_blocks = _gauge(
-        "kvrouter_index_blocks", "Blocks that workers are known to hold.", "model", "medium"
-    )
-    index_bytes = _gauge("kvrouter_index_bytes", "Memory of the index.", "model")
-    ledger_active_blocks = _gauge(
+    index_blocks = gauge("kvrouter_index_blocks", "Blocks that workers are known to hold.", "model", "medium")
+    index_bytes = gauge("kvrouter_index_bytes", "Memory of the index.", "model")
+    ledger_active_blocks = gauge(
         "kvrouter_ledger_active_blocks", "Blocks of requests that this router booked.", "worker", "dp_rank"
     )
-    ledger_prefill_tokens = _gauge(
+    ledger_prefill_tokens = gauge(
         "kvrouter_ledger_prefill_tokens",
         "Tokens that wait for prefill, of requests that this router booked.",
         "worker",
         "dp_rank",
     )
-    ledger_leases = _gauge("kvrouter_ledger_leases", "Leases that are open.", "model")
-    bookings = _gauge("kvrouter_bookings", "Requests that are booked by hand, at a standalone router.")
-    bookings_lapsed = _counter(
+    ledger_leases = gauge("kvrouter_ledger_leases", "Leases that are open.", "model")
+    bookings = gauge("kvrouter_bookings", "Requests that are booked by hand, at a standalone router.")
+    bookings_lapsed = counter(
         "kvrouter_bookings_lapsed", "Bookings that ended because nobody freed or renewed them.", "model"
     )
-    prefills_active = _gauge("kvrouter_prefills_active", "Prefill legs that a standalone router runs.")
+    prefills_active = gauge("kvrouter_prefills_active", "Prefill legs that a standalone router runs.")
 
-    worker_up = _gauge(
+    worker_up = gauge(
         "kvrouter_worker_up",
         "1 for a worker that was discovered and has not left. A worker that left is not on the page.",
         "worker",
@@ -315,10 +267,10 @@ class Telemetry:
         "role",
         "domain",
     )
-    worker_draining = _gauge(
+    worker_draining = gauge(
         "kvrouter_worker_draining", "1 for a worker that takes no new requests.", "worker"
     )
-    worker_blocks = _gauge(
+    worker_blocks = gauge(
         "kvrouter_worker_blocks",
         "KV blocks by a rank's own latest load report: active, and in total.",
         "worker",
@@ -326,38 +278,38 @@ class Telemetry:
         "which",
     )
 
-    discovery_up = _gauge(
+    discovery_up = gauge(
         "kvrouter_discovery_up", "1 while discovery can be reached; at 0 the fleet is frozen as it was."
     )
-    planes_refused = _counter(
+    planes_refused = counter(
         "kvrouter_planes_refused",
         "Peers that were refused or cut off between processes: a wrong token, version or frame.",
         "plane",
     )
 
-    replicas = _gauge(
+    replicas = gauge(
         "kvrouter_replicas", "Other routers whose requests are counted here; 0 without replica sync."
     )
-    replicas_behind = _gauge(
+    replicas_behind = gauge(
         "kvrouter_replicas_behind",
         "Other routers of whose requests something was missed: they were asked for all of them.",
     )
-    replica_leases = _gauge("kvrouter_replica_leases", "Open leases of other routers.")
-    replica_sync = _counter(
+    replica_leases = gauge("kvrouter_replica_leases", "Open leases of other routers.")
+    replica_sync = counter(
         "kvrouter_replica_sync_events",
         "What went wrong between replicas and was mended: gap, duplicate, replica_lost, over_limit, "
         "unheard, unusable, untold, dropped or unsent.",
         "outcome",
     )
 
-    http_connections = _gauge("kvrouter_http_connections", "Connections that are open.")
-    http_events = _counter(
+    http_connections = gauge("kvrouter_http_connections", "Connections that are open.")
+    http_events = counter(
         "kvrouter_http_events",
         "What happened on connections: connection_opened, connection_refused, connection_closed, request, "
         "bad_request, client_left, write_stalled, write_overflow, drain_cut or handler_failed.",
         "event",
     )
-    build_info = _gauge("kvrouter_build_info", "1, with the version that runs.", "version")
+    build_info = gauge("kvrouter_build_info", "1, with the version that runs.", "version")
 
     SPECS: ClassVar[tuple[MetricSpec, ...]]
 
@@ -365,7 +317,7 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self._before_scrape: list[Callable[[], None]] = []
         for attribute, metric in vars(type(self)).items():
-            if isinstance(metric, _Metric):
+            if isinstance(metric, Metric):
                 family = metric.make()
                 vars(self)[attribute] = family
                 self.registry.register(family)
@@ -383,4 +335,4 @@ class Telemetry:
         return generate_latest(self.registry)
 
 
-Telemetry.SPECS = tuple(metric.spec for metric in vars(Telemetry).values() if isinstance(metric, _Metric))
+Telemetry.SPECS = tuple(metric.spec for metric in vars(Telemetry).values() if isinstance(metric, Metric))

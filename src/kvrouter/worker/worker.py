@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from kvrouter.planes.discovery.port import Discovery
 from kvrouter.planes.events.port import EventPublisher, RecoveryServer
 from kvrouter.planes.requests.port import EngineStream, Registration, RequestAcceptor
 from kvrouter.telemetry import Event, log_event
+from kvrouter.telemetry.seldom import Seldom
 from kvrouter.topology import validate_runtime_config
 from kvrouter.worker.publisher import KvPublisher
 from kvrouter.worker.time_left import TimedStream
@@ -25,6 +26,9 @@ from kvrouter.worker.topology_env import TopologyEnv
 HEARTBEAT_S = 5.0
 """How often routers hear how far the event ids have come, and the latest loads again: a lost last batch is
 noticed after this long, and a lost last report is replaced."""
+
+SKIPPED_AGAIN_S = 3600.0
+"""How long the log says nothing more of KV events that are skipped for a reason that it told."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class Worker:
         self._engine_changed = asyncio.Event()
         self._is_leaving = False
         self._has_told_strange_rank = False
+        self._skipped_told = Seldom(again_after_s=SKIPPED_AGAIN_S)
 
     @property
     def running_legs(self) -> int:
@@ -240,5 +245,19 @@ class Worker:
             self._warn((f"KV events of dp_rank {dp_rank} are let go: this worker has dp_rank {here}",))
 
     def _on_load(self, report: LoadReport) -> None:
+        before = self._loads.get(report.rank.dp_rank)
         self._loads[report.rank.dp_rank] = report
         self._events.publish_load(report)
+        skipped_before = {} if before is None else before.kv_events_skipped
+        if report.kv_events_skipped != skipped_before:
+            self._tell_skipped(report, skipped_before)
+
+    def _tell_skipped(self, report: LoadReport, before: Mapping[str, int]) -> None:
+        """There is no page of metrics here: routers have one, and the log tells, seldom."""
+        dp_rank, skipped = report.rank.dp_rank, report.kv_events_skipped
+        counted = [reason for reason, n in skipped.items() if n != before.get(reason, 0)]
+        news = [reason for reason in counted if self._skipped_told.allows(f"{dp_rank} {reason}")]
+        if news:
+            told = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
+            worker = str(self.card.worker_id)
+            log_event(_log, Event.KV_EVENTS_SKIPPED, worker=worker, dp_rank=dp_rank, reason=told)

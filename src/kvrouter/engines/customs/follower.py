@@ -15,7 +15,7 @@ A replay after a gap begins with the last batch taken, which has to come back as
 engine started anew in between, however its numbers look.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,7 +25,7 @@ from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.customs.frames import Published, ReplayEnd, read_published, read_replayed
 from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.words import Decode, EngineFacts
+from kvrouter.engines.customs.words import Decode, EngineFacts, Skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ class BatchFollower:
         self._is_void = False
         self._has_shown_any = False
         self._fruitless_at: int | None = None
+        self._skipped: Counter[Skipped] = Counter()
         self._out: list[Command] = []
 
     @property
@@ -123,6 +124,16 @@ class BatchFollower:
         """Whether a replay is awaited."""
         return self._waiting is not None
 
+    def skipped(self, dp_rank: DpRank) -> Counter[Skipped]:
+        """What was not passed on of a rank since its engine began; with the socket's own rank, what was of no
+        rank, since the beginning.
+        """
+        ledger = self.ledgers.get(dp_rank)
+        counts = Counter[Skipped]() if ledger is None else ledger.skipped.copy()
+        if dp_rank == self._facts.dp_rank:
+            counts.update(self._skipped)
+        return counts
+
     def start(self) -> list[Command]:
         """Begin: ask for everything that the engine still has."""
         if self._can_replay:
@@ -134,7 +145,7 @@ class BatchFollower:
         try:
             published = read_published(frames)
         except ProtocolError as error:
-            return [Refused(error)]
+            return [self._refused(error)]
         return self.on_batch(published)
 
     def on_batch(self, published: Published) -> list[Command]:
@@ -153,7 +164,7 @@ class BatchFollower:
         try:
             answer = read_replayed(frames)
         except ProtocolError as error:
-            return [Refused(error)]
+            return [self._refused(error)]
         if self._waiting is None:
             return []  # of a replay that was given up
         if isinstance(answer, ReplayEnd):
@@ -265,7 +276,7 @@ class BatchFollower:
         try:
             engine_batches = self._decode(batch.payload)
         except ProtocolError as error:
-            self._out.append(Refused(error))
+            self._out.append(self._refused(error))
             self._miss(batch.seq, batch.seq)
             return
         for each in engine_batches:
@@ -292,9 +303,14 @@ class BatchFollower:
 
     def _miss(self, first_seq: int, last_seq: int | None) -> None:
         self._is_partial = True
+        self._skipped[Skipped.MISSED] += 1
         self._out.append(Missed(first_seq, last_seq))
         for dp_rank, ledger in self.ledgers.items():
             self._publish(dp_rank, ledger.lose())
+
+    def _refused(self, error: ProtocolError) -> Refused:
+        self._skipped[Skipped.UNREADABLE] += 1
+        return Refused(error)
 
     def _begin_anew(self) -> None:
         """Restart; what waits may be of either start, and comes again with the replay if of this one."""

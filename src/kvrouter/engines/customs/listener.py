@@ -1,7 +1,7 @@
 """Listens to one engine's events over ZeroMQ and passes on what its ranks publish."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from kvrouter.core.ids import DpRank
 from kvrouter.engines.customs.follower import (
     AskReplay,
     BatchFollower,
@@ -19,7 +20,7 @@ from kvrouter.engines.customs.follower import (
     Restarted,
 )
 from kvrouter.engines.customs.frames import replay_question
-from kvrouter.engines.customs.words import Decode, EngineFacts
+from kvrouter.engines.customs.words import Decode, EngineFacts, Skipped
 from kvrouter.engines.port import EventsSink
 from kvrouter.planes.background import go_on
 
@@ -72,6 +73,10 @@ class EngineListener:
     def is_partial(self) -> bool:
         """Whether events were missed: more blocks may be held than are known."""
         return self._is_deaf or bool(self._follower.partial_ranks)
+
+    def skipped(self, dp_rank: DpRank) -> Mapping[Skipped, int]:
+        """Counts of what was not passed on of a rank; what was of no rank counts with the publisher's own."""
+        return self._follower.skipped(dp_rank)
 
     def start(self) -> None:
         """Connect, and ask for what the publisher still has."""

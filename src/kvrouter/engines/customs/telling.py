@@ -1,8 +1,10 @@
 """How an engine tells what its cache does: each way has listeners of its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from kvrouter.core.ids import DpRank
+from kvrouter.engines.customs.words import Skipped
 from kvrouter.engines.port import EventsSink
 
 OnChange = Callable[[str], None]
@@ -15,6 +17,9 @@ class Listener(Protocol):
     @property
     def is_partial(self) -> bool:
         """Whether events were missed: more blocks may be held than are known."""
+
+    def skipped(self, dp_rank: DpRank) -> Mapping[Skipped, int]:
+        """Counts of what was not passed on of a rank, since its engine began."""
 
     def start(self) -> None:
         """Begin; what was told before is asked for, where the engine still has it."""

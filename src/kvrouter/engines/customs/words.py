@@ -27,8 +27,10 @@ MmHashes = tuple[tuple[int, ...], ...]
 
 
 class Skipped(StrEnum):
-    """Why an event, or a block of it, is not passed on; each is counted.
+    """Why an event, or a block of it, is not passed on; each block is counted, or what is named here.
 
+    ``UNREADABLE``: a message that is not what the wire allows. ``MISSED``: a loss for good, of however many
+    batches. ``UNKNOWN_EVENT``: an event of a type that says nothing here.
     ``ORPHAN``: a block whose parent is not known, as after attaching late. ``UNKNOWN_REMOVED``: the removal
     of a block that is not known, or not counted. ``OTHER_GROUP``: a cache group that does not decide reuse.
     ``OTHER_BLOCK_SIZE``, ``TOKENS_MISMATCH``: blocks that are not runs of our block size. ``NO_TOKENS``: a
@@ -36,6 +38,8 @@ class Skipped(StrEnum):
     for no name. ``NOT_LOCAL``: held elsewhere. ``OVER_LIMIT``: more blocks than a rank may have here.
     """
 
+    UNREADABLE = "unreadable"
+    MISSED = "missed"
     ORPHAN = "orphan"
     UNKNOWN_REMOVED = "unknown_removed"
     UNKNOWN_EVENT = "unknown_event"

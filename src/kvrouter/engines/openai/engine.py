@@ -1,9 +1,12 @@
 """A server that runs already as the engine of the worker beside it: what is alike for all of them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import DpRank
@@ -175,8 +178,14 @@ class ServedEngine:
             else:
                 self._heard(look)
                 for report in look.loads:
-                    on_load(report)
+                    on_load(replace(report, kv_events_skipped=self._skipped(report.rank.dp_rank)))
             await asyncio.sleep(self._look_each_s)
+
+    def _skipped(self, dp_rank: DpRank) -> Mapping[str, int]:
+        skipped = Counter[str]()
+        for listener in self._listeners:
+            skipped.update({reason.value: n for reason, n in listener.skipped(dp_rank).items()})
+        return dict(skipped)
 
     def _not_heard(self, why: str) -> None:
         self._failed_looks += 1

@@ -29,6 +29,11 @@ COUNT_MAX = 2**62
 """No count of a load report is larger, be it of bytes."""
 
 
+REASONS_MAX = 64
+REASON_MAX_CHARS = 64
+"""Of what was skipped there are no more reasons, and none is longer: each becomes a label of a metric."""
+
+
 class RangeQuestion(msgspec.Struct, frozen=True, tag="range"):
     """Ask a worker for the events ``first`` to ``last``, inclusive."""
 
@@ -162,9 +167,14 @@ def decode_load(frame: bytes | memoryview) -> LoadReport:
         report = _load.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _unreadable("load", error) from error
-    for told in (report, report.kv_transfers):
-        if told is not None:
-            _check_counts(told)
+    _check_counts(report)
+    if report.kv_transfers is not None:
+        _check_counts(report.kv_transfers)
+    if len(report.kv_events_skipped) > REASONS_MAX:
+        raise ProtocolError("load: kv_events_skipped: too many reasons", param="kv_events_skipped")
+    for reason, n in report.kv_events_skipped.items():
+        if not 0 < len(reason) <= REASON_MAX_CHARS or not 0 <= n <= COUNT_MAX:
+            raise ProtocolError("load: kv_events_skipped: out of range", param="kv_events_skipped")
     return report
 
 

@@ -1,0 +1,67 @@
+"""Rows of the table of metrics: what becomes a family, and a line of the documentation page."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Self, TypeVar, overload
+
+from kvrouter.telemetry.families import CounterFamily, Family, GaugeFamily, HistogramFamily, Labels
+
+F = TypeVar("F", bound=Family)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One row of the documentation page."""
+
+    name: str
+    kind: str
+    labels: Labels
+    meaning: str
+
+
+class Metric(Generic[F]):
+    """A row of the table: it becomes a family of its own in every :class:`Telemetry`."""
+
+    def __init__(self, kind: str, name: str, meaning: str, make: Callable[[], F], labels: Labels) -> None:
+        self.spec = MetricSpec(name=name, kind=kind, labels=labels, meaning=meaning)
+        self.make = make
+
+    def __set_name__(self, owner: type, attribute: str) -> None:
+        self.attribute = attribute
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> F: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | F:
+        # A family lives in the instance's own dictionary, which Python looks into before it asks here.
+        if instance is None:
+            return self
+        raise AttributeError(self.attribute)
+
+
+def counter(name: str, meaning: str, *labels: str) -> Metric[CounterFamily]:
+    """Return a row for what only grows; its name ends in ``_total`` on the page."""
+
+    def make() -> CounterFamily:
+        return CounterFamily(name, meaning, labels)
+
+    return Metric("counter", f"{name}_total", meaning, make, labels)
+
+
+def gauge(name: str, meaning: str, *labels: str) -> Metric[GaugeFamily]:
+    """Return a row for a latest value."""
+
+    def make() -> GaugeFamily:
+        return GaugeFamily(name, meaning, labels)
+
+    return Metric("gauge", name, meaning, make, labels)
+
+
+def histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) -> Metric[HistogramFamily]:
+    """Return a row for how values spread over buckets with these upper bounds."""
+
+    def make() -> HistogramFamily:
+        return HistogramFamily(name, meaning, labels, bounds)
+
+    return Metric("histogram", name, meaning, make, labels)

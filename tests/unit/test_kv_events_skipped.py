@@ -1,0 +1,134 @@
+"""What a worker does not pass on of its engine's KV events: counted, told in its log, and to routers."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.engines.customs.follower import BatchFollower
+from kvrouter.engines.customs.words import EngineFacts, Skipped
+from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.vllm.events import decode
+from kvrouter.engines.vllm.facts import RankFacts, VllmFacts
+from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.worker import worker as worker_module
+from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
+from tests.support.engine_server import scripted_engine
+from tests.support.fleets import MODEL, card
+from tests.support.front import metrics_of, open_house
+from tests.support.lone_worker import RANK, House
+from tests.support.waits import until
+
+R0, R1 = DpRank(0), DpRank(1)
+OWN = WorkerRank(WorkerId(1), R0)
+
+
+def published(seq: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
+    return b"kv", seq.to_bytes(8, "big"), payload
+
+
+def test_each_rank_has_its_own_counts_and_what_is_of_none_is_the_sockets_own() -> None:
+    follower = BatchFollower(decode, EngineFacts(block_size=32, dp_rank=R1), can_replay=False)
+    orphans = stored_event(2, parent=1), stored_event(3, parent=2)
+    follower.on_published(published(0, vllm_batch(*orphans, dp_rank=0)))
+    follower.on_published(published(1, vllm_batch(stored_event(5, block_size=16), dp_rank=1)))
+    assert follower.skipped(R0) == {Skipped.ORPHAN: 2}
+    assert follower.skipped(R1) == {Skipped.OTHER_BLOCK_SIZE: 1}
+    follower.on_published((b"kv", b"?", b""))
+    follower.on_published(published(2, b"\xc1"))
+    follower.on_published(published(5, vllm_batch(dp_rank=1)))
+    assert follower.skipped(R0) == {Skipped.ORPHAN: 2}
+    assert follower.skipped(R1) == {Skipped.OTHER_BLOCK_SIZE: 1, Skipped.UNREADABLE: 2, Skipped.MISSED: 2}
+    assert follower.skipped(DpRank(2)) == {}
+
+
+def test_counts_are_a_copy() -> None:
+    follower = BatchFollower(decode, EngineFacts(block_size=32), can_replay=False)
+    follower.skipped(R0)[Skipped.ORPHAN] += 1
+    assert follower.skipped(R0) == Counter()
+
+
+async def test_an_engines_reports_tell_what_was_skipped() -> None:
+    facts = VllmFacts(
+        version="0.32.0",
+        models=("tiny",),
+        adapters=(),
+        root="tiny-model",
+        context_length=2048,
+        prefix_caching=True,
+        ranks={R0: RankFacts(32, 200)},
+        events={},
+        started_s=None,
+    )
+    publisher, loads = Publisher(), list[LoadReport]()
+    publisher.start()
+    async with asyncio.timeout(60), scripted_engine() as scripted:
+        server = EngineServer(scripted.url)
+        await server.open()
+        engine = ServedEngine(
+            server,
+            VllmWays(WorkerId(7), facts, model="tiny"),
+            Told({R0: publisher.at}, decode, 32),
+            look_each_s=0.005,
+        )
+        await engine.start(lambda *_: None, loads.append)
+        try:
+            await until(lambda: bool(loads))
+            assert loads[0].kv_events_skipped == {}
+            await publisher.subscribed.wait()
+            await publisher.publish(vllm_batch(stored_event(1), stored_event(3, parent=2)))
+            await until(lambda: loads[-1].kv_events_skipped == {"orphan": 1})
+        finally:
+            await engine.stop()
+            publisher.stop()
+
+
+async def test_the_workers_log_tells_each_reason_once_and_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = House()
+    await house.start()
+
+    def told(**skipped: int) -> list[str]:
+        caplog.clear()
+        house.engine.report(LoadReport(RANK, 1, 10, kv_events_skipped=skipped))
+        records = [record for record in caplog.records if record.message == "kv_events_skipped"]
+        return [vars(record)["kvrouter_fields"]["reason"] for record in records]
+
+    assert told() == []
+    assert told(orphan=2) == ["orphan 2"]
+    assert told(orphan=3) == []
+    assert told(orphan=3, missed=1) == ["orphan 3, missed 1"]
+    assert told(orphan=3, missed=1) == []
+    later = house.worker._skipped_told._clock() + worker_module.SKIPPED_AGAIN_S
+    monkeypatch.setattr(house.worker._skipped_told, "_clock", lambda: later)
+    assert told(orphan=3, missed=2) == ["orphan 3, missed 2"]
+    assert [load.kv_events_skipped for load in house.loads][-1] == {"orphan": 3, "missed": 2}
+    await house.worker.stop()
+
+
+async def test_routers_count_what_was_skipped_once_and_show_it() -> None:
+    async with open_house(card(1)) as house:
+
+        async def shown(skipped: Mapping[str, int] | None) -> object:
+            if skipped is not None:
+                report = LoadReport(OWN, 7, 1000)
+                house.bench.events.load(replace(report, kv_events_skipped=skipped))
+            (worker,) = (await house.http.get("/v1/fleet")).json()["workers"]
+            return worker["ranks"][0]["kv_events_skipped"]
+
+        assert await shown(None) is None
+        assert await shown({}) == {}
+        assert await shown({"orphan": 2}) == {"orphan": 2}
+        assert await shown({"orphan": 5, "missed": 1}) == {"orphan": 5, "missed": 1}
+        assert await shown({"orphan": 5, "missed": 1}) == {"orphan": 5, "missed": 1}
+        assert await shown({"orphan": 1, "missed": 2}) == {"orphan": 1, "missed": 2}  # its engine began anew
+        metrics = await metrics_of(house)
+    name, labels = "kvrouter_kv_events_skipped_total", ("0", MODEL)
+    assert metrics[name, *labels, "orphan", "1"] == 6
+    assert metrics[name, *labels, "missed", "1"] == 2
