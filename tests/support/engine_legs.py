@@ -78,3 +78,10 @@ def full_leg(call: ClientCall | None = None, kind: Leg = Leg.AGGREGATED, **chang
         call=call,
     )
     return replace(request, **changes)
+
+
+def said_hi(*, stream: bool = True, kind: Leg = Leg.AGGREGATED) -> EngineRequest:
+    """A leg whose client wrote a short text."""
+    return leg(
+        (1, 2), kind, max_tokens=3, call=client_call({"model": MODEL, "prompt": "hi", "stream": stream})
+    )

@@ -1,7 +1,6 @@
 """The driver of mock engines: real time times a speed-up, streams, credit, death, and a clock that slips."""
 
 import asyncio
-from array import array
 from collections.abc import Mapping
 
 import pytest
@@ -9,13 +8,14 @@ import pytest
 from kvrouter.assembly.mock_account import mock_account
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.events import KvEvent, Stored
-from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
 from kvrouter.engines.port import Engine
 from kvrouter.mock import KvLoadFailurePolicy, MockConfig, Timing
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from tests.support.engine_legs import leg
 
 IN_TIME_S = 60.0
 
@@ -49,25 +49,16 @@ async def started(
     return handle, listener
 
 
-def leg(
-    name: str = "x",
+def a_leg(
+    kind: Leg = Leg.AGGREGATED,
     *,
-    which: Leg = Leg.AGGREGATED,
     max_tokens: int = 20,
     n_prompt: int = 100,
     room: int | None = None,
     params: Mapping[str, object] | None = None,
 ) -> EngineRequest:
-    return EngineRequest(
-        request_id=RequestId(name),
-        attempt=0,
-        leg=which,
-        model=ModelName("m"),
-        token_ids=array("I", range(n_prompt)),
-        sampling=Sampling(max_tokens=max_tokens),
-        bootstrap=None if room is None else Bootstrap("10.0.0.1", 99, room),
-        kv_transfer_params=params,
-    )
+    meeting = None if room is None else Bootstrap("10.0.0.1", 99, room)
+    return leg(range(n_prompt), kind, max_tokens=max_tokens, bootstrap=meeting, kv_transfer_params=params)
 
 
 async def read_all(stream: MockStream) -> tuple[tuple[int, ...], EngineChunk]:
@@ -81,7 +72,7 @@ async def read_all(stream: MockStream) -> tuple[tuple[int, ...], EngineChunk]:
 async def test_tokens_events_and_load_reach_their_sinks() -> None:
     cluster = MockCluster(speedup=100.0)
     handle, listener = await started(cluster, MockConfig(block_size=16))
-    tokens, last = await read_all(await handle.submit(leg()))
+    tokens, last = await read_all(await handle.submit(a_leg()))
     assert len(tokens) == 20
     assert last.finish is FinishReason.LENGTH
     stored = [event for _, event in listener.events if isinstance(event, Stored)]
@@ -104,12 +95,12 @@ async def test_a_speedup_changes_when_things_happen_not_what(speedup: float) -> 
     handle, _ = await started(cluster, MockConfig())
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    tokens, _ = await read_all(await handle.submit(leg()))
+    tokens, _ = await read_all(await handle.submit(a_leg()))
     took_s = (loop.time() - began_s) * speedup
     assert took_s >= (Timing().prefill_ms(100) + 19 * Timing().decode_ms(0.0)) / 1_000.0 * 0.99
     reference = MockCluster(speedup=1e6)
     other, _ = await started(reference, MockConfig(block_size=7, max_num_batched_tokens=9))
-    assert (await read_all(await other.submit(leg())))[0] == tokens
+    assert (await read_all(await other.submit(a_leg())))[0] == tokens
 
 
 @pytest.mark.parametrize("bootstrap", [True, False])
@@ -120,13 +111,13 @@ async def test_both_handoffs(bootstrap: bool) -> None:
     )
     decode, _ = await started(cluster, MockConfig(role=Role.DECODE), 2, "b")
     room = 5 if bootstrap else None
-    first = await prefill.submit(leg(which=Leg.PREFILL, max_tokens=1, room=room))
+    first = await prefill.submit(a_leg(Leg.PREFILL, max_tokens=1, room=room))
     if bootstrap:
-        second = await decode.submit(leg(which=Leg.DECODE, room=room))
+        second = await decode.submit(a_leg(Leg.DECODE, room=room))
         await read_all(first)
     else:
         _, last = await read_all(first)
-        second = await decode.submit(leg(which=Leg.DECODE, params=last.kv_transfer_params))
+        second = await decode.submit(a_leg(Leg.DECODE, params=last.kv_transfer_params))
     tokens, _ = await read_all(second)
     assert len(tokens) == 20
     assert cluster.idle
@@ -138,7 +129,7 @@ async def test_both_handoffs(bootstrap: bool) -> None:
 async def test_cancel_ends_the_read_and_frees_everything() -> None:
     cluster = MockCluster(speedup=10.0)
     handle, _ = await started(cluster, MockConfig())
-    stream = await handle.submit(leg(max_tokens=5_000))
+    stream = await handle.submit(a_leg(max_tokens=5_000))
     assert (await stream.__anext__()).cached_tokens == 0
     stream.cancel("client left")
     stream.cancel("client left")
@@ -151,7 +142,7 @@ async def test_cancel_ends_the_read_and_frees_everything() -> None:
 async def test_cancelling_an_ended_prefill_leg_frees_its_kv() -> None:
     cluster = MockCluster(speedup=100.0)
     handle, _ = await started(cluster, MockConfig(role=Role.PREFILL))
-    stream = await handle.submit(leg(which=Leg.PREFILL, max_tokens=1))
+    stream = await handle.submit(a_leg(Leg.PREFILL, max_tokens=1))
     await read_all(stream)
     assert not cluster.idle
     stream.cancel("nobody decodes")
@@ -161,8 +152,8 @@ async def test_cancelling_an_ended_prefill_leg_frees_its_kv() -> None:
 async def test_a_reader_that_does_not_read_holds_a_bounded_number_of_tokens() -> None:
     cluster = MockCluster(speedup=10_000.0, stream_tokens_max=16)
     handle, _ = await started(cluster, MockConfig())
-    slow = await handle.submit(leg("slow", max_tokens=200))
-    tokens, _ = await read_all(await handle.submit(leg("quick", max_tokens=400)))
+    slow = await handle.submit(a_leg(max_tokens=200))
+    tokens, _ = await read_all(await handle.submit(a_leg(max_tokens=400)))
     assert len(tokens) == 400
     first = await slow.__anext__()
     assert len(first.token_ids) == 16
@@ -174,7 +165,7 @@ async def test_a_reader_that_does_not_read_holds_a_bounded_number_of_tokens() ->
 async def test_death_breaks_streams_and_tells_no_more() -> None:
     cluster = MockCluster(speedup=10.0)
     handle, listener = await started(cluster, MockConfig(block_size=4))
-    stream = await handle.submit(leg(max_tokens=5_000))
+    stream = await handle.submit(a_leg(max_tokens=5_000))
     reader = asyncio.create_task(read_all(stream))
     async with asyncio.timeout(IN_TIME_S):
         await listener.told.wait()
@@ -185,7 +176,7 @@ async def test_death_breaks_streams_and_tells_no_more() -> None:
         await reader
     stream.cancel("too late")
     with pytest.raises(WorkerUnreachable):
-        await handle.submit(leg("y"))
+        await handle.submit(a_leg())
     await asyncio.sleep(0.01)
     assert len(listener.events) == told
     assert handle.snapshot(DpRank(0)) == ()
@@ -195,14 +186,14 @@ async def test_death_breaks_streams_and_tells_no_more() -> None:
 async def test_stop_breaks_streams_and_a_new_start_is_empty() -> None:
     cluster = MockCluster(speedup=100.0)
     handle, listener = await started(cluster, MockConfig(block_size=4))
-    await read_all(await handle.submit(leg()))
-    stream = await handle.submit(leg("y", max_tokens=5_000))
+    await read_all(await handle.submit(a_leg()))
+    stream = await handle.submit(a_leg(max_tokens=5_000))
     await handle.stop()
     with pytest.raises(StreamBroken, match="stopped"):
         await read_all(stream)
     await handle.start(listener.on_events, listener.on_load)
     assert handle.snapshot(DpRank(0)) == ()
-    stream = await handle.submit(leg("z"))
+    stream = await handle.submit(a_leg())
     assert (await stream.__anext__()).cached_tokens == 0
     stream.cancel("enough")
     assert cluster.idle
@@ -217,8 +208,8 @@ async def test_a_decode_leg_outlives_its_prefill_engine_as_its_policy_says(
         cluster, MockConfig(role=Role.PREFILL, bootstrap_host="10.0.0.1", bootstrap_port=99)
     )
     decode, _ = await started(cluster, MockConfig(role=Role.DECODE, kv_load_failure_policy=policy), 2)
-    doomed = await prefill.submit(leg(which=Leg.PREFILL, max_tokens=1, room=1, n_prompt=5_000))
-    stream = await decode.submit(leg(which=Leg.DECODE, room=1, n_prompt=5_000))
+    doomed = await prefill.submit(a_leg(Leg.PREFILL, max_tokens=1, room=1, n_prompt=5_000))
+    stream = await decode.submit(a_leg(Leg.DECODE, room=1, n_prompt=5_000))
     prefill.kill()
     with pytest.raises(StreamBroken):
         await read_all(doomed)
@@ -232,14 +223,14 @@ async def test_refusals() -> None:
     cluster = MockCluster()
     idle = cluster.add(MockConfig(), worker_id=WorkerId(9), domain="a")
     with pytest.raises(WorkerUnreachable, match="not serving"):
-        await idle.submit(leg())
+        await idle.submit(a_leg())
     handle, _ = await started(cluster, MockConfig(total_kv_blocks=2, max_waiting_seqs=1))
     with pytest.raises(InvalidRequest, match="need"):
-        await handle.submit(leg(n_prompt=200))
-    for name in "ab":
-        await handle.submit(leg(name))
+        await handle.submit(a_leg(n_prompt=200))
+    for _ in range(2):
+        await handle.submit(a_leg())
     with pytest.raises(WorkerUnreachable, match="wait already"):
-        await handle.submit(leg("c"))
+        await handle.submit(a_leg())
     with pytest.raises(InvalidRequest):
         await started(cluster, MockConfig())
     for wrong in (0.0, -1.0, float("inf"), float("nan")):
@@ -256,9 +247,7 @@ async def test_a_clock_that_asks_too_much_slips_and_nothing_else_changes(
     )  # every turn is too short for its work
     cluster = MockCluster(speedup=1e6)
     handle, _ = await started(cluster, MockConfig())
-    readers = [
-        asyncio.create_task(read_all(await handle.submit(leg(f"r{n}", max_tokens=500)))) for n in range(50)
-    ]
+    readers = [asyncio.create_task(read_all(await handle.submit(a_leg(max_tokens=500)))) for n in range(50)]
     for reader in readers:
         assert len((await reader)[0]) == 500
     assert f"the engines' clock stood still for {cluster.slipped_s:.3f} s" in mock_account(cluster)
@@ -267,7 +256,7 @@ async def test_a_clock_that_asks_too_much_slips_and_nothing_else_changes(
 async def test_chunks_that_wait_are_merged_and_a_stream_has_one_reader() -> None:
     cluster = MockCluster(speedup=200.0)
     handle, listener = await started(cluster, MockConfig())
-    stream = await handle.submit(leg(max_tokens=400))
+    stream = await handle.submit(a_leg(max_tokens=400))
     reader = asyncio.create_task(stream.__anext__())
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="one reader"):

@@ -1,0 +1,73 @@
+"""A served engine over recorded pages, and all that it tells the worker beside it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvrouter.core.ids import DpRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.port import EngineState, WatchedEngine
+from kvrouter.engines.vllm.events import decode
+from tests.support.engine_facts import STARTED_S, vllm_ways
+from tests.support.engine_heard import Heard
+from tests.support.engine_server import ScriptedEngine
+from tests.support.waits import until
+
+METRICS = "/metrics"
+
+
+@dataclass
+class Watched:
+    """An attached engine, and all that it told."""
+
+    engine: ServedEngine
+    heard: Heard = field(default_factory=Heard)
+    loads: list[LoadReport] = field(default_factory=list)
+    states: list[EngineState] = field(default_factory=list)
+
+    @property
+    def state(self) -> EngineState:
+        return self.states[-1] if self.states else EngineState()
+
+    async def until(self, **wanted: object) -> None:
+        await until(lambda: all(getattr(self.state, name) == value for name, value in wanted.items()))
+
+
+@asynccontextmanager
+async def attached(
+    scripted: ScriptedEngine,
+    events_at: Mapping[DpRank, EventsAt] | None = None,
+    *,
+    started: float | None = STARTED_S,
+    ways: Any = None,
+) -> AsyncIterator[Watched]:
+    server = EngineServer(scripted.url)
+    await server.open()
+    engine = ServedEngine(
+        server,
+        ways or vllm_ways(),
+        Told(events_at or {}, decode, 32),
+        started=started,
+        look_each_s=0.005,
+    )
+    assert isinstance(engine, WatchedEngine)
+    watched = Watched(engine)
+    engine.watch(watched.states.append)
+    await engine.start(watched.heard.on_events, watched.loads.append)
+    try:
+        async with asyncio.timeout(60):
+            yield watched
+    finally:
+        await engine.stop()
+        await engine.stop()
+
+
+async def looks(scripted: ScriptedEngine, n: int) -> None:
+    """Wait for so many looks more."""
+    last = scripted.asked[METRICS] + n
+    await until(lambda: scripted.asked[METRICS] >= last)

@@ -1,0 +1,173 @@
+"""A served engine is looked after: its load, its silence, a new start, and how much of its cache is known."""
+
+import asyncio
+
+import pytest
+
+from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.ids import DpRank
+from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Look
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.planes.requests.port import WorkerUnreachable
+from tests.support.engine_facts import STARTED_S
+from tests.support.engine_legs import said_hi
+from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
+from tests.support.engine_server import page, scripted_engine
+from tests.support.engine_watched import METRICS, attached, looks
+from tests.support.waits import until
+
+R0 = DpRank(0)
+STARTED_LINE = "process_start_time_seconds 1.79528047303e+09"
+
+
+async def test_its_load_is_told_at_every_look() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await until(lambda: len(watched.loads) >= 2)
+        assert (watched.loads[0].total_blocks, watched.states) == (200, [])
+        scripted.replace(
+            METRICS, 'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0',
+            'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5',
+        )  # fmt: skip
+        await until(lambda: watched.loads[-1].active_blocks == 100)
+
+
+async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await looks(scripted, 2)
+        scripted.set_page(METRICS, "", status=500)
+        await watched.until(answers=False)
+        assert "answered 500" in watched.state.why
+        scripted.set_page(METRICS, page("vllm-0.32.0-metrics.txt"))
+        await watched.until(answers=True)
+        assert [state.answers for state in watched.states] == [False, True]
+        assert watched.state.why == "the engine answers again"
+
+
+async def test_a_mistake_in_a_look_is_shown_and_looking_goes_on() -> None:
+    class Mistaken:
+        n_looks = 0
+
+        async def look(self, server: EngineServer) -> Look:
+            self.n_looks += 1
+            if self.n_looks == 1:
+                raise RuntimeError("of ours")
+            return Look((), STARTED_S)
+
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    ways = Mistaken()
+    async with scripted_engine() as scripted, attached(scripted, ways=ways) as watched:
+        await until(lambda: ways.n_looks >= 3)
+        assert watched.states == []
+    assert [str(each) for each in shown] == ["of ours"]
+
+
+async def test_fewer_looks_in_vain_are_not_told() -> None:
+    class Flaky:
+        """Every answer but the last of these fails."""
+
+        n_looks = 0
+
+        async def look(self, server: EngineServer) -> Look:
+            self.n_looks += 1
+            if self.n_looks % SILENT_AFTER_LOOKS:
+                raise WorkerUnreachable("not now")
+            return Look((), STARTED_S)
+
+    flaky = Flaky()
+    async with scripted_engine() as scripted, attached(scripted, ways=flaky) as watched:
+        await until(lambda: flaky.n_looks >= 10 * SILENT_AFTER_LOOKS)
+        assert watched.states == []
+
+
+@pytest.mark.parametrize("error", [ConfigError("no vLLM"), InvalidRequest("odd")])
+async def test_no_odd_answer_ends_the_looking(error: Exception) -> None:
+    class Odd:
+        fails = True
+
+        async def look(self, server: EngineServer) -> Look:
+            if self.fails:
+                raise error
+            return Look((), STARTED_S)
+
+    odd = Odd()
+    async with scripted_engine() as scripted, attached(scripted, ways=odd) as watched:
+        await watched.until(answers=False, why=str(error))
+        odd.fails = False
+        await watched.until(answers=True)
+
+
+async def test_nobody_listens_for_a_while() -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await looks(scripted, 1)
+        await scripted.stop()
+        await watched.until(answers=False)
+        stream = await watched.engine.submit(said_hi())
+        with pytest.raises(WorkerUnreachable):
+            await anext(aiter(stream))
+        await scripted.start()
+        await watched.until(answers=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "other", "says"),
+    [
+        ('block_size="32"', 'block_size="64"', "other block size: 64, not 32"),
+        ('engine="0"', 'engine="1"', "other ranks: [1], not [0]"),
+    ],
+)
+async def test_an_engine_that_comes_back_as_another_is_set_aside(found: str, other: str, says: str) -> None:
+    async with scripted_engine() as scripted, attached(scripted) as watched:
+        await looks(scripted, 1)
+        scripted.replace(METRICS, found, other)
+        scripted.replace(METRICS, STARTED_LINE, "process_start_time_seconds 1.9e+09")
+        await watched.until(answers=False)
+        assert says in watched.state.why
+        scripted.replace(METRICS, other, found)
+        await watched.until(answers=True)
+
+
+async def test_a_new_start_is_told_and_its_cache_is_learned_from_the_beginning() -> None:
+    first = Publisher()
+    first.start()
+    async with scripted_engine() as scripted, attached(scripted, {R0: first.at}) as watched:
+        await first.subscribed.wait()
+        await first.publish(vllm_batch(stored_event(1), stored_event(2, parent=1)))
+        await until(lambda: watched.heard.held == [1, 2])
+        first.stop()
+        second = Publisher()
+        second.start(first.at)
+        await second.publish(vllm_batch(stored_event(11)))
+        try:
+            scripted.replace(METRICS, STARTED_LINE, "process_start_time_seconds 1.9e+09")
+            await until(lambda: watched.heard.held == [11])
+            assert watched.heard.n_cleared == 1
+            await until(lambda: "the engine was started anew" in [state.why for state in watched.states])
+            assert watched.state.knows_cache
+        finally:
+            second.stop()
+
+
+@pytest.mark.parametrize("started", [STARTED_S, None])
+async def test_a_page_that_does_not_tell_the_start_is_no_new_start(started: float | None) -> None:
+    async with scripted_engine() as scripted:
+        scripted.replace(METRICS, STARTED_LINE, "")
+        async with attached(scripted, started=started) as watched:
+            await looks(scripted, 3)
+            assert watched.states == []
+
+
+async def test_events_that_are_gone_for_good_make_what_is_known_a_part() -> None:
+    engine = Publisher(replays=False)
+    engine.start()
+    try:
+        async with scripted_engine() as scripted, attached(scripted, {R0: engine.at}) as watched:
+            await engine.subscribed.wait()
+            await engine.publish(vllm_batch(stored_event(1)), lost=True)
+            await engine.publish(vllm_batch(stored_event(2)))
+            await watched.until(answers=True, knows_cache=False)
+            await until(lambda: watched.heard.held == [2])
+            await engine.publish(vllm_batch({"type": "AllBlocksCleared"}))
+            await watched.until(answers=True, knows_cache=True)
+    finally:
+        engine.stop()
