@@ -290,7 +290,7 @@ class BatchFollower:
         ledger = self.ledgers.get(dp_rank)
         if ledger is None and len(self.ledgers) >= self._limits.ranks_max:
             why = f"data_parallel_rank: {dp_rank} is one more than the {len(self.ledgers)} ranks allowed"
-            self._out.append(Refused(ProtocolError(why, param="data_parallel_rank")))
+            self._out.append(self._refused(ProtocolError(why, param="data_parallel_rank")))
         elif ledger is None:
             ledger = self.ledgers[dp_rank] = RankLedger(self._facts, is_partial=self._is_partial)
         return ledger
