@@ -18,6 +18,7 @@ from tests.support.fleets import (
     read_all,
 )
 from tests.support.planes import ScriptedPlane, address_of
+from tests.support.waits import until
 
 
 async def test_a_synchronous_handoff_hands_params_over_and_restores_max_tokens() -> None:
@@ -69,6 +70,38 @@ async def test_a_client_that_leaves_cancels_both_legs(bootstrap: bool) -> None:
     assert prefill.cancelled_for is not None, "KV that waits on the prefill worker is given back"
     assert bench.booked() == 0
     assert bench.telemetry.cancellations.value("mock", "prefill") == 1
+
+
+async def test_a_client_that_leaves_while_decode_is_sent_leaves_no_kv_waiting() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, prefill_card(1), decode_card(2))
+    async with bench.service.generate(generate_request()) as generation:
+        reading = asyncio.create_task(anext(generation))
+        prefill = await plane.wait_for(Leg.PREFILL)
+        plane.accepts.clear()
+        prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={"block": 7}))
+        await until(lambda: plane.asked == [address_of(1), address_of(2)])
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    assert bench.booked() == 0
+    plane.accepts.set()
+    decode = await plane.wait_for(Leg.DECODE)
+    assert decode.request.kv_transfer_params == {"block": 7}
+    await until(lambda: decode.cancelled_for is not None)
+
+
+async def test_kv_that_a_decode_engine_finds_by_itself_needs_no_word() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, prefill_card(1), decode_card(2))
+    reading = asyncio.create_task(read_all(bench, max_tokens=1))
+    prefill = await plane.wait_for(Leg.PREFILL)
+    prefill.feed(EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params={}))
+    decode = await plane.wait_for(Leg.DECODE)
+    assert decode.request.kv_transfer_params == {}
+    decode.tokens(4, finish=FinishReason.LENGTH)
+    assert await reading == [4]
+    assert bench.booked() == 0
 
 
 async def test_a_failing_prefill_of_a_bootstrap_pair_frees_decode_and_goes_elsewhere() -> None:

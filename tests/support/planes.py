@@ -63,6 +63,7 @@ class ScriptedPlane:
     """Opens scripted streams; ``script`` is called with each one. Unreachable addresses refuse."""
 
     def __init__(self, script: Callable[[ScriptedStream], None] | None = None) -> None:
+        self.asked: list[str] = []
         self.opened: list[ScriptedStream] = []
         self.unreachable: set[str] = set()
         self.full: set[str] = set()
@@ -82,6 +83,7 @@ class ScriptedPlane:
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         await asyncio.sleep(0)
+        self.asked.append(address)
         await self.accepts.wait()
         if address in self.full:
             raise WorkerFull(f"{address}: its queue is full")

@@ -63,6 +63,17 @@ async def test_vllm_is_asked_for_all_that_its_card_says() -> None:
         )
 
 
+async def test_a_prefill_engine_whose_kv_nobody_may_find_is_warned_of() -> None:
+    said = at(EngineKind.VLLM, role=Role.PREFILL)
+    async with scripted_engine() as scripted:
+        async with attaching(scripted, said) as attached:
+            assert ["NixlConnector" in warning for warning in attached.warnings] == [True]
+        metrics = scripted.pages["/metrics"].pieces[0].decode()
+        scripted.set_page("/metrics", metrics + 'vllm:nixl_bytes_transferred_count{engine="0"} 0.0\n')
+        async with attaching(scripted, said) as attached:
+            assert attached.warnings == ()
+
+
 async def test_sglang_is_asked_for_all_that_its_card_says() -> None:
     said = at(EngineKind.SGLANG)
     async with scripted_engine(SGLANG_PAGES) as scripted, attaching(scripted, said) as attached:

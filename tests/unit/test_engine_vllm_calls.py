@@ -121,6 +121,28 @@ def test_a_decode_brings_what_the_prefill_worker_said(call: ClientCall | None) -
     assert "kv_transfer_params" not in asked(leg(call, Leg.DECODE))[1]
 
 
+WHERE = {"do_remote_prefill": True, "remote_request_id": "r"}
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("said", [WHERE, None])
+def test_kv_that_an_engine_does_not_tell_of_is_found_where_engines_share_a_storage(
+    tells: bool, said: dict[str, object] | None
+) -> None:
+    call = call_of(leg(client(CHAT), Leg.PREFILL), model="tiny", tells_where_kv_waits=tells)
+    answer = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": said}
+    read = call.reader()(json.dumps(answer).encode())
+    assert read.kv_transfer_params == (said if said or tells else {})
+    failed = call.reader()(b'{"error":{"message":"no"}}')
+    assert failed.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("call", [client(COMPLETION), None])
+def test_a_decode_that_finds_its_kv_itself_is_told_nothing(call: ClientCall | None) -> None:
+    _, body = asked(leg(call, Leg.DECODE, kv_transfer_params={}))
+    assert "kv_transfer_params" not in body
+
+
 def test_what_goes_on_elsewhere_is_a_completion_of_tokens_without_stop_strings() -> None:
     more = {"tools": [], "max_completion_tokens": 90, "n": 1, "chat_template": "x", "top_k": 4}
     call, body = asked(leg(client({**CHAT, **more}), resumed_tokens=2))

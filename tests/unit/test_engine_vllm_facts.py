@@ -72,6 +72,13 @@ async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
     assert facts.block_size == 32
 
 
+async def test_a_nixl_connector_is_told_by_its_metrics(engine: ScriptedEngine) -> None:
+    assert not (await ask(engine)).uses_nixl
+    text = engine.pages[METRICS].pieces[0].decode()
+    engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
+    assert (await ask(engine)).uses_nixl
+
+
 async def test_adapters_are_told_from_names_of_the_model(engine: ScriptedEngine) -> None:
     models = engine.json("/v1/models")
     base = models["data"][0]

@@ -2,6 +2,7 @@
 
 from kvrouter.assembly.attach_words import Attached, EngineAt, check_block_size, check_model, events_of
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import Role
 from kvrouter.engines.openai.engine import ServedEngine, Told
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.events import decode
@@ -16,6 +17,11 @@ def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id:
     events, warnings = events_of(at, facts.events, len(facts.ranks))
     if at.publishes_kv_events and not facts.prefix_caching:
         warnings += (f"the engine at {at.url} keeps no prefix cache: start it with --enable-prefix-caching",)
+    if at.role is Role.PREFILL and not facts.uses_nixl:
+        warnings += (
+            f"the engine at {at.url} has no NixlConnector: unless decode engines find its KV by themselves, "
+            "as in storage that they share, each prompt is computed twice",
+        )
     return Attached(
         engine=ServedEngine(
             server,

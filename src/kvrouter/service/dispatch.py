@@ -43,7 +43,7 @@ from kvrouter.journey.words import (
 )
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.attempt import Attempt, Times
-from kvrouter.service.legs import last_leg, lost_leg, prefill_leg, read_prefill
+from kvrouter.service.legs import last_leg, lost_leg, open_decode, prefill_leg, read_prefill
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.output import Output
 from kvrouter.service.placement import Placement, Placer
@@ -297,7 +297,8 @@ class Dispatch:
                 kv_transfer_params=params,
                 time_left_s=self.watch.time_left_s,
             )
-            stream = attempt.decode = await self._plane.open(attempt.placement.decode_address, request)
+            stream = await open_decode(self._plane, attempt.placement.decode_address, request)
+            attempt.decode = stream
         except InvalidRequest as error:
             return self.journey.handle(LegRefused(error))
         except KvrouterError as error:

@@ -1,5 +1,6 @@
 """The legs of an attempt as engines receive them."""
 
+import asyncio
 import secrets
 from collections.abc import Callable
 
@@ -15,7 +16,13 @@ from kvrouter.core.requests import (
     Sampling,
 )
 from kvrouter.journey.words import LegLost
-from kvrouter.planes.requests.port import EngineStream, LegRepeated, StreamBroken, WorkerFull
+from kvrouter.planes.requests.port import (
+    EngineStream,
+    LegRepeated,
+    RequestPlane,
+    StreamBroken,
+    WorkerFull,
+)
 from kvrouter.routing.decision import Pick
 from kvrouter.service.placement import Placement
 
@@ -59,6 +66,31 @@ async def read_prefill(stream: EngineStream, on_cached: Callable[[int], None]) -
         if chunk.finish is not None:
             return params
     raise StreamBroken("the stream ended without a last chunk")
+
+
+async def open_decode(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
+    """Open a decode leg. One whose KV waits at a prefill worker is opened also for a caller that is cancelled
+    meanwhile, and is then cancelled: often only its worker can tell the prefill worker that nobody comes.
+
+    Raises what the plane's ``open`` raises.
+    """
+    if not request.kv_transfer_params:
+        return await plane.open(address, request)
+    opening = asyncio.get_running_loop().create_task(_opened(plane, address, request))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_take_back)
+        raise
+
+
+async def _opened(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
+    return await plane.open(address, request)
+
+
+def _take_back(opening: "asyncio.Task[EngineStream]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().cancel("its client left while it was sent")
 
 
 def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:

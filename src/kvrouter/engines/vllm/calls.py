@@ -1,6 +1,9 @@
 """A leg as vLLM's server takes it: the client's call where it can go as it was written, else token ids."""
 
+import dataclasses
 from collections.abc import Mapping
+
+from msgspec.structs import replace
 
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
 from kvrouter.engines.openai.bodies import (
@@ -15,6 +18,7 @@ from kvrouter.engines.openai.bodies import (
     put_inside,
 )
 from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
 from kvrouter.engines.openai.streams import Reading
 
 KvParams = Mapping[str, object]
@@ -28,6 +32,9 @@ ASK_FOR_KV: KvParams = {
     "remote_port": None,
 }
 """What asks a prefill worker to keep its KV for a decode worker: the words of vLLM's NIXL connector."""
+
+KV_TO_BE_FOUND: KvParams = {}
+"""What a prefill whose KV the decode engine finds by itself hands on: nothing needs to be said."""
 
 RANK_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -53,8 +60,13 @@ _CHAT_ONLY = (
 """Fields of a call that a completion of its tokens has no use for, or reads otherwise."""
 
 
-def call_of(request: EngineRequest, *, model: str, n_ranks: int = 1) -> EngineCall:
+def call_of(
+    request: EngineRequest, *, model: str, n_ranks: int = 1, tells_where_kv_waits: bool = True
+) -> EngineCall:
     """Return how vLLM is asked for a leg; ``model`` is what the engine calls it.
+
+    A prefill engine that ``tells_where_kv_waits`` does so in every answer; of another one an answer that does
+    not tell means that the decode engine finds the KV, in storage that both share.
 
     Raises InvalidRequest naming a field that is no object where it must be one.
     """
@@ -62,7 +74,7 @@ def call_of(request: EngineRequest, *, model: str, n_ranks: int = 1) -> EngineCa
     if n_ranks > 1:
         headers[RANK_HEADER] = str(request.dp_rank)
     if request.leg is Leg.PREFILL:
-        return _prefill(request, model, headers)
+        return _prefill(request, model, headers, tells_where_kv_waits=tells_where_kv_waits)
     if request.call is not None and not request.resumed_tokens:
         return _as_written(request, request.call, model, headers)
     return _tokens(request, model, headers)
@@ -79,7 +91,7 @@ def _as_written(
     adds_usage = call.stream and not asks_usage and not has_several_answers(body)
     if adds_usage:
         put_inside(body, "stream_options", include_usage=True)
-    if request.kv_transfer_params is not None:
+    if request.kv_transfer_params:
         put(body, kv_transfer_params=request.kv_transfer_params)
     return EngineCall(
         path=call.route.value,
@@ -90,7 +102,9 @@ def _as_written(
     )
 
 
-def _prefill(request: EngineRequest, model: str, headers: Mapping[str, str]) -> EngineCall:
+def _prefill(
+    request: EngineRequest, model: str, headers: Mapping[str, str], *, tells_where_kv_waits: bool
+) -> EngineCall:
     """One token of the same prompt, whose KV the engine then keeps for the decode worker."""
     body = _common(request, model)
     path = CallRoute.COMPLETION.value
@@ -102,13 +116,25 @@ def _prefill(request: EngineRequest, model: str, headers: Mapping[str, str]) -> 
         _put_prompt(body, request)
     drop(body, "stream_options", "min_tokens", "n", "best_of")
     put(body, stream=False, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
-    return EngineCall(
+    call = EngineCall(
         path=path,
         body=bytes_of(body),
         headers=headers,
         streams=False,
         reading=Reading(passes_raw=False),
     )
+    return call if tells_where_kv_waits else dataclasses.replace(call, reader=_reads_kv_as_found)
+
+
+def _reads_kv_as_found() -> ReadEvent:
+    return _read_kv_as_found
+
+
+def _read_kv_as_found(data: bytes) -> AnswerEvent:
+    event = read_event(data)
+    if event.kv_transfer_params is None and event.finish is not None:
+        return replace(event, kv_transfer_params=KV_TO_BE_FOUND)
+    return event
 
 
 def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> EngineCall:
@@ -127,7 +153,7 @@ def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> E
         max_tokens=request.sampling.max_tokens,
         min_tokens=request.sampling.min_tokens,
     )
-    if request.kv_transfer_params is not None:
+    if request.kv_transfer_params:
         put(body, kv_transfer_params=request.kv_transfer_params)
     return EngineCall(
         path=CallRoute.COMPLETION.value,

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 CACHE_METRIC = "vllm:cache_config_info"
 STARTED_METRIC = "process_start_time_seconds"
+NIXL_METRIC = "vllm:nixl_bytes_transferred_count"
+"""Stands on the page of an engine with NixlConnector from its start on, and on no other's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class RankFacts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
     """One engine. ``models`` are the names that it is served under, and its adapters; ``root`` the folder or
-    hub name of the model. ``started_s`` tells two starts apart.
+    hub name of the model. ``started_s`` tells two starts apart. An engine that ``uses_nixl`` says after a
+    prefill where the KV waits; other connectors may leave it to the decode engine to find it.
     """
 
     version: str
@@ -44,6 +47,7 @@ class VllmFacts:
     ranks: Mapping[DpRank, RankFacts]
     events: Mapping[DpRank, EventsAt]
     started_s: float | None
+    uses_nixl: bool = False
 
     @property
     def block_size(self) -> int:
@@ -92,7 +96,7 @@ async def ask_facts(server: EngineServer) -> VllmFacts:
         raise ConfigError(f"--url: {server.url} has no {missing}: is it vLLM's server?", param="url")
     version = await server.look("/version")
     sources = await server.look("/kv_event_sources")
-    samples = read_metrics(page, (CACHE_METRIC, STARTED_METRIC))
+    samples = read_metrics(page, (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC))
     served, adapters = _served(_decoded(_models, models, "/v1/models"))
     ranks, prefix_caching = _ranks(samples, server.url)
     return VllmFacts(
@@ -107,6 +111,7 @@ async def ask_facts(server: EngineServer) -> VllmFacts:
         if sources is None
         else _events(_decoded(_sources, sources, "/kv_event_sources"), server.url),
         started_s=started_of(samples),
+        uses_nixl=NIXL_METRIC in samples,
     )
 
 

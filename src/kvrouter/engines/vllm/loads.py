@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.openai.metrics import Samples
-from kvrouter.engines.vllm.facts import RankFacts
+from kvrouter.engines.vllm.facts import NIXL_METRIC, RankFacts
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
@@ -13,7 +13,7 @@ USED = "vllm:kv_cache_usage_perc"
 USED_BEFORE = "vllm:gpu_cache_usage_perc"
 """What versions before 0.11 call it."""
 
-FETCHED = "vllm:nixl_bytes_transferred_count"
+FETCHED = NIXL_METRIC
 FETCHED_BYTES = "vllm:nixl_bytes_transferred_sum"
 FETCHED_SECONDS = "vllm:nixl_xfer_time_seconds_sum"
 FETCHED_FAILED = "vllm:nixl_num_failed_transfers_total"

@@ -24,7 +24,12 @@ class VllmWays:
 
     def call_of(self, request: EngineRequest) -> EngineCall:
         """Return how vLLM is asked for a leg."""
-        return call_of(request, model=self._model, n_ranks=len(self._facts.ranks))
+        return call_of(
+            request,
+            model=self._model,
+            n_ranks=len(self._facts.ranks),
+            tells_where_kv_waits=self._facts.uses_nixl,
+        )
 
     async def look(self, server: EngineServer) -> Look:
         """Read its metrics page."""
@@ -34,7 +39,9 @@ class VllmWays:
         samples = read_metrics(page, (*LOAD_METRICS, STARTED_METRIC))
         started_s = started_of(samples)
         if started_s is not None and started_s != self._started_s:
-            self._check_same(await ask_facts(server), server.url)
+            now = await ask_facts(server)
+            self._check_same(now, server.url)
+            self._facts = now
             self._started_s = started_s
         return Look(tuple(load_reports(samples, self._facts.ranks, self._worker_id)), started_s)
 

@@ -1,0 +1,120 @@
+"""A decode leg that comes for waiting KV, and whose client leaves at once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.engines.openai.arriving import ArrivingStream
+from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.vllm.events import decode
+from kvrouter.engines.vllm.facts import ask_facts
+from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.planes.requests.port import EngineStream, StreamBroken
+from tests.support.engine_legs import leg, written
+from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
+from tests.support.scripted_worker import ScriptedStream
+
+PARAMS = {"do_remote_prefill": True, "remote_request_id": "r"}
+SOON_S = 0.05
+IN_TIME_S = 30.0
+
+
+@asynccontextmanager
+async def attached(engine: ScriptedEngine) -> AsyncIterator[ServedEngine]:
+    asking, server = EngineServer(engine.url), EngineServer(engine.url)
+    await asking.open()
+    facts = await ask_facts(asking)
+    await asking.close()
+    await server.open()  # with no connection yet: a call takes its time
+    at = ServedEngine(server, VllmWays(WorkerId(7), facts, model="tiny"), Told({}, decode, facts.block_size))
+    try:
+        yield at
+    finally:
+        await at.stop()
+
+
+async def only(stream: EngineStream) -> list[EngineChunk]:
+    return [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_its_engine_gets_the_call_before_it_is_taken_back(streams: bool) -> None:
+    async with scripted_engine() as engine, attached(engine) as at:
+        engine.answers.append(Answer(ends=Ends.NO_HEADERS))
+        call = written([1, 2, 3], stream=streams, kv_transfer_params=None).call
+        stream = await at.submit(leg([1, 2, 3], Leg.DECODE, call=call, kv_transfer_params=PARAMS))
+        stream.cancel("client left")
+        ended = await only(stream)
+        assert [(chunk.finish, chunk.error) for chunk in ended] == [(FinishReason.CANCELLED, "client left")]
+        async with asyncio.timeout(IN_TIME_S):
+            asked = await engine.called()
+            assert asked.body["kv_transfer_params"] == PARAMS
+            await asked.left.wait()
+
+
+async def test_a_read_that_waits_ends_at_once() -> None:
+    inner = ScriptedStream()
+    stream = ArrivingStream(inner, read_within_s=SOON_S)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.cancel("client left")
+    stream.cancel("once more")
+    assert (await reading).finish is FinishReason.CANCELLED
+    assert inner.reasons == []
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    async with asyncio.timeout(IN_TIME_S):
+        await inner.cancelled.wait()
+    assert inner.reasons == ["client left"]
+
+
+async def test_once_it_answers_it_is_cancelled_at_once() -> None:
+    inner = ScriptedStream()
+    stream = ArrivingStream(inner, read_within_s=IN_TIME_S)
+    await inner.put(EngineChunk((5,)))
+    assert (await anext(stream)).token_ids == (5,)
+    stream.cancel("client left")
+    assert inner.reasons == ["client left"]
+    assert (await anext(stream)).finish is FinishReason.CANCELLED
+
+
+async def test_who_waited_longer_is_cancelled_at_once() -> None:
+    inner = ScriptedStream()
+    stream = ArrivingStream(inner, read_within_s=0.0)
+    stream.cancel("client left")
+    async with asyncio.timeout(IN_TIME_S):
+        await inner.cancelled.wait()
+
+
+class _Failing:
+    def __aiter__(self) -> "_Failing":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        raise StreamBroken("it died")
+
+    def cancel(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+async def test_what_goes_wrong_is_told() -> None:
+    with pytest.raises(KvrouterError, match="it died"):
+        await anext(ArrivingStream(_Failing()))
+
+
+async def test_a_reader_that_gives_up_ends_its_own_read_only() -> None:
+    inner = ScriptedStream()
+    stream = ArrivingStream(inner)
+    reading = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    await inner.put(EngineChunk((5,)))
+    assert (await anext(stream)).token_ids == (5,)
