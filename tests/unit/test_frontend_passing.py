@@ -123,6 +123,22 @@ async def test_a_whole_answer_and_its_call_keep_their_bytes() -> None:
         assert "nvext" not in json.loads(second.body)
 
 
+async def test_no_tokens_are_as_many_as_the_client_wants() -> None:
+    own = b'{"choices":[{"text":"hello","finish_reason":"length"}]}'
+
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(EngineChunk(raw=own, finish=FinishReason.LENGTH))
+
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 0, "echo": True}
+    async with open_house(taking(1), script=script) as house:
+        answer = await house.http.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.content) == (200, own)
+        request = (await house.plane.wait_for(Leg.AGGREGATED)).request
+    assert request.call is not None
+    assert json.loads(request.call.body) == body
+    assert request.sampling.max_tokens == 1
+
+
 async def test_a_stream_keeps_its_bytes_and_what_the_client_asked_of_us_comes_before_its_end() -> None:
     async with open_house(taking(1), script=streams("Paris", " is")) as house:
         theirs = event("") + event("Paris") + event(" is") + STOP
@@ -243,6 +259,7 @@ PLAIN = {"temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "u
         ({"logprobs": True}, False),
         ({"tools": [{"type": "function"}]}, False),
         ({"response_format": {"type": "json_object"}}, False),
+        ({"max_tokens": 0}, False),
         ({"stop": ["a"] * 5}, False),
         ({"include_stop_str_in_output": True}, False),
         ({"a_field_of_next_year": 1}, False),
@@ -262,7 +279,7 @@ def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_
         (b'{"messages":[]}', "model"),
         (b'{"model":"m"}', "messages"),
         (b'{"model":"m","messages":"hi"}', "messages"),
-        (b'{"model":"m","messages":[{}],"max_tokens":0}', "max_tokens"),
+        (b'{"model":"m","messages":[{}],"max_tokens":-1}', "max_tokens"),
         (b'{"model":"m","messages":[{}],"nvext":{"odd":1}}', "nvext"),
     ],
 )

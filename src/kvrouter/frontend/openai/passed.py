@@ -19,8 +19,8 @@ from kvrouter.frontend.openai.schema import (
     GenerateBody,
     MisplacedFields,
     Name,
+    NonNegativeInt,
     NvExt,
-    PositiveInt,
     StreamOptions,
 )
 from kvrouter.frontend.openai.wishes import check_wishes
@@ -35,8 +35,8 @@ class PassedBody(MisplacedFields, frozen=True, kw_only=True):
     prompt: object = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: PositiveInt | None = None
-    max_completion_tokens: PositiveInt | None = None
+    max_tokens: NonNegativeInt | None = None
+    max_completion_tokens: NonNegativeInt | None = None
     stop: str | list[str] | None = None
     cache_salt: CacheSalt | None = None
     nvext: NvExt | None = None
@@ -121,10 +121,11 @@ def parse_passed(route: CallRoute, data: bytes) -> PassedCall:
     written = {name: value for name, value in fields.items() if name != "nvext"}
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return PassedCall(
         Call(
             body=GenerateBody(model=body.model, stream=body.stream, cache_salt=body.cache_salt),
-            max_tokens=body.max_completion_tokens or body.max_tokens or default,
+            max_tokens=default if wanted is None else max(1, wanted),
             max_tokens_field="max_tokens",
             stops=stops,
             nvext=nvext,
@@ -135,7 +136,7 @@ def parse_passed(route: CallRoute, data: bytes) -> PassedCall:
             route,
             data if len(written) == len(fields) else msgspec.json.encode(written),
             stream=bool(body.stream),
-            resumable=_is_resumable(written) and stops_fit(stops),
+            resumable=_is_resumable(written) and stops_fit(stops) and wanted != 0,
         ),
     )
 
