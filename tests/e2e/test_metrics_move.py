@@ -8,6 +8,7 @@ from kvrouter.assembly.told import SyncGauges, refusals_on
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId
+from kvrouter.core.workers import LoadReport
 from kvrouter.ledger.replicas import Counts
 from kvrouter.planes.sync.memory import MemorySyncPlane
 from kvrouter.service import event_pump
@@ -113,6 +114,9 @@ async def test_what_every_answer_moves() -> None:
         assert before.value("build_info") == 1
         assert before.value("worker_up", role="decode", domain="a") == 2
         assert before.value("index_blocks") == 0
+        for worker in here.system.fleet.workers.values():
+            for rank in worker.card.ranks():  # as its next heartbeat would: nothing was carried so far
+                here.system.fleet.events.publish_load(LoadReport(rank, 0, 16_384))
         for _ in range(2):
             assert await chat(here) == 200
             await here.until_quiet()
@@ -132,6 +136,10 @@ async def test_what_every_answer_moves() -> None:
         assert after.value("decisions_total", mode="kv", shape="bootstrap") == 2
         handed = [after.value("handoffs_total", prefill_domain=zone, decode_domain=zone) for zone in "ab"]
         assert sum(handed) == after.value("handoffs_total") == 2
+        assert after.value("kv_transfers_total") == 2
+        assert after.value("kv_transfer_bytes_total") > 1e6
+        assert after.value("kv_transfer_seconds_total") > 0
+        assert after.value("kv_transfers_failed_total") == after.value("kv_transfer_slow") == 0
         assert after.value("feed_events_total", outcome="blocks_stored") > 0
         assert after.value("index_blocks", medium="gpu") > 0
         assert after.value("index_bytes") > 0

@@ -207,6 +207,18 @@ def test_the_recent_speed_is_that_of_the_last_minute() -> None:
     assert recent() is None
 
 
+def test_sums_of_an_engine_that_had_none_at_first_are_counted_from_the_first() -> None:
+    speeds, told = TransferSpeeds(), KvTransfers(1, 5, 0.5)
+    for _ in range(2):
+        assert speeds.note(SLOT, None, now_s=0.0) == Noted(KvTransfers(0, 0, 0.0), None)
+        assert speeds.reading(SLOT, now_s=0.0) is None
+    assert speeds.note(SLOT, told, now_s=0.0).carried == told
+    assert speeds.note(SLOT, None, now_s=0.0).carried == KvTransfers(0, 0, 0.0)
+    reading = speeds.reading(SLOT, now_s=0.0)
+    assert reading is not None
+    assert reading.told == told
+
+
 def test_a_rank_that_is_gone_is_forgotten() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)

@@ -8,7 +8,7 @@ from kvrouter.core.columns import pack_hashes, unpack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed, sequence_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.core.workers import EventLane, EventSource, KvTransfers, LoadReport
 from kvrouter.worker.mirror import RankMirror
 from kvrouter.worker.publisher import KvPublisher
 
@@ -242,7 +242,12 @@ async def test_a_load_is_of_the_workers_own_rank_and_a_closed_publisher_tells_no
     wire = Loads()
     publisher = publisher_on(wire)
     publisher.publish_load(active_blocks=3, total_blocks=8, running_requests=1, dp_rank=DpRank(2))
+    fetched = KvTransfers(2, 1000, 0.5)
+    publisher.publish_load(active_blocks=3, total_blocks=8, kv_transfers=fetched)
     publisher.close()
     publisher.publish_load(active_blocks=4, total_blocks=8)
     rank = WorkerRank(WORKER, DpRank(2))
-    assert wire.loads == [LoadReport(rank, active_blocks=3, total_blocks=8, running_requests=1)]
+    assert wire.loads == [
+        LoadReport(rank, active_blocks=3, total_blocks=8, running_requests=1),
+        LoadReport(RANK, active_blocks=3, total_blocks=8, kv_transfers=fetched),
+    ]

@@ -61,8 +61,8 @@ class EngineAccounts:
         slot = self._fleet.slot_of(report.rank)
         if slot is None:
             return
+        noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
         if report.kv_transfers is not None:
-            noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
             self._observed.kv_carried(report.rank, noted)
         before, told = self._skipped.get(slot), report.kv_events_skipped
         if told != before:

@@ -85,21 +85,23 @@ class TransferSpeeds:
     def __init__(self) -> None:
         self._ranks: dict[Slot, _Rank] = {}
 
-    def note(self, slot: Slot, told: KvTransfers, *, now_s: float) -> Noted:
-        """An engine told its sums; what it told first may be of long ago, and counts as nothing carried."""
+    def note(self, slot: Slot, told: KvTransfers | None, *, now_s: float) -> Noted:
+        """An engine told its sums, or that it has none yet. Sums that are the first word of it may be of long
+        ago, and count as nothing carried.
+        """
         rank = self._ranks.get(slot)
         if rank is None:
             self._ranks[slot] = _Rank(told)
             return Noted(NOTHING, None)
-        if told == rank.told:
+        if told is None or told == rank.told:
             return Noted(NOTHING, None)
-        carried, rank.told = _since(rank.told, told), told
+        carried, rank.told = _since(rank.told or NOTHING, told), told
         return Noted(carried, rank.add(carried, now_s))
 
     def reading(self, slot: Slot, *, now_s: float) -> TransferReading | None:
         """What is known of the slot's rank; None where its engine does not tell."""
         rank = self._ranks.get(slot)
-        return None if rank is None else rank.reading(now_s)
+        return None if rank is None or rank.told is None else rank.reading(rank.told, now_s)
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
@@ -137,7 +139,7 @@ class _Sums:
 class _Rank:
     __slots__ = ("_buckets", "_is_slow", "_last", "_shown", "_window", "told")
 
-    def __init__(self, told: KvTransfers) -> None:
+    def __init__(self, told: KvTransfers | None) -> None:
         self.told = told
         self._buckets: deque[_Sums] = deque(maxlen=int(RECENT_S / BUCKET_S) + 1)
         self._window: _Sums | None = None
@@ -176,12 +178,16 @@ class _Rank:
         self._is_slow = not self._is_slow
         return Verdict(self._is_slow, speed, shown)
 
-    def reading(self, now_s: float) -> TransferReading:
-        recent = [each for each in self._buckets if now_s - each.begun_s < RECENT_S]
-        seconds = sum(each.seconds for each in recent)
+    def reading(self, told: KvTransfers, now_s: float) -> TransferReading:
+        n_bytes, seconds = 0, 0.0
+        for each in reversed(self._buckets):
+            if now_s - each.begun_s >= RECENT_S:
+                break
+            n_bytes += each.bytes
+            seconds += each.seconds
         return TransferReading(
-            told=self.told,
-            recent_bytes_per_s=sum(each.bytes for each in recent) / seconds if seconds > 0.0 else None,
+            told=told,
+            recent_bytes_per_s=n_bytes / seconds if seconds > 0.0 else None,
             shown_bytes_per_s=None if self._shown is None else self._shown.bytes_per_s,
             is_slow=self._is_slow,
         )

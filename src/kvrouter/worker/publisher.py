@@ -11,7 +11,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Me
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.index.native import BlockIndex
 from kvrouter.planes.events.port import EventPublisher
 from kvrouter.worker.mirror import FIRST_RANK, RankMirror
@@ -126,9 +126,10 @@ class KvPublisher:
         active_prefill_tokens: int = 0,
         running_requests: int = 0,
         waiting_requests: int = 0,
+        kv_transfers: KvTransfers | None = None,
         dp_rank: DpRank = FIRST_RANK,
     ) -> None:
-        """Say how busy the rank is; only the latest report matters."""
+        """Say how busy the rank is, and what KV it has fetched; only the latest report matters."""
         if self._is_closed:
             return
         rank = WorkerRank(self.worker_id, dp_rank)
@@ -140,6 +141,7 @@ class KvPublisher:
                 active_prefill_tokens=active_prefill_tokens,
                 running_requests=running_requests,
                 waiting_requests=waiting_requests,
+                kv_transfers=kv_transfers,
             )
         )
 
