@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.engines.openai import sse
-from kvrouter.engines.openai.events import without_token_ids
+from kvrouter.engines.openai.events import Unasked, without_token_ids
 from kvrouter.engines.openai.sse import EventCutter
 from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, Reading, SseStream
 from kvrouter.planes.requests.port import StreamBroken
@@ -65,6 +65,11 @@ class Pieces:
     async def readany(self) -> bytes:
         return self._pieces.pop(0) if self._pieces else b""
 
+    def on_eof(self, callback: Callable[[], None]) -> None:
+        """The engine ends what was read to its last event."""
+        self.is_closed = True
+        callback()
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -101,6 +106,18 @@ def chat_event(text: str, token_ids: Sequence[int] | None, finish: str | None = 
 
 USAGE = {"id": "chatcmpl-1", "choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3,
          "prompt_tokens_details": {"cached_tokens": 4}}}  # fmt: skip
+
+
+@given(CUTS)
+def test_text_of_an_engine_that_tells_no_tokens_does_not_wait_for_them(at: list[int]) -> None:
+    events = [event_of(chat_event(text, None)) for text in ("", "a", "b")]
+    wire = b"".join(events)
+    end = event_of(chat_event("", None, "stop")) + event_of("[DONE]")
+    got, broken = read([*cut(wire, at), end], ADDED)
+    assert broken is None
+    *before, _ = got
+    assert b"".join(chunk.raw for chunk in before) == wire
+    assert before[-1].text_chars is None
 
 
 @given(
@@ -227,6 +244,11 @@ def test_cutting_out_token_ids_changes_no_text(
         return
     assert without_token_ids(event(ids, ids)) == event(None, None)
     assert without_token_ids(event(None, None)) == event(None, None)
+    bare = (
+        event(None, None).replace(b',"token_ids":null}]', b"}]").replace(b',"prompt_token_ids":null,', b",")
+    )
+    assert without_token_ids(event(ids, ids), Unasked.NOTHING) == bare
+    assert without_token_ids(bare, Unasked.NOTHING) == bare
 
 
 def _keys(value: object) -> set[str]:

@@ -64,6 +64,7 @@ chunks = st.builds(
     kv_transfer_params=opaque,
     error=st.none() | st.text(max_size=9),
     kv_lost=st.none() | st.sampled_from(KvLoss),
+    completion_tokens=st.none() | st.integers(0, 10**6),
 )
 
 
@@ -84,6 +85,8 @@ def test_chunks_may_be_merged_in_any_portions(first: list[EngineChunk], later: l
     assert whole.token_ids == tuple(token for chunk in [*first, *later] for token in chunk.token_ids)
     last = later[-1]
     assert (whole.finish, whole.error, whole.kv_lost) == (last.finish, last.error, last.kv_lost)
+    counts = [chunk.completion_tokens for chunk in [*first, *later] if chunk.completion_tokens is not None]
+    assert whole.completion_tokens == (counts[-1] if counts else None)
 
 
 @given(

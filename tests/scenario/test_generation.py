@@ -8,7 +8,7 @@ from msgspec import structs
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown, WorkerFailed
-from kvrouter.core.requests import FinishReason, Leg, Sampling
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
 from kvrouter.planes.requests.port import WorkerFull
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request, read_all
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
@@ -36,6 +36,17 @@ async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
     assert generation.usage.completion_tokens == 20
     assert generation.usage.cached_tokens == 32
     assert stream.cancelled_for is None
+
+
+async def test_tokens_that_an_engine_counts_and_does_not_tell_are_counted() -> None:
+    last = EngineChunk(raw=b"data: [DONE]", finish=FinishReason.LENGTH, completion_tokens=9)
+    plane = ScriptedPlane(lambda stream: stream.feed(EngineChunk(raw=b"data: {}"), last))
+    bench = await bench_of(plane, card(1))
+    async with bench.service.generate(generate_request()) as generation:
+        while (await anext(generation)).finish is None:
+            assert generation.usage.completion_tokens == 0
+    assert generation.usage.completion_tokens == 9
+    assert bench.telemetry.completion_tokens.value("mock") == 9
 
 
 async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:

@@ -23,13 +23,14 @@ from kvrouter.core.requests import (
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.events import Unasked
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.openai.streams import Reading, SseStream
 from kvrouter.engines.sglang.calls import GenerateReader, call_of
 from kvrouter.engines.sglang.facts import SglangFacts, ask_facts, ask_loads
 from kvrouter.engines.sglang.ways import SglangWays
 from kvrouter.planes.requests.port import WorkerUnreachable
-from tests.support.engine_server import SGLANG_PAGES, ScriptedEngine, page, scripted_engine
+from tests.support.engine_server import SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine, sse
 
 CHAT: dict[str, object] = {
     "model": "tiny",
@@ -46,9 +47,17 @@ R0, R1 = DpRank(0), DpRank(1)
 W = WorkerId(7)
 
 
-def client(body: dict[str, object]) -> ClientCall:
+def client(
+    body: dict[str, object], route: CallRoute = CallRoute.CHAT, *, resumable: bool = True
+) -> ClientCall:
     return ClientCall(
-        route=CallRoute.CHAT, body=json.dumps(body).encode(), stream=bool(body.get("stream")), resumable=True
+        route=route, body=json.dumps(body).encode(), stream=bool(body.get("stream")), resumable=resumable
+    )
+
+
+def passing(*, added_token_ids: bool = False, added_usage: bool = False) -> Reading:
+    return Reading(
+        passes_raw=True, added_token_ids=added_token_ids, unasked=Unasked.NOTHING, added_usage=added_usage
     )
 
 
@@ -75,13 +84,50 @@ def test_a_streamed_chat_goes_as_it_was_written() -> None:
     call, body = asked(leg(client(CHAT)))
     assert body == {**CHAT, "rid": "r-i#1#aggregated", "stream_options": {"include_usage": True}}
     assert (call.path, call.streams) == ("/v1/chat/completions", True)
-    assert call.reading == Reading(passes_raw=True, added_usage=True)
+    assert call.reading == passing(added_usage=True)
 
 
 def test_a_client_that_wants_the_usage_gets_it() -> None:
     said = {**CHAT, "stream_options": {"include_usage": True}}
     call, body = asked(leg(client(said)))
-    assert (body["stream_options"], call.reading) == (said["stream_options"], Reading(passes_raw=True))
+    assert (body["stream_options"], call.reading) == (said["stream_options"], passing())
+
+
+COMPLETION: dict[str, object] = {"model": "tiny", "prompt": "hi", "stream": True}
+SAYS_TOKENS = {"return_token_ids": True}
+
+
+def test_the_stream_of_a_completion_tells_the_tokens_that_another_engine_could_go_on_from() -> None:
+    plain = client(COMPLETION, CallRoute.COMPLETION)
+    call, body = asked(leg(plain))
+    assert (body["return_token_ids"], call.reading) == (True, passing(added_token_ids=True, added_usage=True))
+    for other in (
+        client(COMPLETION, CallRoute.COMPLETION, resumable=False),
+        client({**COMPLETION, "stream": False}, CallRoute.COMPLETION),
+        client(CHAT),
+    ):
+        call, body = asked(leg(other))
+        assert ("return_token_ids" in body, call.reading.added_token_ids) == (False, False)
+    assert "return_token_ids" not in asked(leg(plain, Leg.PREFILL))[1]
+    wanted = client({**COMPLETION, **SAYS_TOKENS}, CallRoute.COMPLETION)
+    assert asked(leg(wanted))[0].reading == passing(added_usage=True)
+
+
+async def test_the_tokens_of_a_recorded_completion_do_not_reach_its_client() -> None:
+    recorded = page("sglang-0.5.23-completion-tokens.sse")
+    async with scripted_engine(SGLANG_PAGES, Answer((recorded,))) as engine:
+        server = EngineServer(engine.url)
+        await server.open()
+        answer = await server.post("/v1/completions", b"{}")
+        chunks = [chunk async for chunk in SseStream(answer, passing(added_token_ids=True))]
+        await server.close()
+    assert [token for chunk in chunks for token in chunk.token_ids] == [1309, 722, 504, 1369]
+    events = [json.loads(line[6:]) for line in recorded.splitlines() if line.startswith(b"data: {")]
+    for event in events:
+        for name in ("token_ids", "prompt_token_ids"):
+            event["choices"][0].pop(name, None)
+    assert b"".join(chunk.raw for chunk in chunks) == sse(*events)
+    assert sum(chunk.text_chars or 0 for chunk in chunks) == len(" calledandmodule CO")
 
 
 def test_both_legs_get_the_same_call_and_the_same_meeting_place() -> None:
@@ -94,8 +140,8 @@ def test_both_legs_get_the_same_call_and_the_same_meeting_place() -> None:
         "rid": "r-i#1#decode",
         "stream_options": {"include_usage": True},
     }
-    assert (prefill.streams, prefill.reading) == (False, Reading(passes_raw=False))
-    assert (decode.streams, decode.reading) == (True, Reading(passes_raw=True, added_usage=True))
+    assert (prefill.streams, prefill.reading) == (False, Reading(passes_raw=False, unasked=Unasked.NOTHING))
+    assert (decode.streams, decode.reading) == (True, passing(added_usage=True))
 
 
 @pytest.mark.parametrize("kind", list(Leg))

@@ -67,6 +67,7 @@ class Generation:
         self._observed = observed
         self._on_end = on_end
         self._closed = False
+        self._counted_tokens = 0
         self._told = False
 
     @property
@@ -99,9 +100,14 @@ class Generation:
         """Tokens so far, counted once, however many workers served them."""
         return Usage(
             prompt_tokens=len(self.request.token_ids),
-            completion_tokens=len(self._journey.generated),
+            completion_tokens=self._completion_tokens,
             cached_tokens=self._dispatch.cached_tokens,
         )
+
+    @property
+    def _completion_tokens(self) -> int:
+        """The tokens so far; where the engine does not tell them, as many as it counts."""
+        return len(self._journey.generated) or self._counted_tokens
 
     async def __aenter__(self) -> Self:
         return self
@@ -187,7 +193,7 @@ class Generation:
             times=self.times,
             gaps_s=self._output.gaps_s,
             prompt_tokens=len(self.request.token_ids),
-            completion_tokens=len(self._journey.generated),
+            completion_tokens=self._completion_tokens,
         )
         self._on_end(self)
 
@@ -204,6 +210,8 @@ class Generation:
         """Note what a chunk of the last leg brings."""
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
             self._dispatch.note_cached(attempt, chunk.cached_tokens)
+        if chunk.completion_tokens is not None:
+            self._counted_tokens = chunk.completion_tokens
         if chunk.raw and chunk.text_chars is None:
             self._journey.is_plain = False
         if chunk.token_ids or chunk.raw:

@@ -6,6 +6,7 @@ cut out of the bytes again; everything else passes as the engine wrote it.
 
 import re
 from collections.abc import Callable
+from enum import StrEnum
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -99,6 +100,11 @@ class AnswerEvent(msgspec.Struct, frozen=True):
         return self.choices[0].token_ids or ()
 
     @property
+    def tells_tokens(self) -> bool:
+        """Whether it tells which tokens its text is made of."""
+        return len(self.choices) == 1 and self.choices[0].token_ids is not None
+
+    @property
     def text_chars(self) -> int | None:
         """How many characters of plain text it brings; None when it brings anything else."""
         chars = 0
@@ -132,6 +138,14 @@ _NOTHING = frozenset({b"null", b"[]", b'""'})
 
 _event = msgspec.json.Decoder(AnswerEvent)
 
+
+class Unasked(StrEnum):
+    """What an engine writes in place of the tokens when nobody asks for them."""
+
+    NULL = "null"
+    NOTHING = "nothing"
+
+
 _TOKEN_FIELDS = re.compile(rb'(,"(?:prompt_token_ids|token_ids)":)\[[0-9, ]*\]')
 """The fields that ``return_token_ids`` fills. A quote inside of a text is escaped, so none of it matches."""
 
@@ -146,9 +160,9 @@ def read_event(data: bytes) -> AnswerEvent:
         raise ProtocolError(f"the engine's answer: {error}", param="data") from error
 
 
-def without_token_ids(raw: bytes) -> bytes:
+def without_token_ids(raw: bytes, unasked: Unasked = Unasked.NULL) -> bytes:
     """Return an event as it would be without ``return_token_ids``."""
-    return _TOKEN_FIELDS.sub(rb"\1null", raw)
+    return _TOKEN_FIELDS.sub(rb"\1null" if unasked is Unasked.NULL else b"", raw)
 
 
 def finish_of(reason: str) -> FinishReason:

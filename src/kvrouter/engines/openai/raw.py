@@ -2,7 +2,7 @@
 
 import msgspec
 
-from kvrouter.engines.openai.events import AnswerEvent, without_token_ids
+from kvrouter.engines.openai.events import AnswerEvent, Unasked, without_token_ids
 
 
 class RawEvents:
@@ -12,8 +12,9 @@ class RawEvents:
     the answer: that one waits for the usage, which comes right behind it, and gets the fingerprint back.
     """
 
-    def __init__(self, *, added_token_ids: bool, added_usage: bool) -> None:
+    def __init__(self, *, added_token_ids: bool, unasked: Unasked, added_usage: bool) -> None:
         self._added_token_ids = added_token_ids
+        self._unasked = unasked
         self._added_usage = added_usage
         self._last = b""
 
@@ -27,7 +28,7 @@ class RawEvents:
         if self._added_usage and event.is_usage_alone:
             return self._released(event.system_fingerprint)
         if self._added_token_ids:
-            raw = without_token_ids(raw)
+            raw = without_token_ids(raw, self._unasked)
         if self._added_usage and event.finish is not None and event.is_first_choice_alone:
             waited, self._last = self._last, raw
             return waited

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
-from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
+from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, Unasked, read_event
 from kvrouter.engines.openai.raw import RawEvents
 from kvrouter.engines.openai.server import failed_by, failure_inside, let_end
 from kvrouter.engines.openai.sse import DONE, EventCutter
@@ -28,11 +28,13 @@ class Reading:
     """How an answer is read.
 
     ``passes_raw``: the client gets the engine's bytes, else only tokens are wanted. ``added_token_ids`` and
-    ``added_usage``: asked for the router's sake, so cut out again.
+    ``added_usage``: asked for the router's sake, so cut out again; ``unasked`` is what the engine writes in
+    place of the tokens when nobody asks.
     """
 
     passes_raw: bool
     added_token_ids: bool = False
+    unasked: Unasked = Unasked.NULL
     added_usage: bool = False
 
 
@@ -57,7 +59,11 @@ class SseStream:
         self._ready: deque[EngineChunk] = deque()
         self._failure: KvrouterError | None = None
         self._gathered = _Gathered(reading)
-        self._raw = RawEvents(added_token_ids=reading.added_token_ids, added_usage=reading.added_usage)
+        self._raw = RawEvents(
+            added_token_ids=reading.added_token_ids,
+            unasked=reading.unasked,
+            added_usage=reading.added_usage,
+        )
 
     def __aiter__(self) -> "SseStream":
         return self
@@ -225,6 +231,7 @@ class _Gathered:
         self._token_ids: list[int] = []
         self._text_chars: int | None = 0
         self._cached_tokens: int | None = None
+        self._completion_tokens: int | None = None
         self.is_empty = True
 
     @property
@@ -232,7 +239,8 @@ class _Gathered:
         """Whether it need not wait for more. Where tokens are told, what comes before the first of them (the
         role) waits for it: until then the client has nothing, and another worker may begin anew.
         """
-        return not self.is_empty and bool(self._token_ids or not self._reading.added_token_ids)
+        waits_for_tokens = self._reading.added_token_ids and self._text_chars is not None
+        return not self.is_empty and bool(self._token_ids or not waits_for_tokens)
 
     @property
     def is_full(self) -> bool:
@@ -244,9 +252,14 @@ class _Gathered:
         self.is_empty = False
         self._token_ids.extend(event.token_ids)
         chars = event.text_chars
+        if chars and self._reading.added_token_ids and not event.tells_tokens:
+            chars = None  # an engine that has never heard of the field: nobody could go on from such text
         self._text_chars = None if chars is None or self._text_chars is None else self._text_chars + chars
-        if event.usage is not None and event.usage.cached_tokens is not None:
-            self._cached_tokens = event.usage.cached_tokens
+        usage = event.usage
+        if usage is not None and usage.cached_tokens is not None:
+            self._cached_tokens = usage.cached_tokens
+        if usage is not None and usage.completion_tokens is not None:
+            self._completion_tokens = usage.completion_tokens
 
     def add_raw(self, raw: bytes) -> None:
         """So much more of the engine's own bytes goes to the client."""
@@ -265,4 +278,5 @@ class _Gathered:
             kv_transfer_params=params,
             raw=b"".join(self._raw),
             text_chars=self._text_chars if tells_text else None,
+            completion_tokens=self._completion_tokens,
         )

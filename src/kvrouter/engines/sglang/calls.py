@@ -7,10 +7,17 @@ there.
 import msgspec
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.requests import EngineRequest, Leg
-from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, is_set_inside, put, put_inside
+from kvrouter.core.requests import CallRoute, EngineRequest, Leg
+from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, is_set_inside, put, put_inside
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, CachedTokens, Choice, Failure
+from kvrouter.engines.openai.events import (
+    AnswerEvent,
+    AnswerUsage,
+    CachedTokens,
+    Choice,
+    Failure,
+    Unasked,
+)
 from kvrouter.engines.openai.streams import Reading
 
 GENERATE = "/generate"
@@ -38,17 +45,28 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
     body = body_of(call.body)
     _put_common(body, request, n_ranks)
     is_prefill = request.leg is Leg.PREFILL
-    adds_usage = call.stream and not is_prefill and not is_set_inside(body, "stream_options", "include_usage")
+    adds_tokens = adds_usage = False
     if is_prefill:
         put(body, stream=False)
-        body.pop("stream_options", None)
-    elif adds_usage:
-        put_inside(body, "stream_options", include_usage=True)
+        drop(body, "stream_options")
+    elif call.stream:
+        is_completion = call.route is CallRoute.COMPLETION  # the stream of a chat refuses to tell tokens
+        adds_tokens = is_completion and call.resumable and "return_token_ids" not in body
+        if adds_tokens:
+            put(body, return_token_ids=True)
+        adds_usage = not is_set_inside(body, "stream_options", "include_usage")
+        if adds_usage:
+            put_inside(body, "stream_options", include_usage=True)
     return EngineCall(
         path=call.route.value,
         body=bytes_of(body),
         streams=call.stream and not is_prefill,
-        reading=Reading(passes_raw=not is_prefill, added_usage=adds_usage),
+        reading=Reading(
+            passes_raw=not is_prefill,
+            added_token_ids=adds_tokens,
+            unasked=Unasked.NOTHING,
+            added_usage=adds_usage,
+        ),
     )
 
 
