@@ -17,13 +17,19 @@ from kvrouter.core.ids import DpRank, Epoch, WorkerId
 from kvrouter.core.workers import EventLane, EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.engines.customs.listener import EventsAt
 from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
+from tests.support.trtllm_answers import TRTLLM_PAGES
 from tests.support.waits import until
 
 W = WorkerId(7)
 HERE = "host.example"
 """Under which others reach the worker's host: the engine's own loopback would lead them astray."""
-PAGES = {EngineKind.VLLM: VLLM_PAGES, EngineKind.SGLANG: SGLANG_PAGES}
+PAGES = {
+    EngineKind.VLLM: VLLM_PAGES,
+    EngineKind.SGLANG: SGLANG_PAGES,
+    EngineKind.TRTLLM: TRTLLM_PAGES,
+}
 KINDS = pytest.mark.parametrize("kind", list(EngineKind))
+PUBLISHING_KINDS = pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
 
 
 @asynccontextmanager
@@ -37,7 +43,7 @@ async def attaching(scripted: ScriptedEngine, at: EngineAt) -> AsyncIterator[Att
 
 
 def at(kind: EngineKind, **said: Any) -> EngineAt:
-    return EngineAt(kind=kind, url="", **said)
+    return EngineAt(kind=kind, url="", **{"wait_s": 600.0, **said})
 
 
 async def refused(scripted: ScriptedEngine, said: EngineAt) -> ConfigError:
@@ -83,17 +89,75 @@ async def test_sglang_is_asked_for_all_that_its_card_says() -> None:
         assert ["--enable-cache-report" in warning for warning in attached.warnings] == [True]
 
 
+async def test_tensorrt_llm_is_asked_for_all_that_it_tells() -> None:
+    said = at(EngineKind.TRTLLM)
+    async with scripted_engine(TRTLLM_PAGES) as scripted, attaching(scripted, said) as attached:
+        assert replace(attached, engine=None) == Attached(  # type: ignore[arg-type]
+            engine=None,  # type: ignore[arg-type]
+            version="tensorrt_llm 1.3.0",
+            model="tiny",
+            tokenizer="tiny",
+            context_length=4096,
+            block_size=32,
+            total_kv_blocks=200,
+            dp_size=1,
+            publishes_kv_events=True,
+            warnings=(),
+        )
+
+
+async def test_what_tensorrt_llm_does_not_tell_has_to_be_said() -> None:
+    async with scripted_engine(TRTLLM_PAGES) as scripted:
+        del scripted.pages["/prometheus/metrics"]
+        error = await refused(scripted, at(EngineKind.TRTLLM))
+        assert error.param == "context_length"
+        assert error.message.startswith("--context-length: ")
+        assert "--max_seq_len" in error.message
+        scripted.set_json("/metrics", [])
+        error = await refused(scripted, at(EngineKind.TRTLLM, context_length=4096))
+        assert error.param == "block_size"
+        assert error.message.startswith("--block-size: ")
+        assert "enable_iter_perf_stats" in error.message
+        async with attaching(scripted, at(EngineKind.TRTLLM, context_length=4096, block_size=64)) as attached:
+            assert (attached.context_length, attached.block_size) == (4096, 64)
+            assert attached.total_kv_blocks is None
+            assert ["enable_iter_perf_stats" in warning for warning in attached.warnings] == [True]
+            assert card_of(attached, at(EngineKind.TRTLLM)).runtime_config.total_kv_blocks is None
+
+
+async def test_an_old_tensorrt_llm_gets_a_warning() -> None:
+    async with scripted_engine(TRTLLM_PAGES) as scripted:
+        scripted.set_json("/version", {"version": "1.1.0"})
+        async with attaching(scripted, at(EngineKind.TRTLLM)) as attached:
+            assert ["does not tell its load" in warning for warning in attached.warnings] == [True]
+
+
+async def test_whoever_publishes_tensorrt_llms_events_is_listened_to() -> None:
+    async with scripted_engine(TRTLLM_PAGES) as scripted:
+        for said, publishes in (
+            ({"kv_events": "tcp://h:5557"}, True),
+            ({"publishes_kv_events": False}, False),
+        ):
+            async with attaching(scripted, at(EngineKind.TRTLLM, **said)) as attached:
+                assert attached.publishes_kv_events is publishes
+
+
 @KINDS
 async def test_a_model_that_it_does_not_serve_is_named_with_the_mend(kind: EngineKind) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, model="big"))
     assert error.param == "model"
     assert error.message.startswith("--model: the engine serves tiny, not 'big'")
-    assert "--served-model-name big" in error.message
+    assert ("named big" if kind is EngineKind.TRTLLM else "--served-model-name big") in error.message
 
 
 @pytest.mark.parametrize(
-    ("kind", "told", "flag"), [(EngineKind.VLLM, 32, "--block-size"), (EngineKind.SGLANG, 16, "--page-size")]
+    ("kind", "told", "flag"),
+    [
+        (EngineKind.VLLM, 32, "--block-size"),
+        (EngineKind.SGLANG, 16, "--page-size"),
+        (EngineKind.TRTLLM, 32, "kv_cache_config.tokens_per_block"),
+    ],
 )
 async def test_a_block_size_that_it_does_not_have_is_named_with_the_mend(
     kind: EngineKind, told: int, flag: str
@@ -105,6 +169,38 @@ async def test_a_block_size_that_it_does_not_have_is_named_with_the_mend(
         assert f"start the engine with {flag} 64" in error.message
         async with attaching(scripted, at(kind, block_size=told, model="tiny")) as attached:
             assert attached.block_size == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "flag"),
+    [
+        (EngineKind.VLLM, 2048, "--max-model-len"),
+        (EngineKind.SGLANG, 4096, "--context-length"),
+        (EngineKind.TRTLLM, 4096, "--max_seq_len"),
+    ],
+)
+async def test_a_context_that_it_does_not_have_is_named_with_the_mend(
+    kind: EngineKind, told: int, flag: str
+) -> None:
+    async with scripted_engine(PAGES[kind]) as scripted:
+        error = await refused(scripted, at(kind, context_length=99))
+        assert error.param == "context_length"
+        assert f"takes {told} tokens, not 99" in error.message
+        assert f"start the engine with {flag} 99" in error.message
+        async with attaching(scripted, at(kind, context_length=told)) as attached:
+            assert attached.context_length == told
+
+
+async def test_events_that_an_engine_tells_itself_alone_get_a_warning() -> None:
+    async with scripted_engine() as scripted:
+        source = scripted.json("/kv_event_sources")["0"]
+        scripted.set_json("/kv_event_sources", {"0": {**source, "endpoint": "inproc://kv"}})
+        async with attaching(scripted, at(EngineKind.VLLM)) as attached:
+            assert not attached.publishes_kv_events
+            assert any("at inproc://kv, where its own process" in warning for warning in attached.warnings)
+        named = at(EngineKind.VLLM, kv_events="tcp://h:1", kv_events_replay="tcp://h:2")
+        async with attaching(scripted, named) as attached:
+            assert (attached.publishes_kv_events, attached.warnings) == (True, ())
 
 
 @KINDS
@@ -194,7 +290,7 @@ async def test_an_engine_that_never_comes_is_given_up(kind: EngineKind) -> None:
     assert "ClientConnectorError" in error.message
 
 
-@KINDS
+@PUBLISHING_KINDS
 async def test_without_events_or_replay_there_is_a_warning(kind: EngineKind) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         if kind is EngineKind.VLLM:
@@ -219,7 +315,7 @@ async def test_without_events_or_replay_there_is_a_warning(kind: EngineKind) -> 
             assert not any("--kv-events-config" in warning for warning in attached.warnings)
 
 
-@KINDS
+@PUBLISHING_KINDS
 async def test_an_engine_without_a_prefix_cache_gets_a_warning(kind: EngineKind) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         if kind is EngineKind.VLLM:

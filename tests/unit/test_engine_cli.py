@@ -1,4 +1,4 @@
-"""The flags of ``kvrouter worker vllm`` and ``worker sglang`` that contradict each other, or say nothing."""
+"""The flags of workers beside engines that run already, that contradict each other, or say nothing."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from kvrouter.cli import main
 URL = ("--url", "http://127.0.0.1:1")
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -19,6 +19,7 @@ URL = ("--url", "http://127.0.0.1:1")
         ((*URL, "--kv-events-replay", "tcp://h:1"), "--kv-events-replay: only together with --kv-events"),
         ((*URL, "--worker-id", "-1"), "--worker-id: must be in 0..2**63-1, not -1"),
         ((*URL, "--role", "both?"), "role"),
+        ((*URL, "--context-length", "0"), "--context-length"),
         ((*URL, "--tokenizer", "/nowhere/at/all"), "--tokenizer"),
         ((*URL, "--engine-wait-s", "0"), "--url: no engine answered within 0 s"),
     ],
@@ -41,10 +42,18 @@ def test_each_is_told_in_one_line(
     assert says in told[0]
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "trtllm"])
 def test_help_names_every_flag(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["worker", kind, "--help"]) == 0
     said = capsys.readouterr().out
-    for flag in ("--url", "--kv-events", "--no-kv-events", "--role", "--domain", "--enable-local-indexer"):
+    for flag in (
+        "--url",
+        "--kv-events",
+        "--no-kv-events",
+        "--role",
+        "--domain",
+        "--block-size",
+        "--context-length",
+    ):
         assert flag in said
     assert "KVROUTER_ENGINE_API_KEY" in said

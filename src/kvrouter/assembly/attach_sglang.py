@@ -2,7 +2,14 @@
 
 from urllib.parse import urlsplit
 
-from kvrouter.assembly.attach_words import Attached, EngineAt, check_block_size, check_model, events_of
+from kvrouter.assembly.attach_words import (
+    Attached,
+    EngineAt,
+    check_block_size,
+    check_context_length,
+    check_model,
+    events_of,
+)
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role
@@ -17,6 +24,7 @@ def attach_sglang(server: EngineServer, facts: SglangFacts, at: EngineAt, worker
     """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction."""
     model = check_model(at, (facts.model,))
     check_block_size(at, facts.block_size, "--page-size")
+    check_context_length(at, facts.context_length, "--context-length")
     if at.role is not facts.role:
         mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[at.role]
         raise ConfigError(

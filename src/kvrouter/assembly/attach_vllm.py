@@ -1,6 +1,13 @@
 """A vLLM server, attached."""
 
-from kvrouter.assembly.attach_words import Attached, EngineAt, check_block_size, check_model, events_of
+from kvrouter.assembly.attach_words import (
+    Attached,
+    EngineAt,
+    check_block_size,
+    check_context_length,
+    check_model,
+    events_of,
+)
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.engines.openai.engine import ServedEngine, Told
@@ -14,6 +21,7 @@ def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id:
     """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction."""
     model = check_model(at, facts.models)
     check_block_size(at, facts.block_size, "--block-size")
+    check_context_length(at, facts.context_length, "--max-model-len")
     events, warnings = events_of(at, facts.events, len(facts.ranks))
     if at.publishes_kv_events and not facts.prefix_caching:
         warnings += (f"the engine at {at.url} keeps no prefix cache: start it with --enable-prefix-caching",)

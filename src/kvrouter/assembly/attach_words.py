@@ -15,12 +15,16 @@ PORTS = 2**16
 _NOWHERE = ("tcp://", "tcp://*")
 """What an engine may bind, and nobody can connect to."""
 
+_REACHED = ("tcp://", "ipc://")
+"""What another process can connect to."""
+
 
 class EngineKind(StrEnum):
     """Engines that can be attached."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
+    TRTLLM = "trtllm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,26 +32,28 @@ class EngineAt:
     """An engine's server, and what its operator says of it: None where the engine is to be asked.
 
     ``kv_events`` and ``kv_events_replay`` are the endpoints of rank 0; each further rank has the next ports.
+    ``wait_s`` is how long it may take to answer at all: a model is loaded in minutes.
     """
 
     kind: EngineKind
     url: str
+    wait_s: float
     role: Role = Role.BOTH
     model: str | None = None
     block_size: int | None = None
+    context_length: int | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None
     publishes_kv_events: bool = True
     api_key: str | None = None
-    wait_s: float = 600.0
-    """How long the engine may take to answer at all: a model is loaded in minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
     """An engine that answered, and what its worker's card says of it.
 
-    ``tokenizer`` is the folder, or the name on a hub, that the engine loaded its own from.
+    ``tokenizer`` is the folder, or the name on a hub, that the engine loaded its own from. Without
+    ``total_kv_blocks`` it did not tell how many blocks a rank has.
     """
 
     engine: Engine
@@ -56,7 +62,7 @@ class Attached:
     tokenizer: str
     context_length: int
     block_size: int
-    total_kv_blocks: int
+    total_kv_blocks: int | None
     dp_size: int
     publishes_kv_events: bool
     warnings: tuple[str, ...]
@@ -65,13 +71,15 @@ class Attached:
     """Host and port where prefill handoffs meet."""
 
 
-def check_model(at: EngineAt, served: tuple[str, ...]) -> str:
+def check_model(
+    at: EngineAt, served: tuple[str, ...], engine_mend: str = "with --served-model-name {model}"
+) -> str:
     """Return the name of the model; raise ConfigError when the engine does not serve what was said."""
     model = at.model or served[0]
     if model not in served:
         raise ConfigError(
             f"--model: the engine serves {', '.join(served)}, not {model!r}: give one of these, "
-            f"or start the engine with --served-model-name {model}",
+            f"or start the engine {engine_mend.format(model=model)}",
             param="model",
         )
     return model
@@ -87,13 +95,23 @@ def check_block_size(at: EngineAt, block_size: int, engine_flag: str) -> None:
         )
 
 
+def check_context_length(at: EngineAt, context_length: int, engine_flag: str) -> None:
+    """Raise ConfigError when the engine's context is not as long as was said."""
+    if at.context_length is not None and at.context_length != context_length:
+        raise ConfigError(
+            f"--context-length: the engine takes {context_length} tokens, not {at.context_length}: "
+            f"leave the flag out, or start the engine with {engine_flag} {at.context_length}",
+            param="context_length",
+        )
+
+
 def events_of(
     at: EngineAt, told: Mapping[DpRank, EventsAt], n_ranks: int
 ) -> tuple[Mapping[DpRank, EventsAt], tuple[str, ...]]:
     """Return where the ranks publish, by what the operator or else the engine says, and warnings."""
     if not at.publishes_kv_events:
         return {}, ()
-    events = dict(told)
+    events = {rank: each for rank, each in told.items() if each.events.startswith(_REACHED)}
     if at.kv_events is not None:
         topic = next(iter(told.values())).topic if told else ""
         events = {
@@ -104,6 +122,12 @@ def events_of(
             )
             for rank in range(n_ranks)
         }
+    if not events and told:
+        endpoint = next(iter(told.values())).events
+        return {}, (
+            f"the engine at {at.url} publishes its KV events at {endpoint}, where its own process alone "
+            "hears them: give its --kv-events-config an endpoint that begins with tcp://",
+        )
     if not events:
         return {}, (
             f"the engine at {at.url} tells of no KV events: start it with --kv-events-config, name them by "

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from kvrouter.assembly.attach_sglang import attach_sglang
+from kvrouter.assembly.attach_trtllm import attach_trtllm
 from kvrouter.assembly.attach_vllm import attach_vllm
 from kvrouter.assembly.attach_words import Attached, EngineAt, EngineKind
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE
@@ -13,6 +14,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.engines.openai.server import EngineServer, KeyRefused
 from kvrouter.engines.sglang.facts import ask_facts as ask_sglang
+from kvrouter.engines.trtllm.facts import ask_facts as ask_trtllm
 from kvrouter.engines.vllm.facts import ask_facts as ask_vllm
 from kvrouter.planes.requests.port import WorkerUnreachable
 from kvrouter.telemetry import Event, log_event
@@ -43,15 +45,19 @@ async def attach(at: EngineAt, worker_id: WorkerId, *, on_awaited: AwaitedSink =
     does not answer in time.
     """
     server = EngineServer(at.url, api_key=at.api_key)
+
+    async def asked(ask: Callable[[EngineServer], Awaitable[Facts]]) -> Facts:
+        return await _asked(ask, server, at, worker_id, on_awaited)
+
     await server.open()
     try:
-        if at.kind is EngineKind.VLLM:
-            return attach_vllm(
-                server, await _asked(ask_vllm, server, at, worker_id, on_awaited), at, worker_id
-            )
-        return attach_sglang(
-            server, await _asked(ask_sglang, server, at, worker_id, on_awaited), at, worker_id
-        )
+        match at.kind:
+            case EngineKind.VLLM:
+                return attach_vllm(server, await asked(ask_vllm), at, worker_id)
+            case EngineKind.SGLANG:
+                return attach_sglang(server, await asked(ask_sglang), at, worker_id)
+            case EngineKind.TRTLLM:
+                return attach_trtllm(server, await asked(ask_trtllm), at, worker_id)
     except BaseException:
         await server.close()
         raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvrouter.cli.engines import worker_sglang, worker_vllm
+from kvrouter.cli.engines import worker_sglang, worker_trtllm, worker_vllm
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.processes import begin, frontend, warn, worker
 from kvrouter.cli.standalone import router
@@ -80,6 +80,7 @@ kvrouter.add_command(frontend)
 kvrouter.add_command(worker)
 worker.add_command(worker_vllm)
 worker.add_command(worker_sglang)
+worker.add_command(worker_trtllm)
 kvrouter.add_command(router)
 
 

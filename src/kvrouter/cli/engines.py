@@ -1,4 +1,4 @@
-"""``kvrouter worker vllm`` and ``kvrouter worker sglang``: the worker beside an engine that runs already."""
+"""``kvrouter worker vllm``, ``sglang`` and ``trtllm``: the worker beside an engine that runs already."""
 
 import os
 import sys
@@ -27,6 +27,13 @@ Its model, page size, capacity, ranks and event sources are asked of it. Start i
 KVROUTER_ENGINE_API_KEY.
 """
 
+_TRTLLM_HELP = """Make a TensorRT-LLM server part of a fleet; its own image and command stay as they are.
+
+Its model is asked of it, and what else it tells: where it tells neither its block size nor its context, give
+--block-size and --context-length. Its KV events are asked for over HTTP, or heard where --kv-events says. The
+page on TensorRT-LLM shows how to start it. A key that it asks for is taken from KVROUTER_ENGINE_API_KEY.
+"""
+
 
 def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
     options = [
@@ -44,6 +51,12 @@ def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
         click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]"),
         click.option(
             "--block-size", type=int, metavar="INT", help="What its KV blocks must have.  [default: asked]"
+        ),
+        click.option(
+            "--context-length",
+            type=click.IntRange(min=1),
+            metavar="INT",
+            help="How many tokens a sequence may have.  [default: asked]",
         ),
         click.option(
             "--kv-events",
@@ -100,6 +113,7 @@ def _serve(
     role: str | None,
     worker_id: int | None,
     block_size: int | None,
+    context_length: int | None,
     kv_events: str | None,
     kv_events_replay: str | None,
     no_kv_events: bool,
@@ -130,6 +144,7 @@ def _serve(
             role=group.role,
             model=model,
             block_size=block_size,
+            context_length=context_length,
             kv_events=kv_events,
             kv_events_replay=kv_events_replay,
             publishes_kv_events=not no_kv_events,
@@ -155,4 +170,7 @@ def _checked_url(url: str) -> str:
 worker_vllm = _engine_command("vllm", short_help="Beside a vLLM server that runs already.", text=_VLLM_HELP)
 worker_sglang = _engine_command(
     "sglang", short_help="Beside an SGLang server that runs already.", text=_SGLANG_HELP
+)
+worker_trtllm = _engine_command(
+    "trtllm", short_help="Beside a TensorRT-LLM server that runs already.", text=_TRTLLM_HELP
 )

@@ -15,8 +15,9 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.engines.customs.listener import EngineListener, EventsAt
 from kvrouter.engines.customs.telling import Listener, OnChange, Telling
 from kvrouter.engines.customs.words import Decode, EngineFacts
+from kvrouter.engines.openai.arriving import ArrivingStream
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.fetching import FetchingStream
+from kvrouter.engines.openai.fetching import KV_FAILURES, FetchingStream
 from kvrouter.engines.openai.opening import OpeningStream
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
@@ -38,7 +39,8 @@ def _read_as_openai() -> ReadEvent:
 class EngineCall:
     """What is sent to an engine, and how its answer is read; ``reader`` makes what reads one answer.
 
-    ``answered`` is the whole answer of a call that needs no engine any more: nothing is sent.
+    ``answered`` is the whole answer of a call that needs no engine any more: nothing is sent. ``kv_failures``
+    is how a decode engine may say that it got no KV.
     """
 
     path: str
@@ -48,6 +50,7 @@ class EngineCall:
     reading: Reading
     reader: Callable[[], ReadEvent] = _read_as_openai
     answered: bytes | None = None
+    kv_failures: tuple[type[KvrouterError], ...] = KV_FAILURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +151,12 @@ class ServedEngine:
             stream = OpeningStream(self._open(call, read))
         else:
             stream = WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)
+        if request.leg is Leg.DECODE and request.kv_transfer_params:
+            stream = ArrivingStream(stream)
         fetches_kv = request.kv_transfer_params is not None or request.bootstrap is not None
-        return FetchingStream(stream) if fetches_kv and request.leg is Leg.DECODE else stream
+        return (
+            FetchingStream(stream, call.kv_failures) if fetches_kv and request.leg is Leg.DECODE else stream
+        )
 
     async def _open(self, call: EngineCall, read: ReadEvent) -> EngineStream:
         return SseStream(await self._server.post(call.path, call.body, call.headers), call.reading, read)

@@ -1,0 +1,188 @@
+"""A leg as TensorRT-LLM's server takes it: the client's call where it can go as it was written, else tokens.
+
+A prefill leg is ``context_only``: its answer tells where the KV waits, and the first token. The decode leg is
+``generation_only``, gets all of that back, and its answer begins with that very token: what the context
+engine said of it is not sent to the client. The server refuses fields that it does not know.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from hashlib import blake2b
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.requests import CallRoute, EngineRequest, Leg
+from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, put, put_inside
+from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater
+from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.trtllm.handoff import Handoff, PrefillReader, answered_as
+
+_DRAWN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "top_p_min",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "prompt_ignore_length",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "logit_bias",
+    "priority",
+)
+"""What of a client's call says how a completion of its tokens is drawn."""
+
+_SHARED_ID_BITS = 61
+_FIRST_SHARED_ID = 1 << 62
+"""Ids that several engines share are above those that an engine gives itself, and fit 63 bits."""
+
+LOST_KV = (EngineFailed, EngineFailedLater, InvalidRequest)
+"""How a decode engine says that it got no KV. It answers 400 whatever failed, and a call that was at fault
+would have been refused by the prefill engine.
+"""
+
+
+class _StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = True
+
+
+_options = msgspec.json.Decoder(_StreamOptions | None)
+
+
+def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
+    """Return how TensorRT-LLM is asked for a leg; with ``has_shared_ids`` both legs of a handoff have one id.
+
+    Raises InvalidRequest naming a field that the server has no place for, or that must be an object.
+    """
+    if request.lora_name is not None:
+        raise InvalidRequest(
+            "model: TensorRT-LLM's server takes adapters by their files, not by name", param="model"
+        )
+    handoff = None if request.kv_transfer_params is None else Handoff.of(request.kv_transfer_params)
+    if request.leg is Leg.PREFILL:
+        return _prefill(request, has_shared_ids=has_shared_ids)
+    passes_raw = request.call is not None and not request.resumed_tokens
+    if handoff is not None and handoff.answer is not None:
+        return _answered(request, handoff.answer, passes_raw=passes_raw)
+    body, path = _body_of(request)
+    streams = not passes_raw or _streams(request)
+    adds_usage = streams and not _has_usage(body)
+    if adds_usage:
+        put_inside(body, "stream_options", include_usage=True)
+    if handoff is not None:
+        put(body, disaggregated_params=handoff.for_decode)
+        prompt = list(request.token_ids) if handoff.prompt_token_ids is None else handoff.prompt_token_ids
+        put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
+    return EngineCall(
+        path=path,
+        body=bytes_of(body),
+        streams=streams,
+        reading=Reading(passes_raw=passes_raw, added_usage=passes_raw and adds_usage),
+        kv_failures=LOST_KV,
+    )
+
+
+def _prefill(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
+    body, path = _body_of(request)
+    for name in ("n", "best_of"):
+        if name in body and bytes(body[name]) not in (b"1", b"null"):
+            raise InvalidRequest(
+                f"{name}: TensorRT-LLM hands one answer over to a decode worker, not several", param=name
+            )
+    drop(body, "stream_options")  # which is refused beside an answer that is not streamed
+    context: dict[str, object] = {"request_type": "context_only"}
+    if has_shared_ids:
+        context["disagg_request_id"] = _shared_id(request.engine_key)
+    put(body, stream=False, disaggregated_params=context)
+    return EngineCall(
+        path=path,
+        body=bytes_of(body),
+        streams=False,
+        reading=Reading(passes_raw=False),
+        reader=partial(PrefillReader, request.token_ids),
+    )
+
+
+def _answered(request: EngineRequest, answer: str, *, passes_raw: bool) -> EngineCall:
+    """The answer ended with the token that the prefill engine made: no engine has to go on with it."""
+    is_streamed = passes_raw and _streams(request)
+    body, _ = _body_of(request)
+    raw, read = answered_as(answer.encode(), is_streamed=is_streamed, has_usage=_has_usage(body))
+    return EngineCall(
+        path="",
+        body=b"",
+        streams=False,
+        reading=Reading(passes_raw=passes_raw),
+        reader=lambda: read,
+        answered=raw,
+    )
+
+
+def _streams(request: EngineRequest) -> bool:
+    return request.call is not None and request.call.stream
+
+
+def _body_of(request: EngineRequest) -> tuple[Body, str]:
+    """The body of a leg, and its path."""
+    if request.call is None or request.resumed_tokens:
+        if request.cache_namespace is not None:
+            raise _no_salt()
+        return _tokens(request), CallRoute.COMPLETION.value
+    body = body_of(request.call.body)
+    if request.cache_namespace is not None:
+        if request.call.route is not CallRoute.CHAT:
+            raise _no_salt()
+        put(body, cache_salt=request.cache_namespace)
+    return body, request.call.route.value
+
+
+def _no_salt() -> InvalidRequest:
+    return InvalidRequest("cache_salt: TensorRT-LLM's server takes one for chats alone", param="cache_salt")
+
+
+def _tokens(request: EngineRequest) -> Body:
+    """A completion of token ids, for what comes without a client's call or goes on from another worker.
+
+    Stop strings stay with the router: only it knows the text before these tokens.
+    """
+    body: Body = {}
+    sampling = request.sampling
+    if request.call is not None:
+        said = body_of(request.call.body)
+        body = {name: said[name] for name in _DRAWN if name in said}
+    else:
+        drawn = {name: getattr(sampling, name, None) for name in _DRAWN}
+        put(body, **{name: value for name, value in drawn.items() if value is not None})
+        put(body, top_k=max(0, sampling.top_k))  # 0 is all of them
+    put(
+        body,
+        model=request.model,
+        prompt=list(request.token_ids),
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stream=True,
+        detokenize=False,
+    )
+    return body
+
+
+def _has_usage(body: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether the client gets the usage at the end of its stream: so it does by any ``stream_options``."""
+    raw = body.get("stream_options")
+    if raw is None:
+        return False
+    try:
+        options = _options.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"stream_options: {error}", param="stream_options") from error
+    return options is not None and bool(options.include_usage)
+
+
+def _shared_id(engine_key: str) -> int:
+    digest = int.from_bytes(blake2b(engine_key.encode(), digest_size=8).digest(), "big")
+    return _FIRST_SHARED_ID | digest >> (64 - _SHARED_ID_BITS)

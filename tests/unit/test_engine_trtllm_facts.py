@@ -1,0 +1,169 @@
+"""What TensorRT-LLM's server tells of itself, and of its load."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+import pytest
+import pytest_asyncio
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.engines.openai.engine import Look
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.trtllm.facts import TrtllmFacts, ask_facts
+from kvrouter.engines.trtllm.ways import IDLE_AFTER_LOOKS, TrtllmWays
+from kvrouter.planes.requests.port import WorkerUnreachable
+from tests.support.trtllm_answers import ScriptedTrtllm, scripted_trtllm
+
+RANK = WorkerRank(WorkerId(7), DpRank(0))
+FACTS = TrtllmFacts(version="1.3.0", model="tiny", context_length=4096, block_size=32, total_blocks=200)
+BUSY = LoadReport(rank=RANK, active_blocks=3, total_blocks=200, running_requests=2, waiting_requests=4)
+
+
+@pytest_asyncio.fixture
+async def engine() -> AsyncIterator[ScriptedTrtllm]:
+    async with scripted_trtllm() as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture
+async def server(engine: ScriptedTrtllm) -> AsyncIterator[EngineServer]:
+    server = EngineServer(engine.url)
+    await server.open()
+    yield server
+    await server.close()
+
+
+def ways(facts: TrtllmFacts = FACTS, block_size: int = 32) -> TrtllmWays:
+    return TrtllmWays(WorkerId(7), facts, block_size=block_size)
+
+
+async def test_an_engine_that_ran_something_tells_everything(server: EngineServer) -> None:
+    assert await ask_facts(server) == FACTS
+
+
+async def test_one_that_ran_nothing_is_made_to_generate_a_token(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
+    engine.set_json("/metrics", [])
+    assert await ask_facts(server) == replace(FACTS, block_size=None, total_blocks=None)
+    assert (engine.asked["/health_generate"], engine.asked["/metrics"]) == (1, 2)
+    engine.set_page("/health_generate", "it failed", status=500)
+    assert await ask_facts(server) == replace(FACTS, block_size=None, total_blocks=None)
+    engine.set_json("/metrics", [{"iter": 1}, {"iter": 2, "kvCacheStats": None}])
+    assert (await ask_facts(server)).block_size is None
+
+
+@pytest.mark.parametrize("labels", ["", 'max_model_len=""', 'max_model_len="None"'])
+async def test_a_context_that_it_does_not_tell_is_unknown(
+    engine: ScriptedTrtllm, server: EngineServer, labels: str
+) -> None:
+    engine.set_page("/prometheus/metrics", f"trtllm_model_config_info{{{labels}}} 1.0\n")
+    assert (await ask_facts(server)).context_length is None
+    del engine.pages["/prometheus/metrics"]
+    assert (await ask_facts(server)).context_length is None
+
+
+@pytest.mark.parametrize(
+    ("version", "is_from"),
+    [("1.1.0rc5", False), ("1.2.0", True), ("1.3.0rc14", True), ("1.10", True), ("2.0", True), ("dev", True)],
+)
+def test_versions_are_compared_by_their_numbers(version: str, is_from: bool) -> None:
+    assert replace(FACTS, version=version).is_from((1, 2)) is is_from
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/version"])
+async def test_no_page_no_tensorrt_llm(engine: ScriptedTrtllm, server: EngineServer, path: str) -> None:
+    del engine.pages[path]
+    with pytest.raises(ConfigError, match=rf"^--url: .* has no {path}: is it TensorRT-LLM's server\?"):
+        await ask_facts(server)
+
+
+async def test_another_engines_server_is_known_by_its_owner(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
+    engine.replace("/v1/models", "tensorrt_llm", "vllm")
+    with pytest.raises(ConfigError, match="owned by 'vllm', not 'tensorrt_llm'"):
+        await ask_facts(server)
+
+
+@pytest.mark.parametrize(
+    ("path", "spoil"),
+    [
+        ("/v1/models", lambda e: e.set_json("/v1/models", {"data": []})),
+        ("/version", lambda e: e.set_json("/version", {})),
+        ("/version", lambda e: e.set_page("/version", b"\xff")),
+        ("/metrics", lambda e: e.set_page("/metrics", "# HELP a metric\n")),
+        ("/metrics", lambda e: e.replace("/metrics", '"tokensPerBlock":32', '"tokensPerBlock":0')),
+    ],
+)
+async def test_what_cannot_be_read_is_refused(
+    engine: ScriptedTrtllm, server: EngineServer, path: str, spoil: Callable[[ScriptedTrtllm], None]
+) -> None:
+    spoil(engine)
+    with pytest.raises(ProtocolError) as caught:
+        await ask_facts(server)
+    assert caught.value.param == path
+
+
+async def test_its_load_is_that_of_its_last_iteration(server: EngineServer) -> None:
+    assert await ways().look(server) == Look((BUSY,))
+
+
+async def test_an_engine_that_runs_nothing_any_more_holds_nothing(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
+    looking = ways()
+    engine_page = engine.pages["/metrics"]
+    engine.set_json("/metrics", [])
+    assert [await looking.look(server) for _ in range(3)] == [Look(())] * 3
+    engine.pages["/metrics"] = engine_page
+    assert await looking.look(server) == Look((BUSY,))
+    engine.set_json("/metrics", [])
+    for _ in range(1, IDLE_AFTER_LOOKS):
+        assert await looking.look(server) == Look(())
+    assert await looking.look(server) == Look((LoadReport(rank=RANK, active_blocks=0, total_blocks=200),))
+
+
+async def test_an_engine_that_is_too_busy_to_tell_its_load_is_well(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
+    engine.set_page("/metrics", "", status=500)
+    assert await ways().look(server) == Look(())
+
+
+async def test_an_old_engine_is_not_asked_for_its_load(engine: ScriptedTrtllm, server: EngineServer) -> None:
+    assert await ways(replace(FACTS, version="1.1.0")).look(server) == Look(())
+    assert engine.asked["/metrics"] == 0
+
+
+@pytest.mark.parametrize("status", [503, 404])
+async def test_an_engine_that_is_ill_does_not_answer(
+    engine: ScriptedTrtllm, server: EngineServer, status: int
+) -> None:
+    engine.set_page("/health", "LLM is unavailable.", status=status)
+    with pytest.raises(WorkerUnreachable):
+        await ways().look(server)
+
+
+async def test_after_a_look_that_failed_it_has_to_be_what_it_was(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
+    looking = ways()
+    await looking.look(server)
+    assert engine.asked["/v1/models"] == 0
+    engine.set_page("/health", "", status=503)
+    with pytest.raises(WorkerUnreachable):
+        await looking.look(server)
+    engine.set_page("/health", "")
+    engine.replace("/v1/models", '"tiny"', '"big"')
+    with pytest.raises(WorkerUnreachable, match="with other models: big, not tiny"):
+        await looking.look(server)
+    engine.replace("/v1/models", '"big"', '"tiny"')
+    assert (await looking.look(server)).loads == (BUSY,)
+
+
+async def test_a_block_size_that_its_operator_got_wrong_is_found_out(server: EngineServer) -> None:
+    with pytest.raises(WorkerUnreachable, match="with other block size: 32, not 64"):
+        await ways(replace(FACTS, block_size=None), block_size=64).look(server)

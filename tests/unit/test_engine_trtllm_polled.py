@@ -1,0 +1,179 @@
+"""TensorRT-LLM's own events, asked for over HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from kvrouter.core.events import Cleared, KvEvent, Stored
+from kvrouter.core.ids import DpRank
+from kvrouter.engines.customs.telling import Listener
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.trtllm.polled import Polled
+from tests.support.trtllm_answers import ScriptedTrtllm, created, native, removed, scripted_trtllm, stored
+from tests.support.waits import until
+
+A, B, C = (1, [1, 2, 3, 4]), (2, [5, 6, 7, 8]), (3, [9, 10, 11, 12])
+
+
+@dataclass
+class Told:
+    """All that one listener told."""
+
+    events: list[KvEvent] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    listener: Listener | None = None
+
+    def on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
+        assert dp_rank == DpRank(0)
+        self.events.extend(events)
+
+    def is_partial(self) -> bool:
+        assert self.listener is not None
+        return self.listener.is_partial
+
+    @property
+    def stored(self) -> int:
+        return sum(event.n_blocks for event in self.events if isinstance(event, Stored))
+
+    def heard(self, words: str) -> bool:
+        return any(words in change for change in self.changes)
+
+
+@asynccontextmanager
+async def listening(engine: ScriptedTrtllm) -> AsyncIterator[Told]:
+    server = EngineServer(engine.url)
+    await server.open()
+    told = Told()
+    (listener,) = Polled(server, 4, poll_each_s=0.002).listeners(told.on_events, told.changes.append)
+    told.listener = listener
+    listener.start()
+    try:
+        yield told
+    finally:
+        listener.stop()
+        listener.stop()
+        await server.close()
+
+
+@asynccontextmanager
+async def hearing(*polls: Any) -> AsyncIterator[tuple[ScriptedTrtllm, Told]]:
+    async with scripted_trtllm(*polls) as engine, listening(engine) as told:
+        yield engine, told
+
+
+async def polled(engine: ScriptedTrtllm, *polls: Any) -> None:
+    """Have these answered, and then some empty ones."""
+    engine.events.extend(polls)
+    last = engine.n_polls + len(engine.events) + 2
+    await until(lambda: engine.n_polls >= last)
+
+
+async def test_what_polls_bring_is_one_stream() -> None:
+    async with hearing([native(0, created()), native(1, stored(A, B))]) as (engine, told):
+        await polled(engine, [native(2, stored(C, parent=2)), native(3, removed(3))])
+        assert [type(event).__name__ for event in told.events] == ["Stored", "Stored", "Removed"]
+        assert (told.is_partial(), told.changes) == (False, [])
+
+
+async def test_events_that_are_missing_empty_the_rank_until_it_is_cleared() -> None:
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+        await polled(engine, [native(4, stored(B))])
+        assert [type(event) for event in told.events] == [Stored, Cleared, Stored]
+        assert told.is_partial()
+        assert told.heard("KV events from 2 to 3 are lost for good")
+        await polled(engine, [native(5, {"type": "all_cleared"})])
+        assert not told.is_partial()
+        assert told.heard("its whole cache is known again")
+
+
+async def test_who_comes_late_knows_a_part() -> None:
+    async with hearing([native(7, stored(A))]) as (engine, told):
+        await polled(engine)
+        assert (told.is_partial(), told.stored) == (True, 1)
+        assert told.heard("KV events from 0 to 6 are lost for good")
+
+
+async def test_an_engine_that_tells_nothing_at_all_is_told_of_once() -> None:
+    async with hearing() as (engine, told):
+        await polled(engine)
+        assert told.is_partial()
+        assert len(told.changes) == 1
+        assert told.heard("event_buffer_max_size")
+        await polled(engine, [native(0, created())])
+        assert not told.is_partial()
+
+
+async def test_an_engine_that_began_anew_is_heard_from_its_beginning() -> None:
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+        await polled(engine, [native(0, created()), native(1, stored(A, B)), native(2, removed(2))])
+        assert [type(event).__name__ for event in told.events] == [
+            "Stored", "Cleared", "Stored", "Removed",
+        ]  # fmt: skip
+        assert not told.is_partial()
+        assert told.heard("began anew")
+
+
+async def test_other_ranks_are_let_go_and_told_of_once() -> None:
+    other = [native(0, created(), attention_dp_rank=1), native(1, stored(A), attention_dp_rank=1)]
+    async with hearing([native(0, created(), attention_dp_rank=0), *other]) as (engine, told):
+        await polled(engine, [native(1, stored(B), attention_dp_rank=0)])
+        assert (told.stored, told.is_partial(), len(told.changes)) == (1, False, 1)
+        assert told.heard("its rank 1 is not looked at")
+
+
+@pytest.mark.parametrize("answer", ["<html>", [{"event_id": -1, "data": {}}]])
+async def test_a_poll_that_cannot_be_read_empties_the_rank(answer: Any) -> None:
+    async with hearing([native(0, created()), native(1, stored(A))], answer) as (engine, told):
+        await polled(engine, [native(3, stored(B))])
+        assert [type(event) for event in told.events] == [Stored, Cleared, Stored]
+        assert told.is_partial()
+        assert told.heard("cannot be read")
+
+
+async def test_an_event_that_cannot_be_read_empties_the_rank() -> None:
+    odd = native(2, {"type": "removed"})
+    async with hearing([native(0, created()), native(1, stored(A)), odd]) as (engine, told):
+        await polled(engine)
+        assert [type(event) for event in told.events] == [Stored, Cleared]
+        assert told.heard("one of its KV events cannot be read: data")
+
+
+async def test_a_server_that_is_away_for_a_while_is_asked_on() -> None:
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+        await polled(engine)
+        await engine.stop()
+        await engine.start()
+        engine.events_status = 500
+        await polled(engine)
+        engine.events_status = 200
+        await polled(engine, [native(2, stored(B, parent=1))])
+        assert (told.stored, told.is_partial(), told.changes) == (2, False, [])
+
+
+async def test_a_server_that_has_no_events_is_asked_no_more() -> None:
+    async with scripted_trtllm() as engine:
+        engine.events_status = 404
+        async with listening(engine) as told:
+            await until(lambda: told.heard("it cannot be asked for KV events"))
+            assert told.is_partial()
+        assert engine.n_polls == 1
+
+
+async def test_a_mistake_of_ours_is_shown_and_the_rank_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    async with hearing([native(0, created()), native(1, stored(A))]) as (engine, told):
+        await polled(engine)
+
+        def fail(_: bytes) -> None:
+            raise RuntimeError("of ours")
+
+        monkeypatch.setattr("kvrouter.engines.trtllm.polled.native_batches", fail)
+        await until(lambda: told.heard("a mistake of ours"))
+        assert isinstance(told.events[-1], Cleared)
+        assert told.is_partial()
+    assert [str(each) for each in shown] == ["of ours"]
