@@ -7,6 +7,7 @@ import pytest_asyncio
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.openai.metrics import Sample, read_metrics
@@ -15,6 +16,7 @@ from kvrouter.engines.vllm.facts import RankFacts, VllmFacts, ask_facts, reachab
 from kvrouter.engines.vllm.loads import LOAD_METRICS, load_reports
 from kvrouter.engines.vllm.ways import VllmWays
 from kvrouter.planes.requests.port import WorkerUnreachable
+from tests.support.engine_legs import leg
 from tests.support.engine_server import ScriptedEngine, page, scripted_engine
 
 METRICS = "/metrics"
@@ -277,5 +279,25 @@ async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> Non
         del engine.pages[METRICS]
         with pytest.raises(WorkerUnreachable, match="no /metrics any more"):
             await ways.look(server)
+    finally:
+        await server.close()
+
+
+async def test_an_engine_that_was_started_anew_with_nixl_has_to_say_where_its_kv_waits(
+    engine: ScriptedEngine,
+) -> None:
+    server = EngineServer(engine.url)
+    await server.open()
+    silent = b'{"choices":[{"finish_reason":"length"}]}'
+    prefill = leg(kind=Leg.PREFILL)
+    try:
+        ways = VllmWays(W, await ask_facts(server), model="tiny")
+        assert ways.call_of(prefill).reader()(silent).kv_transfer_params == {}
+        engine.replace(METRICS, "1.79528047303e+09", "1.8e+09")
+        engine.set_page(
+            METRICS, engine.pages[METRICS].pieces[0] + b'vllm:nixl_bytes_transferred_count{engine="0"} 0\n'
+        )
+        await ways.look(server)
+        assert ways.call_of(prefill).reader()(silent).kv_transfer_params is None
     finally:
         await server.close()
