@@ -75,7 +75,7 @@ def test_an_engine_without_a_kind_is_a_mock_engine() -> None:
          "5: workers[1].engine.kind: must be 'sglang', not 'vllm': 'a' prefills for 'org/tiny:1', "
          "and KV goes between engines of one kind"),
         ("kind: vllm, url: ", "kind: vlm, url: ",
-         "4: workers[0].engine.kind: must be 'mock', 'vllm' or 'sglang', not 'vlm'"),
+         "4: workers[0].engine.kind: must be 'mock', 'vllm', 'sglang' or 'trtllm', not 'vlm'"),
         ("engine: {kind: vllm, url", "engine: {url", "4: workers[0].engine.url: unknown key"),
         ("org/tiny:1", "tiny/", "2: models[0].name: must be letters, digits and ._/:@+-"),
     ],

@@ -11,7 +11,9 @@ import pytest
 from kvrouter.assembly import attached as attached_module
 from kvrouter.assembly.attach_words import Attached, EngineAt, EngineKind, events_of
 from kvrouter.assembly.attached import attach
+from kvrouter.assembly.described_engines import engine_lines, worker_arguments, worker_spec
 from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
+from kvrouter.config import load_fleet, parse_document
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, Epoch, WorkerId
 from kvrouter.core.workers import EventLane, EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
@@ -183,12 +185,12 @@ async def test_a_context_that_it_does_not_have_is_named_with_the_mend(
     kind: EngineKind, told: int, flag: str
 ) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
-        error = await refused(scripted, at(kind, context_length=99))
+        error = await refused(scripted, at(kind, context_length=9999))
         assert error.param == "context_length"
-        assert f"takes {told} tokens, not 99" in error.message
-        assert f"start the engine with {flag} 99" in error.message
-        async with attaching(scripted, at(kind, context_length=told)) as attached:
-            assert attached.context_length == told
+        assert f"holds {told} tokens, not 9999" in error.message
+        assert f"start the engine with {flag} 9999" in error.message
+        async with attaching(scripted, at(kind, context_length=99)) as attached:
+            assert attached.context_length == 99
 
 
 async def test_events_that_an_engine_tells_itself_alone_get_a_warning() -> None:
@@ -379,3 +381,17 @@ async def test_the_card_says_what_the_engine_said() -> None:
     )
     assert (card.takes_calls, card.publishes_kv_events, card.tokenizer) == (True, True, None)
     assert (card.runtime_config.total_kv_blocks, card.runtime_config.enable_local_indexer) == (200, True)
+
+
+async def test_a_fleet_file_says_what_tensorrt_llm_does_not_tell() -> None:
+    file = (
+        "version: 1\nmodels: [{name: tiny, tokenizer: mock, block_size: 64, context_length: 1024}]\n"
+        "workers: [{name: a, engine: {kind: trtllm, url: 'http://h:1'}}]\n"
+    )
+    fleet = load_fleet(parse_document(file, "fleet.yaml")).fleet
+    (line,) = engine_lines(fleet)
+    said = worker_spec(fleet, line, engine_key=None).at
+    assert (said.kind, said.block_size, said.context_length) == (EngineKind.TRTLLM, 64, 1024)
+    command = worker_arguments(fleet, line)
+    assert command[:2] == ["worker", "trtllm"]
+    assert command[command.index("--context-length") + 1] == "1024"

@@ -6,8 +6,8 @@ from kvrouter.assembly.attach_words import (
     Attached,
     EngineAt,
     check_block_size,
-    check_context_length,
     check_model,
+    context_length_of,
     events_of,
 )
 from kvrouter.core.errors import ConfigError
@@ -24,7 +24,6 @@ def attach_sglang(server: EngineServer, facts: SglangFacts, at: EngineAt, worker
     """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction."""
     model = check_model(at, (facts.model,))
     check_block_size(at, facts.block_size, "--page-size")
-    check_context_length(at, facts.context_length, "--context-length")
     if at.role is not facts.role:
         mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[at.role]
         raise ConfigError(
@@ -51,7 +50,7 @@ def attach_sglang(server: EngineServer, facts: SglangFacts, at: EngineAt, worker
         version=f"sglang {facts.version}",
         model=model,
         tokenizer=facts.tokenizer,
-        context_length=facts.context_length,
+        context_length=context_length_of(at, facts.context_length, "--context-length"),
         block_size=facts.block_size,
         total_kv_blocks=facts.total_blocks,
         dp_size=facts.dp_size,

@@ -4,8 +4,8 @@ from kvrouter.assembly.attach_words import (
     Attached,
     EngineAt,
     check_block_size,
-    check_context_length,
     check_model,
+    context_length_of,
     events_of,
 )
 from kvrouter.core.errors import ConfigError
@@ -66,8 +66,7 @@ def _block_size(at: EngineAt, facts: TrtllmFacts) -> int:
 
 def _context_length(at: EngineAt, facts: TrtllmFacts) -> int:
     if facts.context_length is not None:
-        check_context_length(at, facts.context_length, "--max_seq_len")
-        return facts.context_length
+        return context_length_of(at, facts.context_length, "--max_seq_len")
     if at.context_length is None:
         raise ConfigError(
             f"--context-length: the engine at {at.url} does not tell it: give its --max_seq_len, or the "

@@ -4,8 +4,8 @@ from kvrouter.assembly.attach_words import (
     Attached,
     EngineAt,
     check_block_size,
-    check_context_length,
     check_model,
+    context_length_of,
     events_of,
 )
 from kvrouter.core.ids import WorkerId
@@ -21,7 +21,6 @@ def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id:
     """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction."""
     model = check_model(at, facts.models)
     check_block_size(at, facts.block_size, "--block-size")
-    check_context_length(at, facts.context_length, "--max-model-len")
     events, warnings = events_of(at, facts.events, len(facts.ranks))
     if at.publishes_kv_events and not facts.prefix_caching:
         warnings += (f"the engine at {at.url} keeps no prefix cache: start it with --enable-prefix-caching",)
@@ -40,7 +39,7 @@ def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id:
         version=f"vllm {facts.version}",
         model=model,
         tokenizer=facts.root,
-        context_length=facts.context_length,
+        context_length=context_length_of(at, facts.context_length, "--max-model-len"),
         block_size=facts.block_size,
         total_kv_blocks=min(rank.total_blocks for rank in facts.ranks.values()),
         dp_size=len(facts.ranks),

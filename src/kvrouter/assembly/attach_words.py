@@ -95,14 +95,19 @@ def check_block_size(at: EngineAt, block_size: int, engine_flag: str) -> None:
         )
 
 
-def check_context_length(at: EngineAt, context_length: int, engine_flag: str) -> None:
-    """Raise ConfigError when the engine's context is not as long as was said."""
-    if at.context_length is not None and at.context_length != context_length:
+def context_length_of(at: EngineAt, context_length: int, engine_flag: str) -> int:
+    """Return how many tokens the worker takes, which may be fewer than its engine does.
+
+    Raises ConfigError when the engine's context is not as long as was said.
+    """
+    said = context_length if at.context_length is None else at.context_length
+    if said > context_length:
         raise ConfigError(
-            f"--context-length: the engine takes {context_length} tokens, not {at.context_length}: "
-            f"leave the flag out, or start the engine with {engine_flag} {at.context_length}",
+            f"--context-length: the engine's context holds {context_length} tokens, not {said}: "
+            f"say {context_length}, or less, or start the engine with {engine_flag} {said}",
             param="context_length",
         )
+    return said
 
 
 def events_of(

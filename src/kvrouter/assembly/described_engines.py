@@ -51,6 +51,7 @@ def worker_spec(fleet: FleetFile, line: EngineLine, *, engine_key: str | None) -
             role=line.group.role,
             model=model.name,
             block_size=model.mock_block_size if _has_mocks(fleet, model) else model.block_size,
+            context_length=said_context_length(fleet, model),
             kv_events=line.engine.kv_events_endpoint,
             kv_events_replay=line.engine.kv_events_replay_endpoint,
             publishes_kv_events=line.engine.kv_events,
@@ -88,6 +89,7 @@ def worker_arguments(fleet: FleetFile, line: EngineLine) -> list[str]:
         ("--worker-id", spec.worker_id),
         ("--tokenizer", spec.tokenizer),
         ("--block-size", at.block_size),
+        ("--context-length", at.context_length),
         ("--kv-events", at.kv_events),
         ("--kv-events-replay", at.kv_events_replay),
         *(("--domain", f"{level}={place.topology_domains[level]}") for level in place.topology_levels

@@ -5,12 +5,10 @@ import logging
 from dataclasses import dataclass
 from typing import Self
 
-from msgspec.structs import replace
-
 from kvrouter.assembly.attach_words import Attached
 from kvrouter.assembly.attached import attach
 from kvrouter.assembly.described import contract_of
-from kvrouter.assembly.described_engines import EngineLine, engine_lines, said_context_length, worker_spec
+from kvrouter.assembly.described_engines import EngineLine, engine_lines, worker_spec
 from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
 from kvrouter.assembly.tls import advertised
 from kvrouter.config import FleetFile, Settings
@@ -169,16 +167,6 @@ class AttachedFleet:
                 f"is required: the engine's own is {attached.tokenizer!r}, which is no folder here",
                 field="tokenizer",
             )
-        context_length = said_context_length(self._fleet, model)
-        if context_length is not None:
-            if context_length > card.context_length:
-                raise self._mistake(
-                    line,
-                    f"the engine's context holds {card.context_length} tokens, not {context_length}: "
-                    f"say {card.context_length}, or less",
-                    field="context_length",
-                )
-            card = replace(card, context_length=context_length)
         first, at = self._first.setdefault(model.name, (card, line.at))
         if first.block_size != card.block_size:
             raise self._mistake(

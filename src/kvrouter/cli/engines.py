@@ -56,7 +56,7 @@ def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
             "--context-length",
             type=click.IntRange(min=1),
             metavar="INT",
-            help="How many tokens a sequence may have.  [default: asked]",
+            help="Tokens of prompt and answer together; at most the engine's own.  [default: asked]",
         ),
         click.option(
             "--kv-events",

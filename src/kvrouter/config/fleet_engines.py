@@ -141,7 +141,7 @@ class AttachedEngineSpec(Part):
     that it asks for is read from the environment alone: ``KVROUTER_ENGINE_API_KEY``.
     """
 
-    kind: Literal["vllm", "sglang"]
+    kind: Literal["vllm", "sglang", "trtllm"]
     """Which engine it is."""
 
     url: EngineUrl | None = None
