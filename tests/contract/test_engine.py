@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tests.support.engine_attached import KINDS, SERVED_KINDS, AttachedEngine, PairOfEngines
-from tests.support.engine_laws import AnswerLaws, CacheLaws, CallLaws, EndingLaws, RefusalLaws
+from tests.support.engine_laws import AnswerLaws, CacheLaws, CallLaws, EndingLaws, RefusalLaws, SaltLaws
 from tests.support.engine_laws_some import FullLaws, HandedLaws, PairLaws, TellingLaws, WatchedLaws
 
 ALONE = sorted({*KINDS} - {"mock-meeting"})
@@ -15,6 +15,15 @@ class TestEveryEngine(AnswerLaws, RefusalLaws, CacheLaws, EndingLaws, FullLaws):
     """All kinds."""
 
     @pytest.fixture(params=ALONE)
+    async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
+        async with KINDS[request.param].alone() as found:
+            yield found
+
+
+class TestEnginesWithSalts(SaltLaws):
+    """Those that take one for every prompt."""
+
+    @pytest.fixture(params=["mock", "sglang", "vllm"])
     async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
         async with KINDS[request.param].alone() as found:
             yield found

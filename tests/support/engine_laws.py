@@ -175,13 +175,6 @@ class CacheLaws:
         await until(lambda: at.told.overlap_blocks(after.token_ids) == 3)
         assert cached_tokens_of(await answer(at, after)) == 3 * size
 
-    async def test_a_salt_keeps_prompts_apart(self, at: AttachedEngine) -> None:
-        request = leg(new_prompt(2 * at.block_size + 1), max_tokens=1, cache_namespace="tenant")
-        for namespace, cached in (("tenant", 0), ("tenant", 2), ("other", 0), (None, 0)):
-            found = await answer(at, replace(leg(request.token_ids, max_tokens=1), cache_namespace=namespace))
-            assert cached_tokens_of(found) == cached * at.block_size
-            await at.settled(replace(request, cache_namespace=namespace))
-
     async def test_what_is_evicted_is_told(self, at: AttachedEngine) -> None:
         await until(lambda: bool(at.told.loads))
         total_blocks = sum(load.total_blocks for load in at.told.loads.values())
@@ -198,6 +191,17 @@ class CacheLaws:
             await at.settled(request)
         assert found == [0, 3 * at.block_size]
         assert at.told.wrong == []
+
+
+class SaltLaws:
+    """Prompts of one tenant are not another's."""
+
+    async def test_a_salt_keeps_prompts_apart(self, at: AttachedEngine) -> None:
+        request = leg(new_prompt(2 * at.block_size + 1), max_tokens=1, cache_namespace="tenant")
+        for namespace, cached in (("tenant", 0), ("tenant", 2), ("other", 0), (None, 0)):
+            found = await answer(at, replace(leg(request.token_ids, max_tokens=1), cache_namespace=namespace))
+            assert cached_tokens_of(found) == cached * at.block_size
+            await at.settled(replace(request, cache_namespace=namespace))
 
 
 class EndingLaws:
@@ -217,13 +221,25 @@ class EndingLaws:
         await is_free(at)
 
     async def test_legs_that_nobody_reads_leave_nothing_behind(self, at: AttachedEngine) -> None:
+        given_up = []
         for turns in range(4):
             stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
             for _ in range(turns):
                 await asyncio.sleep(0)
             stream.cancel("its client left")
-            assert (await read(stream))[-1].finish is FinishReason.CANCELLED
+            given_up.append(stream)
         await is_free(at)
+        for stream in given_up:
+            assert (await read(stream))[-1].finish is FinishReason.CANCELLED
+
+    async def test_who_leaves_in_the_middle_ends_the_work(self, at: AttachedEngine) -> None:
+        n_before = at.told.n_stored
+        stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
+        await anext(aiter(stream))
+        await until(lambda: at.told.running > 0)
+        stream.cancel("its client left")
+        await is_free(at)
+        assert at.told.n_stored - n_before < LONG_TOKENS // at.block_size
 
     async def test_its_load_is_told_and_falls_when_it_is_done(self, at: AttachedEngine) -> None:
         streams = [await at.engine.submit(leg(new_prompt(64), max_tokens=LONG_TOKENS)) for _ in range(2)]

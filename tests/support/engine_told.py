@@ -23,6 +23,7 @@ class HeldBlocks:
 
     def __init__(self) -> None:
         self.wrong: list[str] = []
+        self.n_stored = 0
         self._places: dict[tuple[Medium, int], int] = {}
         self._stores: Counter[tuple[Medium, int]] = Counter()
 
@@ -68,6 +69,7 @@ class HeldBlocks:
             if self._places.setdefault((event.medium, name), place) != place:
                 self.wrong.append(f"{name:#x} is two blocks")
             self._stores[event.medium, name] += 1
+            self.n_stored += 1
 
     def _remove(self, key: tuple[Medium, int]) -> None:
         if key not in self._places:
@@ -102,6 +104,11 @@ class EngineTold:
     def wrong(self) -> list[str]:
         """Whatever no engine may say."""
         return [wrong for held in self.ranks.values() for wrong in held.wrong]
+
+    @property
+    def n_stored(self) -> int:
+        """How many blocks were ever stored."""
+        return sum(held.n_stored for held in self.ranks.values())
 
     @property
     def running(self) -> int:
