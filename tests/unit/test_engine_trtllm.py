@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from kvrouter.core.errors import InvalidRequest, ProtocolError
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.server import EngineFailed
+from kvrouter.engines.openai.events import finish_of, read_event
+from kvrouter.engines.openai.server import EngineFailed, failure_of
+from kvrouter.engines.openai.sse import DONE, EventCutter
 from kvrouter.engines.openai.streams import Reading
 from kvrouter.engines.trtllm.calls import LOST_KV, call_of
 from kvrouter.engines.trtllm.handoff import PrefillReader
@@ -170,6 +172,33 @@ def test_what_the_context_engine_said_goes_to_the_decode_leg_unchanged() -> None
     assert body == {**COMPLETION, "prompt": [5, 6, 7], "disaggregated_params": expected}
     _, body = asked(decode(None))
     assert (body["prompt"], body["disaggregated_params"]) == ([5, 6, 7], expected)
+
+
+def test_a_client_is_not_told_how_engines_reach_each_other() -> None:
+    call, _ = asked(decode(COMPLETION))
+    cleaned = json.loads(call.reading.cleaned(CONTEXT))
+    told = json.loads(CONTEXT)
+    told["choices"][0]["disaggregated_params"] = told["prompt_token_ids"] = None
+    assert cleaned == told
+    assert asked(leg(call=client_call(COMPLETION)))[0].reading.cleaned(CONTEXT) == CONTEXT
+
+
+def test_its_errors_are_told_in_its_own_words() -> None:
+    error = failure_of(400, page("trtllm-1.3.0-error-field.json"))
+    assert isinstance(error, InvalidRequest)
+    assert "Extra inputs are not permitted" in error.message
+    assert not error.message.startswith("{")
+    assert isinstance(failure_of(400, page("trtllm-1.3.0-error-context.json")), ContextLengthExceeded)
+
+
+def test_its_streams_are_read_as_openais() -> None:
+    chat, tokens = (page(f"trtllm-1.3.0-{name}.sse") for name in ("chat", "completion-tokens"))
+    events = [read_event(data) for _, data in EventCutter().push(chat) if data != DONE]
+    assert [event.text_chars for event in events] == [0, 3, 4, 0]
+    assert (events[2].finish, events[3].is_usage_alone) == (FinishReason.LENGTH, True)
+    events = [read_event(data) for _, data in EventCutter().push(tokens) if data != DONE]
+    assert [event.token_ids for event in events] == [(606,), (1309, 7), ()]
+    assert finish_of("cancelled") is FinishReason.CANCELLED
 
 
 def test_an_older_engine_is_not_sent_a_field_that_it_does_not_know() -> None:

@@ -149,7 +149,12 @@ class Unasked(StrEnum):
 _TOKEN_FIELDS = re.compile(rb'(,"(?:prompt_token_ids|token_ids)":)\[[0-9, ]*\]')
 """The fields that ``return_token_ids`` fills. A quote inside of a text is escaped, so none of it matches."""
 
-_FINISHES = {"length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED, "error": FinishReason.ERROR}
+_FINISHES = {
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.CANCELLED,
+    "cancelled": FinishReason.CANCELLED,
+    "error": FinishReason.ERROR,
+}
 
 
 def read_event(data: bytes) -> AnswerEvent:

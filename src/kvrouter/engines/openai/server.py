@@ -45,6 +45,7 @@ _AT_FAULT = frozenset({400, 404, 413, 422})
 _CONTEXT_WORDS = (
     "maximum context length",
     "max_model_len",
+    "max_seq_len",
     "context length",
     "maximum allowed length",
     "too long",
@@ -67,7 +68,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class _Failure(msgspec.Struct, frozen=True):
-    error: _Said | None = None
+    error: _Said | str | None = None
     message: str = ""
     detail: object = None
     param: str | None = None
@@ -214,9 +215,9 @@ def said(body: bytes) -> tuple[str, str | None]:
         failure = _failure.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return body.decode("utf-8", "replace").strip()[:SAID_MAX_CHARS], None
-    if failure.error is not None:
+    if isinstance(failure.error, _Said):
         return failure.error.message[:SAID_MAX_CHARS], failure.error.param
-    message = failure.message or ("" if failure.detail is None else str(failure.detail))
+    message = failure.message or failure.error or ("" if failure.detail is None else str(failure.detail))
     return message[:SAID_MAX_CHARS], failure.param
 
 

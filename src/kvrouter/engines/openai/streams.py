@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 import aiohttp
@@ -29,13 +29,14 @@ class Reading:
 
     ``passes_raw``: the client gets the engine's bytes, else only tokens are wanted. ``added_token_ids`` and
     ``added_usage``: asked for the router's sake, so cut out again; ``unasked`` is what the engine writes in
-    place of the tokens when nobody asks.
+    place of the tokens when nobody asks, and ``cleaned`` returns a whole answer without what else was.
     """
 
     passes_raw: bool
     added_token_ids: bool = False
     unasked: Unasked = Unasked.NULL
     added_usage: bool = False
+    cleaned: Callable[[bytes], bytes] = bytes
 
 
 class SseStream:
@@ -208,7 +209,7 @@ class WholeStream:
             raise StreamBroken("the engine's answer has no finish reason")
         gathered = _Gathered(self._reading)
         gathered.take(event)
-        gathered.add_raw(body)
+        gathered.add_raw(self._reading.cleaned(body))
         return gathered.chunk(event.finish, event.kv_transfer_params)
 
 

@@ -6,6 +6,7 @@ engine said of it is not sent to the client. The server refuses fields that it d
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
@@ -17,7 +18,7 @@ from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, put, p
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater
 from kvrouter.engines.openai.streams import Reading
-from kvrouter.engines.trtllm.handoff import Handoff, PrefillReader, answered_as
+from kvrouter.engines.trtllm.handoff import Handoff, PrefillReader, answered_as, without_handoff
 
 _DRAWN = (
     "temperature",
@@ -70,6 +71,7 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
     if handoff is not None and handoff.answer is not None:
         return _answered(request, handoff.answer, passes_raw=passes_raw)
     body, path = _body_of(request)
+    reading = Reading(passes_raw=passes_raw)
     streams = not passes_raw or _streams(request)
     adds_usage = streams and not _has_usage(body)
     if adds_usage:
@@ -77,12 +79,14 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
     if handoff is not None:
         put(body, disaggregated_params=handoff.for_decode)
         prompt = list(request.token_ids) if handoff.prompt_token_ids is None else handoff.prompt_token_ids
+        if not streams:
+            reading = replace(reading, cleaned=without_handoff)
         put(body, **{"prompt_token_ids" if path == CallRoute.CHAT.value else "prompt": prompt})
     return EngineCall(
         path=path,
         body=bytes_of(body),
         streams=streams,
-        reading=Reading(passes_raw=passes_raw, added_usage=passes_raw and adds_usage),
+        reading=replace(reading, added_usage=passes_raw and adds_usage),
         kv_failures=LOST_KV,
     )
 

@@ -96,7 +96,7 @@ class PrefillReader:
                     choice.disaggregated_params, self._unlike(said.prompt_token_ids), said.usage
                 )
         elif finish is not None:
-            handoff = Handoff(answer=_without_handoff(data).decode())
+            handoff = Handoff(answer=without_handoff(data).decode())
         return replace(
             event,
             choices=(Choice(finish_reason=finish),),
@@ -141,8 +141,10 @@ def _piece_of(choice: _Fields) -> _Fields:
     return piece
 
 
-def _without_handoff(answer: bytes) -> bytes:
-    """A whole answer as an engine writes it that was not asked for a handoff."""
+def without_handoff(answer: bytes) -> bytes:
+    """Return a whole answer as an engine writes it that was not asked for a handoff: where KV waits, and how
+    engines reach each other, is nothing for clients.
+    """
     whole = _decoded(_fields, answer)
     choices = _decoded(_choices, bytes(whole["choices"]))
     for choice in choices:
