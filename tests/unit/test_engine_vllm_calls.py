@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank
-from kvrouter.core.requests import ClientCall, EngineRequest, Leg, Sampling
+from kvrouter.core.requests import ClientCall, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.streams import Reading
 from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
@@ -119,6 +119,36 @@ def test_a_decode_brings_what_the_prefill_worker_said(call: ClientCall | None) -
     _, body = asked(leg(call, Leg.DECODE, kv_transfer_params=params))
     assert body["kv_transfer_params"] == params
     assert "kv_transfer_params" not in asked(leg(call, Leg.DECODE))[1]
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        {"n": 2},
+        {"best_of": 2},
+        {"prompt": ["hi", "ho"]},
+        {"prompt": [[1, 2], [3]]},
+        {"use_beam_search": True, "stream": False},
+    ],
+)
+def test_what_makes_several_requests_of_an_engine_is_not_prefilled_for_another_one(
+    several: dict[str, object],
+) -> None:
+    said = {**COMPLETION, **several}
+    call = call_of(leg(client(said, resumable=False), Leg.PREFILL), model="tiny")
+    assert call.answered is not None
+    event = call.reader()(call.answered)
+    assert (event.kv_transfer_params, event.finish) == ({}, FinishReason.LENGTH)
+    _, body = asked(leg(client(said, resumable=False), Leg.DECODE, kv_transfer_params={}))
+    body.pop("stream_options", None)
+    assert body == {**said, "model": "tiny"}
+
+
+@pytest.mark.parametrize(
+    "one", [{"n": 1, "best_of": None}, {"use_beam_search": False}, {"prompt": [1, 2]}, {"prompt": [[1, 2]]}]
+)
+def test_one_answer_to_one_prompt_is_prefilled(one: dict[str, object]) -> None:
+    assert call_of(leg(client({**COMPLETION, **one}), Leg.PREFILL), model="tiny").answered is None
 
 
 WHERE = {"do_remote_prefill": True, "remote_request_id": "r"}

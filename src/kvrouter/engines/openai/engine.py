@@ -151,12 +151,12 @@ class ServedEngine:
             stream = OpeningStream(self._open(call, read))
         else:
             stream = WholeStream(self._server.ask(call.path, call.body, call.headers), call.reading, read)
-        if request.leg is Leg.DECODE and request.kv_transfer_params:
+        if request.leg is not Leg.DECODE:
+            return stream
+        if request.kv_transfer_params:
             stream = ArrivingStream(stream)
-        fetches_kv = request.kv_transfer_params is not None or request.bootstrap is not None
-        return (
-            FetchingStream(stream, call.kv_failures) if fetches_kv and request.leg is Leg.DECODE else stream
-        )
+        fetches_kv = bool(request.kv_transfer_params) or request.bootstrap is not None
+        return FetchingStream(stream, call.kv_failures) if fetches_kv else stream
 
     async def _open(self, call: EngineCall, read: ReadEvent) -> EngineStream:
         return SseStream(await self._server.post(call.path, call.body, call.headers), call.reading, read)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
@@ -36,8 +37,13 @@ ASK_FOR_KV: KvParams = {
 KV_TO_BE_FOUND: KvParams = {}
 """What a prefill whose KV the decode engine finds by itself hands on: nothing needs to be said."""
 
+NOT_PREFILLED = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{}}'
+"""The prefill of a call that its decode engine computes from the first token on."""
+
 RANK_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
+
+_prompts: "msgspec.json.Decoder[list[msgspec.Raw]]" = msgspec.json.Decoder(list[msgspec.Raw])
 
 _CHAT_ONLY = (
     "messages",
@@ -105,11 +111,23 @@ def _as_written(
 def _prefill(
     request: EngineRequest, model: str, headers: Mapping[str, str], *, tells_where_kv_waits: bool
 ) -> EngineCall:
-    """One token of the same prompt, whose KV the engine then keeps for the decode worker."""
+    """One token of the same prompt, whose KV the engine then keeps for the decode worker.
+
+    It is kept for one answer to one prompt, and freed once that has fetched it: of a call with several, the
+    others would fetch what is no longer theirs. Such a call goes to its decode engine alone.
+    """
     body = _common(request, model)
     path = CallRoute.COMPLETION.value
     if request.call is not None and not request.resumed_tokens:
         path = request.call.route.value
+        if _is_for_one_engine(body):
+            return EngineCall(
+                path=path,
+                body=b"",
+                streams=False,
+                reading=Reading(passes_raw=False),
+                answered=NOT_PREFILLED,
+            )
         if request.call.route is CallRoute.CHAT:
             drop(body, "max_completion_tokens")
     else:
@@ -124,6 +142,14 @@ def _prefill(
         reading=Reading(passes_raw=False),
     )
     return call if tells_where_kv_waits else dataclasses.replace(call, reader=_reads_kv_as_found)
+
+
+def _is_for_one_engine(body: Body) -> bool:
+    if bytes(body.get("use_beam_search", b"")) == b"true":
+        return True
+    if any(bytes(body.get(name, b"1")) not in (b"1", b"null") for name in ("n", "best_of")):
+        return True
+    return has_several_answers(body) and len(_prompts.decode(body["prompt"])) > 1
 
 
 def _reads_kv_as_found() -> ReadEvent:
