@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.core.ids import Slot
@@ -27,7 +27,6 @@ counts = st.integers(0, 2**62)
 sums = st.builds(
     KvTransfers, transfers=counts, bytes=counts, seconds=st.floats(0, 2**62), failed=st.integers(0, 2**62)
 )
-sizes = st.lists(st.integers(1, 512 * MIB), min_size=1, max_size=20)
 
 
 @dataclass
@@ -115,13 +114,20 @@ def test_what_is_told_is_counted_once_whatever_begins_anew(steps: list[tuple[int
     assert counted == truth or was_overtaken
 
 
-@given(latency_s=st.floats(1e-6, 0.1), bytes_per_s=st.floats(1e6, 1e12), windows=st.lists(sizes, max_size=40))
+@given(
+    latency_s=st.floats(1e-4, 0.1),
+    bytes_per_s=st.floats(1e8, 1e12),
+    phases=st.lists(st.tuples(st.integers(15, 30), st.integers(4, 2000)), min_size=2, max_size=6),
+)
+@example(latency_s=0.1, bytes_per_s=1e10, phases=[(30, 10), (20, 100)])
 def test_a_link_that_stays_as_it_is_never_counts_as_slow(
-    latency_s: float, bytes_per_s: float, windows: list[list[int]]
+    latency_s: float, bytes_per_s: float, phases: list[tuple[int, int]]
 ) -> None:
+    """Whatever is carried: transfers of 32 KiB to 1 GiB, few or many."""
     engine = Engine(latency_s=latency_s, bytes_per_s=bytes_per_s)
-    for carried in windows:
-        engine.carry(carried, after_s=WINDOW_S)
+    for exponent, n in phases:
+        for _ in range(2 * WINDOWS + 1):
+            engine.carry([2**exponent] * n, after_s=WINDOW_S)
     assert engine.verdicts == []
 
 
@@ -174,6 +180,30 @@ def test_one_window_is_an_accident() -> None:
         engine.carry([WINDOW_BYTES] * WINDOW_TRANSFERS, after_s=2 * RECENT_S)
         engine.carry([WINDOW_BYTES] * WINDOW_TRANSFERS, after_s=WINDOW_S)
     assert engine.slow == []
+
+
+def test_one_fast_window_shows_nothing() -> None:
+    engine = Engine()
+    engine.carry_windows(WINDOWS)
+    engine.bytes_per_s *= 20
+    engine.carry([WINDOW_BYTES] * WINDOW_TRANSFERS, after_s=2 * RECENT_S)
+    engine.carry([WINDOW_BYTES] * WINDOW_TRANSFERS, after_s=WINDOW_S)
+    engine.bytes_per_s /= 20
+    engine.carry_windows(WINDOWS + 3)
+    assert engine.slow == []
+
+
+def test_a_third_of_the_speed_is_not_well_yet() -> None:
+    engine = Engine(latency_s=0.0)
+    engine.carry_windows(WINDOWS)
+    engine.bytes_per_s /= 10
+    engine.carry_windows(WINDOWS + 1)
+    engine.bytes_per_s *= 10 / 3
+    engine.carry_windows(WINDOWS + 1)
+    assert engine.slow == [True]
+    engine.bytes_per_s *= 3 / 1.5
+    engine.carry_windows(WINDOWS + 1)
+    assert engine.slow == [True, False]
 
 
 def test_too_little_is_not_judged() -> None:

@@ -187,7 +187,9 @@ async def test_what_an_engine_told_is_forgotten_with_its_worker() -> None:
     rank = WorkerRank(WorkerId(1), DpRank(0))
     async with open_house(card(1), script=says("ok", cached=32)) as house:
         await house.complete([5] * 40)
-        house.bench.events.load(LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(1, 1, 1.0)))
+        report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(1, 1, 1.0))
+        house.bench.events.load(msgspec.structs.replace(report, kv_events_skipped={"orphan": 1}))
         house.bench.discovery.put(card(1, incarnation=2))
         (worker,) = (await house.http.get("/v1/fleet")).json()["workers"]
-    assert (worker["ranks"][0]["predictions"], worker["ranks"][0]["kv_transfers"]) == (None, None)
+    (shown,) = worker["ranks"]
+    assert [shown[field] for field in ("predictions", "kv_transfers", "kv_events_skipped")] == [None] * 3

@@ -10,7 +10,11 @@ BLOCK = 16
 
 
 def compared(
-    errors_blocks: list[int], *, check: IndexCheck | None = None, spread_s: float = SPAN_S
+    errors_blocks: list[int],
+    *,
+    check: IndexCheck | None = None,
+    spread_s: float = SPAN_S,
+    begun_s: float = 0.0,
 ) -> list[Compared]:
     """What is said of answers whose prediction was so many blocks too high."""
     check = check or IndexCheck(block_size=BLOCK)
@@ -21,7 +25,7 @@ def compared(
             predicted_tokens=(10 + error) * BLOCK,
             cached_tokens=10 * BLOCK,
             isl_tokens=100 * BLOCK,
-            now_s=number * each_s,
+            now_s=begun_s + number * each_s,
         )
         for number, error in enumerate(errors_blocks)
     ]
@@ -29,10 +33,15 @@ def compared(
 
 
 def noted(
-    errors_blocks: list[int], *, check: IndexCheck | None = None, spread_s: float = SPAN_S
+    errors_blocks: list[int],
+    *,
+    check: IndexCheck | None = None,
+    spread_s: float = SPAN_S,
+    begun_s: float = 0.0,
 ) -> list[Answers | None]:
     """The verdicts on these answers."""
-    return [each.wrong for each in compared(errors_blocks, check=check, spread_s=spread_s)]
+    said = compared(errors_blocks, check=check, spread_s=spread_s, begun_s=begun_s)
+    return [each.wrong for each in said]
 
 
 @pytest.mark.parametrize("error", [4, -4])
@@ -60,7 +69,9 @@ def test_a_burst_says_nothing() -> None:
 def test_after_a_verdict_a_whole_new_window_is_needed() -> None:
     check = IndexCheck(block_size=BLOCK)
     assert noted([4] * WINDOW_ANSWERS, check=check)[-1] is not None
-    assert not any(noted([4] * (WINDOW_ANSWERS - 1), check=check))
+    verdicts = noted([4] * WINDOW_ANSWERS, check=check, begun_s=2 * SPAN_S)
+    assert verdicts[:-1] == [None] * (WINDOW_ANSWERS - 1)
+    assert verdicts[-1] is not None
 
 
 def test_the_block_of_the_last_token_is_never_expected() -> None:
