@@ -65,7 +65,7 @@ async def test_another_prefill_worker_serves_the_same_decode_worker(
     sender = first.removeprefix("scripted://")
     assert bench.telemetry.kv_lost.value("mock", sender, "2", "unreachable") == 1
     assert bench.telemetry.retries.value("mock", "prefill") == 1
-    lost, sent_again = (getattr(record, "kvrouter_fields", {}) for record in caplog.records)
+    lost, _, sent_again = (getattr(record, "kvrouter_fields", {}) for record in caplog.records)
     assert (lost["prefill_worker"], lost["decode_worker"], lost["reason"]) == (sender, "2", "unreachable")
     assert (sent_again["worker"], sent_again["stage"]) == (sender, "prefill")
     assert bench.booked() == 0

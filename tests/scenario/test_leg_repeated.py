@@ -15,10 +15,10 @@ class Repeating(ScriptedPlane):
     def __init__(self, n_repeated: int) -> None:
         super().__init__(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
         self.n_repeated = n_repeated
-        self.asked: list[tuple[str, int]] = []
+        self.arrived: list[tuple[str, int]] = []
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
-        self.asked.append((request.intake, request.attempt))
+        self.arrived.append((request.intake, request.attempt))
         if request.attempt < self.n_repeated:
             raise LegRepeated(f"{request.engine_key}: ran here before")
         return await super().open(address, request)
@@ -29,7 +29,7 @@ async def test_the_only_worker_is_asked_again_with_the_next_attempt() -> None:
     bench = Bench(plane)
     await bench.start(card(1))
     assert await read_all(bench) == [1]
-    ((first, zero), (second, one)) = plane.asked
+    ((first, zero), (second, one)) = plane.arrived
     assert (first, zero, one) == (second, 0, 1)
     assert bench.booked() == 0
 
@@ -40,5 +40,5 @@ async def test_a_request_whose_legs_all_repeat_comes_to_an_end() -> None:
     await bench.start(card(1))
     with pytest.raises(WorkerFailed, match="ran here before"):
         await read_all(bench)
-    assert len(plane.asked) == 3
+    assert len(plane.arrived) == 3
     assert bench.booked() == 0

@@ -242,6 +242,39 @@ class KvRouterConfig(Section):
     ] = 600.0
     """How long a request may take in all; then it fails and its workers are told to stop."""
 
+    circuit_failures: Annotated[
+        Count,
+        Setting(
+            flag="--circuit-failures",
+            variable="KVROUTER_CIRCUIT_FAILURES",
+            group=Group.RECOVERY,
+            unit="failures in a row",
+        ),
+    ] = 3
+    """After how many failures in a row a worker is passed over, as long as somebody else may take a request:
+    it could not be reached, its engine answered with an error of its own, or brought nothing in time. At 0
+    nobody is passed over, nor is a pair of workers whose KV was lost."""
+
+    circuit_open_s: Annotated[
+        Positive,
+        Setting(
+            flag="--circuit-open-s", variable="KVROUTER_CIRCUIT_OPEN_S", group=Group.RECOVERY, unit="seconds"
+        ),
+    ] = 5.0
+    """How long a worker is passed over before one request tries it; twice as long each time that one fails
+    too. A pair whose KV was lost likewise."""
+
+    circuit_open_max_s: Annotated[
+        Positive,
+        Setting(
+            flag="--circuit-open-max-s",
+            variable="KVROUTER_CIRCUIT_OPEN_MAX_S",
+            group=Group.RECOVERY,
+            unit="seconds",
+        ),
+    ] = 60.0
+    """The longest time that a worker is passed over before one request tries it again."""
+
     replica_sync: Annotated[
         Switch,
         Setting(flag="--router-replica-sync", variable="DYN_ROUTER_REPLICA_SYNC", group=Group.REPLICAS),

@@ -4,6 +4,7 @@ from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault
 from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, FloatColumn, IntColumn, SlotColumn
 from kvrouter.fleet.fleet import MAX_SLOTS, Change, Fleet
 from kvrouter.fleet.mixing import hash_rank, mix64
+from kvrouter.fleet.pairs import Pair
 from kvrouter.fleet.places import UNKNOWN_VALUE
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Fleet",
     "FloatColumn",
     "IntColumn",
+    "Pair",
     "SlotColumn",
     "hash_rank",
     "mix64",

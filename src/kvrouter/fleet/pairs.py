@@ -1,8 +1,16 @@
 """The pairs of workers that cannot hand KV on at present."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kvrouter.core.ids import WorkerId
+
+
+class Pair(NamedTuple):
+    """A prefill worker, and a decode worker that its KV goes to."""
+
+    prefill: WorkerId
+    decode: WorkerId
 
 
 class PartedPairs:
@@ -14,8 +22,8 @@ class PartedPairs:
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def __iter__(self) -> Iterator[tuple[WorkerId, WorkerId]]:
-        return ((prefill, decode) for prefill, decodes in self._of.items() for decode in decodes)
+    def __iter__(self) -> Iterator[Pair]:
+        return (Pair(prefill, decode) for prefill, decodes in self._of.items() for decode in decodes)
 
     def of(self, prefill: WorkerId) -> frozenset[WorkerId]:
         """Return the decode workers that KV of this prefill worker does not reach."""

@@ -40,6 +40,7 @@ def attempts_json(request_id: RequestId, attempts: Iterable[tuple[float, Decisio
                 "constraint": constraint_json(decision.constraint),
                 "fallback_used": decision.fallback_used,
                 "cross_domain": decision.cross_domain,
+                "last_resort": decision.last_resort,
             }
             for decided_at_s, decision in attempts
         ],
@@ -95,6 +96,7 @@ def _explained(
         "decode": _leg_json(decode_rows, fleet) if decode_rows else None,
         "constraint": None if decision is None else constraint_json(decision.constraint),
         "fallback_used": decision is not None and decision.fallback_used,
+        "last_resort": decision is not None and decision.last_resort,
         "error": error,
     }
 

@@ -41,6 +41,10 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "workers": workers,
         "worker_ranks": sum(card.dp_size for card in model.fleet),
         "waiting_requests": model.waiting,
+        "parted_pairs": [
+            {"prefill_worker_id": pair.prefill, "decode_worker_id": pair.decode, "circuit": state.value}
+            for pair, state in model.circuits.pairs()
+        ],
         "index": None if index is None else {"blocks": index.blocks, "bytes": index.bytes},
         "kv_transfer_default": None if default is None else policy_json(default.policy),
         "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
@@ -56,6 +60,7 @@ def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -
         "role": card.role.value,
         "alive": worker.alive,
         "draining": card.draining,
+        "circuit": worker.circuit.value,
         "address": card.address,
         "endpoint": f"{card.namespace}.{card.component}.{card.endpoint}",
         "domains": config.topology_domains,

@@ -1,6 +1,7 @@
 """The gauges that nobody keeps: read off the fleet, the ledger and the index before each scrape."""
 
 from kvrouter.feed.words import FeedState
+from kvrouter.fleet import CircuitState
 from kvrouter.frontend.reading import RankReading, WorkerReading, read_index, read_workers
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
@@ -24,6 +25,7 @@ class Gauges:
         index_bytes: Values = {}
         leases: Values = {}
         queued: Values = {}
+        parted: Values = {}
         for model in self._service.models():
             name = model.fleet.model
             for worker in read_workers(model):
@@ -34,14 +36,17 @@ class Gauges:
                 index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
             leases[name,] = len(model.ledger)
             queued[name,] = model.waiting_for_load
+            parted[name,] = sum(1 for _ in model.circuits.pairs())
         telemetry.index_blocks.replace(index_blocks)
         telemetry.index_bytes.replace(index_bytes)
         telemetry.ledger_leases.replace(leases)
         telemetry.queue_depth.replace(queued)
+        telemetry.pairs_parted.replace(parted)
         telemetry.event_lag.replace(page.lag)
         telemetry.kv_events_missing.replace(page.missing)
         telemetry.worker_up.replace(page.up)
         telemetry.worker_draining.replace(page.draining)
+        telemetry.worker_circuit.replace(page.circuit)
         telemetry.worker_blocks.replace(page.blocks)
         telemetry.ledger_active_blocks.replace(page.active_blocks)
         telemetry.ledger_prefill_tokens.replace(page.prefill_tokens)
@@ -56,6 +61,7 @@ class _Page:
     def __init__(self) -> None:
         self.up: Values = {}
         self.draining: Values = {}
+        self.circuit: Values = {}
         self.blocks: Values = {}
         self.active_blocks: Values = {}
         self.prefill_tokens: Values = {}
@@ -71,6 +77,8 @@ class _Page:
         worker_id = str(card.worker_id)
         self.up[worker_id, card.model, card.role.value, _place(worker)] = float(worker.alive)
         self.draining[worker_id,] = float(card.draining)
+        for state in CircuitState:
+            self.circuit[worker_id, state.value] = float(worker.circuit is state)
         for rank in worker.ranks:
             self._add_rank((worker_id, str(rank.rank.dp_rank)), rank)
 

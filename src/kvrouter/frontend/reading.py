@@ -9,6 +9,7 @@ from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedState
+from kvrouter.fleet import CircuitState
 from kvrouter.service.cache_view import EventCacheView, PredictedCacheView
 from kvrouter.service.engine_accounts import AccountReading
 from kvrouter.service.event_pump import FeedReading
@@ -40,6 +41,7 @@ class WorkerReading:
 
     card: WorkerCard
     alive: bool
+    circuit: CircuitState
     ranks: tuple[RankReading, ...]
 
 
@@ -85,7 +87,8 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     account=model.accounts.reading(slot),
                 )
             )
-        yield WorkerReading(card, fleet.is_alive(card.worker_id), tuple(ranks))
+        is_alive, circuit = fleet.is_alive(card.worker_id), model.circuits.state_of(card.worker_id)
+        yield WorkerReading(card, is_alive, circuit, tuple(ranks))
 
 
 def _state(card: WorkerCard, feed: FeedReading) -> FeedState:

@@ -75,6 +75,8 @@ class LegLost:
     """It is alive, and takes no more for now."""
     repeated: bool = False
     """It had this very leg before: nothing is wrong with it, and the next attempt may go there."""
+    blameless: bool = False
+    """Nothing is known against it: it is leaving, or was no longer to be had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Workers whose circuit is open are passed over. Where nobody else may take a requ
 a worker that may be well again is better than a refusal. One that is only busy is somebody else.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from msgspec import structs
@@ -60,7 +60,13 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     could is busy; both count the ranks of the leg that they name by reason. With ``explain`` they carry the
     rows of every leg, as a decision does; those of the named leg are the ones that were counted.
     """
-    return _or_last_resort(request, view.fleet, lambda wish: _route(wish, view, explain=explain))
+    try:
+        return _route(request, view, explain=explain)
+    except NoEligibleWorker:
+        wish = _last_resort(request, view.fleet)
+        if wish is None:
+            raise
+    return _route(wish, view, explain=explain)
 
 
 def route_decode(
@@ -75,23 +81,22 @@ def route_decode(
 
     ``prefill`` is where its KV waits, which counts only with a link table. Raises what :func:`route` raises.
     """
-    return _or_last_resort(
-        request,
-        view.fleet,
-        lambda wish: _route_decode(wish, view, constraint, prefill=prefill, explain=explain),
-    )
-
-
-def _or_last_resort(
-    request: RouteRequest, fleet: Fleet, decide: Callable[[RouteRequest], Decision]
-) -> Decision:
-    """Decide; where nobody may take the request, decide again with those whose circuit is open."""
     try:
-        return decide(request)
+        return _route_decode(request, view, constraint, prefill=prefill, explain=explain)
     except NoEligibleWorker:
-        if request.last_resort or not fleet.has_open_circuits:
+        wish = _last_resort(request, view.fleet)
+        if wish is None:
             raise
-    return decide(structs.replace(request, last_resort=True))
+    return _route_decode(wish, view, constraint, prefill=prefill, explain=explain)
+
+
+def _last_resort(request: RouteRequest, fleet: Fleet) -> RouteRequest | None:
+    """What to ask for when nobody may take ``request``: also those whose circuit is open. None where there
+    are none.
+    """
+    if request.last_resort or not fleet.has_open_circuits:
+        return None
+    return structs.replace(request, last_resort=True)
 
 
 def _route(request: RouteRequest, view: View, *, explain: bool) -> Decision:

@@ -27,3 +27,6 @@ class Attempt:
     prefill_task: asyncio.Task[None] | None = None
     decode: EngineStream | None = None
     lost: list[LegLost] = field(default_factory=list)
+    prefill_sent_s: float = 0.0
+    last_sent_s: float = 0.0
+    """When its legs were sent, on the monotonic clock; the last leg is the one that answers."""

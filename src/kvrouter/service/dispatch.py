@@ -43,6 +43,7 @@ from kvrouter.journey.words import (
 )
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.attempt import Attempt, Times
+from kvrouter.service.blame import blame_loss, blame_silence
 from kvrouter.service.legs import last_leg, lost_leg, open_decode, prefill_leg, read_prefill
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.output import Output
@@ -55,6 +56,9 @@ PREFILL_LAST_WORD_S = 0.25
 PREFILL_NEWS_LOOKS = 25
 PREFILL_NEWS_LOOK_S = 0.01
 """How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
+
+SILENT_SHARE = 0.5
+"""Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
 
 
 class Dispatch:
@@ -136,6 +140,8 @@ class Dispatch:
             await self.lose(attempt, why)
             return
         self._silence = None
+        if not self._placer.prefill_worker_left(attempt.placement):
+            self._placer.circuits.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
         self._lost_leg = LegLost(Leg.PREFILL, sender, lost.why)
         await self._perform(self.journey.handle(lost))
 
@@ -258,6 +264,7 @@ class Dispatch:
             resumed_tokens=len(self.journey.generated),
             time_left_s=self.watch.time_left_s,
         )
+        attempt.prefill_sent_s = time.monotonic()
         stream = await self._plane.open(placement.prefill_address, request)
         attempt.prefill = stream
         if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
@@ -297,6 +304,7 @@ class Dispatch:
                 kv_transfer_params=params,
                 time_left_s=self.watch.time_left_s,
             )
+            attempt.last_sent_s = time.monotonic()
             stream = await open_decode(self._plane, attempt.placement.decode_address, request)
             attempt.decode = stream
         except InvalidRequest as error:
@@ -314,8 +322,12 @@ class Dispatch:
             return self.journey.handle(ClientLeft(self.error.code))
         lost = attempt.lost[0] if attempt.lost else lost
         lost = replace(lost, why=attempt.placement.without_addresses(lost.why))
+        circuits, state = self._placer.circuits, self.journey.state
         if self._silence is not None:
             lost, self._silence = replace(lost, why=self._silence), None
+            blame_silence(circuits, attempt, state, heard_s=self.watch.heard_s)
+        else:
+            blame_loss(circuits, attempt, lost, state)
         self._lost_leg = lost
         return self.journey.handle(lost)
 
@@ -354,11 +366,22 @@ class Dispatch:
         if attempt is None:
             return
         if kind is TooLong.REQUEST:
-            self.error = DeadlineExceeded(f"the request took longer than {self._patience.request_s:g} s")
+            limit_s = self._patience.request_s
+            self._time_is_up(attempt, f"the request took longer than {limit_s:g} s", limit_s)
         elif kind is TooLong.FIRST_TOKEN:
-            self.error = DeadlineExceeded(f"no first token within {self._patience.first_token_s:g} s")
+            limit_s = self._patience.first_token_s
+            self._time_is_up(attempt, f"no first token within {limit_s:g} s", limit_s)
         else:
             self._silence = f"no token for {silent_s:.3g} s"
         for stream in (attempt.decode, attempt.prefill):
             if stream is not None:
                 stream.cancel(self._silence or "the request's time is up")
+
+    def _time_is_up(self, attempt: Attempt, why: str, limit_s: float) -> None:
+        """The request fails. A worker that had a good part of its time, and brought nothing, is silent."""
+        self.error = DeadlineExceeded(why)
+        state = self.journey.state
+        if state is not State.STREAMING:
+            before_s = time.monotonic() - SILENT_SHARE * limit_s
+            heard_s = self.watch.heard_s
+            blame_silence(self._placer.circuits, attempt, state, heard_s=heard_s, before_s=before_s)

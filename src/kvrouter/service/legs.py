@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import DeadlineExceeded, KvrouterError, Unavailable
 from kvrouter.core.requests import (
     EngineRequest,
     FinishReason,
@@ -19,6 +19,7 @@ from kvrouter.journey.words import LegLost
 from kvrouter.planes.requests.port import (
     EngineStream,
     LegRepeated,
+    ReaderTooSlow,
     RequestPlane,
     StreamBroken,
     WorkerFull,
@@ -101,6 +102,7 @@ def lost_leg(pick: Pick, error: KvrouterError) -> LegLost:
         error.message,
         full=isinstance(error, WorkerFull),
         repeated=isinstance(error, LegRepeated),
+        blameless=isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow),
     )
 
 

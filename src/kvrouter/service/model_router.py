@@ -16,7 +16,7 @@ from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import WorkerCard
-from kvrouter.fleet.fleet import Fleet
+from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey.words import Shape, Way
 from kvrouter.ledger.port import Ledger
 from kvrouter.routing.decision import Decision, Pick
@@ -24,6 +24,7 @@ from kvrouter.routing.request import RouteRequest, View
 from kvrouter.routing.route import route, route_decode
 from kvrouter.routing.settings import RoutingSettings
 from kvrouter.service.cache_view import CacheView
+from kvrouter.service.circuits import Circuits
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.engine_accounts import EngineAccounts
 from kvrouter.service.observed import ModelObserved
@@ -65,6 +66,13 @@ class ModelRouter:
         self.observed = observed
         self._random = random.Random(seed)
         self.accounts = EngineAccounts(fleet, observed.engines)
+        self.circuits = Circuits(
+            fleet,
+            CircuitSettings(config.circuit_failures, config.circuit_open_s, config.circuit_open_max_s),
+            observed.circuits,
+            seed=self._random.getrandbits(64),
+            on_let_in=self.load_changed,
+        )
         self._turn = 0
         self._seed = self._random.getrandbits(64)
         self._not_active: U32 = np.zeros(16, np.uint32)
@@ -157,12 +165,14 @@ class ModelRouter:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
         started_s = time.perf_counter()
         old = placement.decision
+        self.circuits.give_back(placement)  # or it would be passed over for its own sake
         decision = structs.replace(self._decide_decode_again(placement), prefill=old.prefill)
         if not self.ledger.move(placement.decode_lease, decision.decode.slot, 0):
             # The worker left during prefill, and the lease with it.
             placement.decode_lease = self._book_decode(decision, placement.prompt)
         card = self._card(decision.decode)
         placement.decision = decision
+        self.circuits.booked(placement)
         placement.decode_address = card.address
         placement.decode_domains = card.runtime_config.topology_domains
         if decision.decode.rank != old.decode.rank:
@@ -181,7 +191,7 @@ class ModelRouter:
             settings=self._admitted,
         )
         sender = None if old.prefill is None else old.prefill.rank
-        if old.mode is not RouterMode.KV:
+        if old.mode is not RouterMode.KV and not self.fleet.columns.circuit_open[old.decode.slot]:
             keep = structs.replace(wish, pin=Pin(*old.decode.rank))
             with suppress(RoutingRefused):
                 kept = route_decode(keep, view, old.constraint, prefill=sender)
@@ -195,6 +205,7 @@ class ModelRouter:
         ``own`` is where the request is booked already: its blocks are active there, so none would be new.
         Turn and seed are those of the next booking: looking twice shows the same.
         """
+        self.circuits.refresh()
         n_slots = self.fleet.n_slots
         self.ledger.ensure_slots(n_slots)
         if len(self._not_active) < n_slots:
@@ -234,6 +245,7 @@ class ModelRouter:
         """A worker came, changed or left: whoever waits may try again."""
         if self._sync is not None:
             self._sync.fleet_changed(self.fleet.model)
+        self.circuits.fleet_changed()
         self._waiting.domain.pulse()
         self._waiting.admission.pulse()
 
@@ -288,6 +300,7 @@ class ModelRouter:
             placement.prefill_domains = prefill_card.runtime_config.topology_domains
             placement.bootstrap = self._bootstrap(prefill_card, prefill)
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
+        self.circuits.booked(placement)
         return placement
 
     def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
@@ -339,12 +352,14 @@ class ModelRouter:
 
     def prefill_done(self, placement: Placement) -> None:
         """The prefill leg ended: its tokens no longer load its worker."""
+        self.circuits.prefilled(placement)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
             self.load_changed()
 
     def first_token(self, placement: Placement) -> None:
         """The first token came: load moves from prefill to decode."""
+        self.circuits.begun(placement)
         self.ledger.first_token(placement.decode_lease)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
@@ -375,6 +390,7 @@ class ModelRouter:
 
     def release(self, placement: Placement) -> None:
         """Close the leases; idempotent."""
+        self.circuits.released(placement)
         if placement.prefill_lease is not None:
             self.ledger.close(placement.prefill_lease)
         self.ledger.close(placement.decode_lease)

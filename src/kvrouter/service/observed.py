@@ -12,6 +12,7 @@ from kvrouter.feed.words import FeedCount, FeedState
 from kvrouter.index.port import Applied
 from kvrouter.journey.words import KvLost, LegLost
 from kvrouter.service.attempt import Times
+from kvrouter.service.circuits_observed import CircuitsObserved
 from kvrouter.service.engines_observed import EnginesObserved
 from kvrouter.service.placement import Placement
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event
@@ -33,10 +34,13 @@ _OUTCOMES = (
 
 
 class ModelObserved:
-    """The events of one model; ``engines`` has those that its engines tell of themselves."""
+    """The events of one model; ``engines`` has those that its engines tell of themselves, ``circuits`` those
+    of its workers' circuits.
+    """
 
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self.engines = EnginesObserved(telemetry, model)
+        self.circuits = CircuitsObserved(telemetry, model)
         self._telemetry = telemetry
         self._model = model
 

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
+from kvrouter.fleet import Circuit, Pair
 from kvrouter.journey.words import Shape, Way
 from kvrouter.routing.decision import Decision, Pick
 from kvrouter.routing.request import RouteRequest
+
+if TYPE_CHECKING:
+    from kvrouter.service.circuits import Circuits
 
 
 @dataclass(slots=True)
@@ -30,6 +34,10 @@ class Placement:
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None
     bootstrap: Bootstrap | None = None
+    has_begun: bool = False
+    """Whether its answer brought something, and has not failed."""
+    tries: list[tuple[WorkerId | Pair, Circuit]] = field(default_factory=list)
+    """The half-open circuits that let it in, to see whether their workers are well."""
     decode_domains: Mapping[str, str] = field(default_factory=dict)
     prefill_domains: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,6 +61,10 @@ class Placement:
 
 class Placer(Protocol):
     """Picks and books workers for the attempts of requests, and keeps their leases true."""
+
+    @property
+    def circuits(self) -> "Circuits":
+        """Who hears how the workers fare."""
 
     async def place(
         self,

@@ -1,6 +1,7 @@
 """Prefill legs for somebody else's decode: picked, sent, and answered with where the KV waits."""
 
 import asyncio
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from kvrouter.core.errors import (
     Unavailable,
 )
 from kvrouter.core.ids import RequestId, WorkerId
-from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams
+from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams, Leg
+from kvrouter.fleet import Fault
 from kvrouter.journey.journey import Journey
 from kvrouter.journey.words import (
     Abandon,
@@ -28,8 +30,11 @@ from kvrouter.journey.words import (
     SendDecode,
     SendPrefill,
     Shape,
+    State,
 )
 from kvrouter.planes.requests.port import EngineStream, RequestPlane
+from kvrouter.service.attempt import Attempt
+from kvrouter.service.blame import blame_loss
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.legs import lost_leg, prefill_leg, read_prefill, taken_in
 from kvrouter.service.model_router import ModelRouter
@@ -118,6 +123,7 @@ class Prefills:
                     Journey(request.sampling, redispatches_max=self._redispatches_max)
                 )
         except TimeoutError:
+            run.note_silence()
             self._forget(request_id)
             raise DeadlineExceeded(f"the prefill took longer than {self._limit_s:g} s") from None
         except BaseException:
@@ -165,6 +171,8 @@ class Prefills:
                 await run.read()
         except (KvrouterError, TimeoutError) as error:
             why = error.message if isinstance(error, KvrouterError) else f"longer than {self._limit_s:g} s"
+            if not run.is_let_go:
+                run.note_failure(error)
             run.abandon(why)
             if not run.is_let_go:
                 self._observed.prefill_failed(run.request, run.worker_id, why)
@@ -223,6 +231,7 @@ class _Run:
         self._lost: LegLost | None = None
         self._params: KvTransferParams | None = None
         self._cached_tokens: int | None = None
+        self._sent_s = 0.0
 
     @property
     def worker_id(self) -> WorkerId:
@@ -259,7 +268,24 @@ class _Run:
         if self.stream is None:
             raise RuntimeError("a leg that was not sent was read")
         self._params = await read_prefill(self.stream, self._note_cached)
+        self._room.prefill_done(placement)
         self._room.release(placement)
+
+    def note_failure(self, error: KvrouterError | TimeoutError) -> None:
+        """The leg failed while it ran on."""
+        if isinstance(error, TimeoutError):
+            self.note_silence()
+        else:
+            self._blame(lost_leg(self._placed().prefill_pick, error))
+
+    def note_silence(self) -> None:
+        """The leg was not done in time."""
+        if self._placement is not None:
+            self._room.circuits.failed(self._placement, Leg.PREFILL, Fault.SILENT, since_s=self._sent_s)
+
+    def _blame(self, lost: LegLost) -> None:
+        attempt = Attempt(self._placed(), prefill_sent_s=self._sent_s)
+        blame_loss(self._room.circuits, attempt, lost, State.PREFILLING)
 
     def _note_cached(self, cached_tokens: int) -> None:
         self._cached_tokens = cached_tokens
@@ -291,6 +317,7 @@ class _Run:
         time_left_s = max(0.0, self._until_s - asyncio.get_running_loop().time())
         engine_request = prefill_leg(self.request, placement, resumed_tokens=0, time_left_s=time_left_s)
         try:
+            self._sent_s = time.monotonic()
             self.stream = await self._plane.open(placement.decode_address, engine_request)
             if placement.bootstrap is not None:
                 return PrefillDone(self.worker_id, {})
@@ -299,6 +326,7 @@ class _Run:
             return LegRefused(error)
         except KvrouterError as error:
             self._lost = lost_leg(placement.prefill_pick, error)
+            self._blame(self._lost)
             return self._lost
         return PrefillDone(self.worker_id, self._params)
 

@@ -36,6 +36,8 @@ class Event(StrEnum):
     WORKER_LAPSED = "worker_lapsed"
     WORKER_REPLACED = "worker_replaced"
     WORKER_STANDBY = "worker_standby"
+    CIRCUIT_OPENED = "circuit_opened"
+    CIRCUIT_CLOSED = "circuit_closed"
     DISCOVERY_LOST = "discovery_lost"
     DISCOVERY_BACK = "discovery_back"
     PLANE_LOST = "plane_lost"
@@ -183,6 +185,14 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.WORKER_STANDBY: EventSpec(
         logging.WARNING, "Another start of this worker's id has its place: this one waits until that is gone."
+    ),
+    Event.CIRCUIT_OPENED: EventSpec(
+        logging.WARNING,
+        "A worker failed too often in a row, or KV of a pair was lost: it is passed over for so many "
+        "seconds, as long as somebody else may take a request.",
+    ),
+    Event.CIRCUIT_CLOSED: EventSpec(
+        logging.INFO, "A worker that was passed over brought something again, or KV of a pair arrived again."
     ),
     Event.DISCOVERY_LOST: EventSpec(
         logging.ERROR, "Discovery cannot be reached: the fleet stays as it was, and nobody new is seen."

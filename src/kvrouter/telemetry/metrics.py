@@ -278,6 +278,26 @@ class Telemetry:
         "which",
     )
 
+    worker_circuit = gauge(
+        "kvrouter_worker_circuit",
+        "1 for the state that a worker's circuit is in: closed, open (it is passed over) or half_open (one "
+        "request may try it).",
+        "worker",
+        "state",
+    )
+    circuits_opened = counter(
+        "kvrouter_circuits_opened",
+        "Times that a worker was passed over from then on, by its last failure: lost or silent.",
+        "model",
+        "worker",
+        "reason",
+    )
+    pairs_parted = gauge(
+        "kvrouter_pairs_parted",
+        "Pairs whose KV was lost lately; both workers are met by other ones where they can be.",
+        "model",
+    )
+
     discovery_up = gauge(
         "kvrouter_discovery_up", "1 while discovery can be reached; at 0 the fleet is frozen as it was."
     )

@@ -1,0 +1,268 @@
+"""The circuits of one model's workers, and of the pairs among them whose KV was lost; what the fleet shows of
+them is what decisions go by.
+
+Each router has circuits of its own: they tell what it met itself. Memory: one for each worker that was sent
+something, and at most :data:`PAIRS_MAX` pairs.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, mix64
+from kvrouter.service.circuits_observed import CircuitsObserved
+from kvrouter.service.placement import Placement
+
+PAIRS_MAX = 4096
+"""How many pairs that lost KV are remembered; the one that was noted first is forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A circuit, and which starts of its workers it is about."""
+
+    circuit: Circuit
+    incarnations: tuple[Epoch | None, ...]
+
+
+class Circuits:
+    """Hears what becomes of each leg, and keeps :class:`~kvrouter.fleet.Fleet`'s word on who is passed over.
+
+    ``on_let_in`` is called when somebody may be sent requests again. With 0 ``failures`` nobody is ever
+    passed over.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        settings: CircuitSettings,
+        observed: CircuitsObserved,
+        *,
+        seed: int,
+        on_let_in: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._pair_settings = replace(settings, failures=1)
+        self._observed = observed
+        self._seed = seed
+        self._on_let_in = on_let_in
+        self._clock = clock
+        self._workers: dict[WorkerId, _Kept] = {}
+        self._tripped: set[WorkerId] = set()
+        """Workers whose circuit is not closed."""
+        self._pairs: dict[Pair, _Kept] = {}
+        self._due_s = inf
+
+    # Reading
+
+    def state_of(self, worker_id: WorkerId) -> CircuitState:
+        """What the worker's circuit lets through."""
+        kept = self._workers.get(worker_id)
+        return CircuitState.CLOSED if kept is None else kept.circuit.state(self._clock())
+
+    def pairs(self) -> Iterator[tuple[Pair, CircuitState]]:
+        """The pairs whose KV was lost, and what their circuits let through."""
+        now_s = self._clock()
+        return ((pair, kept.circuit.state(now_s)) for pair, kept in self._pairs.items())
+
+    # What becomes of a request
+
+    def refresh(self) -> None:
+        """Time has passed: let the next request in where a circuit is half open now."""
+        if self._due_s == inf or self._clock() < self._due_s:
+            return
+        now_s, self._due_s = self._clock(), inf
+        for worker_id in tuple(self._tripped):
+            self._show_worker(worker_id, now_s)
+        for pair, kept in tuple(self._pairs.items()):
+            if now_s >= self._forgotten_s(kept) and kept.circuit.lets_in(now_s):
+                self._forget_pair(pair)
+            else:
+                self._show_pair(pair, now_s)
+
+    def booked(self, placement: Placement) -> None:
+        """An attempt is sent to its workers; it may be the one request that a half-open circuit lets in."""
+        if not self._tripped and not self._pairs:
+            return
+        now_s = self._clock()
+        for worker_id in _workers_of(placement):
+            kept = self._workers.get(worker_id)
+            if kept is not None and kept.circuit.take(now_s):
+                placement.tries.append((worker_id, kept.circuit))
+                self._show_worker(worker_id, now_s)
+        pair = pair_of(placement)
+        kept_pair = None if pair is None else self._pairs.get(pair)
+        if pair is not None and kept_pair is not None and kept_pair.circuit.take(now_s):
+            placement.tries.append((pair, kept_pair.circuit))
+            self._show_pair(pair, now_s)
+
+    def prefilled(self, placement: Placement) -> None:
+        """A prefill leg came to its end."""
+        self._begun(placement.prefill_pick.rank.worker_id, has_ended=True)
+
+    def begun(self, placement: Placement) -> None:
+        """The first token came: of a pair, the KV did too."""
+        placement.has_begun = True
+        self._begun(placement.decision.decode.rank.worker_id, has_ended=False)
+        pair = pair_of(placement)
+        if pair is not None:
+            self._begun(pair.prefill, has_ended=True)
+            if pair in self._pairs:
+                self._forget_pair(pair)
+                self._observed.pair_closed(pair.prefill, pair.decode)
+        self.give_back(placement)
+
+    def failed(
+        self, placement: Placement, leg: Leg, fault: Fault, *, since_s: float, has_begun: bool = False
+    ) -> None:
+        """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent."""
+        prefill = leg is Leg.PREFILL
+        pick = placement.prefill_pick if prefill else placement.decision.decode
+        if not prefill:
+            placement.has_begun = False
+        worker_id = pick.rank.worker_id
+        card = self._fleet.card(worker_id)
+        if not self._settings.failures or card is None or card.draining:
+            return
+        if not self._fleet.is_alive(worker_id):
+            return  # the request plane knows, and will know when it is back
+        now_s = self._clock()
+        circuit = self._circuit_of(worker_id)
+        if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun):
+            self._tripped.add(worker_id)
+            self._show_worker(worker_id, now_s)
+            self._observed.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
+
+    def kv_lost(self, placement: Placement, *, since_s: float) -> None:
+        """KV of a pair did not arrive, and neither worker is known to be to blame."""
+        pair = pair_of(placement)
+        if not self._settings.failures or pair is None:
+            return
+        now_s = self._clock()
+        kept = self._pairs.get(pair)
+        if kept is None:
+            if len(self._pairs) >= PAIRS_MAX:
+                self._forget_pair(next(iter(self._pairs)))
+            circuit = Circuit(self._pair_settings, now_s=-inf, seed=self._seed_of(*pair))
+            kept = self._pairs[pair] = _Kept(circuit, self._incarnations(*pair))
+        if kept.circuit.failed(now_s, Fault.KV_LOST, since_s=since_s, has_begun=False):
+            self._show_pair(pair, now_s)
+            for_s = self._open_for(kept.circuit, now_s)
+            self._observed.pair_opened(pair.prefill, pair.decode, for_s=for_s)
+
+    def give_back(self, placement: Placement) -> None:
+        """What the attempt was let in for is known, or it will not tell. Idempotent."""
+        if not placement.tries:
+            return
+        now_s = self._clock()
+        for subject, circuit in placement.tries:
+            circuit.give_back()
+            if isinstance(subject, Pair):
+                if subject in self._pairs:
+                    self._show_pair(subject, now_s)
+            elif subject in self._tripped:
+                self._show_worker(subject, now_s)
+        placement.tries.clear()
+
+    def released(self, placement: Placement) -> None:
+        """The attempt is over. Idempotent."""
+        self.give_back(placement)
+        if placement.has_begun:  # and did not fail: its client got all that it wanted
+            placement.has_begun = False
+            kept = self._workers.get(placement.decision.decode.rank.worker_id)
+            if kept is not None:
+                kept.circuit.ended()
+
+    def fleet_changed(self) -> None:
+        """What is known of workers that are gone goes; a new start is another worker."""
+        for worker_id, kept in tuple(self._workers.items()):
+            if self._incarnations(worker_id) != kept.incarnations:
+                del self._workers[worker_id]
+                self._tripped.discard(worker_id)
+        for pair, kept_pair in tuple(self._pairs.items()):
+            if self._incarnations(*pair) != kept_pair.incarnations:
+                self._forget_pair(pair)
+
+    # How
+
+    def _begun(self, worker_id: WorkerId, *, has_ended: bool) -> None:
+        if self._fleet.card(worker_id) is None:
+            return
+        circuit = self._circuit_of(worker_id)
+        was_open = circuit.begun(self._clock())
+        if has_ended:
+            circuit.ended()
+        if was_open:
+            self._tripped.discard(worker_id)
+            self._fleet.set_circuit_open(worker_id, False)
+            self._observed.closed(worker_id)
+            self._on_let_in()
+
+    def _circuit_of(self, worker_id: WorkerId) -> Circuit:
+        kept = self._workers.get(worker_id)
+        if kept is None:
+            circuit = Circuit(self._settings, now_s=-inf, seed=self._seed_of(worker_id))
+            kept = self._workers[worker_id] = _Kept(circuit, self._incarnations(worker_id))
+        return kept.circuit
+
+    def _incarnations(self, *worker_ids: WorkerId) -> tuple[Epoch | None, ...]:
+        cards = map(self._fleet.card, worker_ids)
+        return tuple(None if card is None else card.incarnation for card in cards)
+
+    def _seed_of(self, *worker_ids: WorkerId) -> int:
+        seed = self._seed
+        for worker_id in worker_ids:
+            seed = mix64(seed ^ worker_id)
+        return seed
+
+    def _show_worker(self, worker_id: WorkerId, now_s: float) -> None:
+        circuit = self._workers[worker_id].circuit
+        lets_in = circuit.lets_in(now_s)
+        self._fleet.set_circuit_open(worker_id, not lets_in)
+        self._shown(lets_in, circuit.half_open_s, now_s)
+
+    def _show_pair(self, pair: Pair, now_s: float) -> None:
+        kept = self._pairs[pair]
+        lets_in = kept.circuit.lets_in(now_s)
+        self._fleet.set_parted(pair.prefill, pair.decode, not lets_in)
+        due_s = self._forgotten_s(kept) if lets_in else kept.circuit.half_open_s
+        self._shown(lets_in, due_s, now_s)
+
+    def _shown(self, lets_in: bool, due_s: float | None, now_s: float) -> None:
+        """``due_s`` is when time alone changes something, once it comes."""
+        if due_s is not None and due_s > now_s:
+            self._due_s = min(self._due_s, due_s)
+        if lets_in:
+            self._on_let_in()
+
+    def _forget_pair(self, pair: Pair) -> None:
+        del self._pairs[pair]
+        self._fleet.set_parted(pair.prefill, pair.decode, False)
+
+    def _forgotten_s(self, kept: _Kept) -> float:
+        """When a pair that nobody tries again is forgotten: by then it would be open for no longer."""
+        half_open_s = kept.circuit.half_open_s
+        return inf if half_open_s is None else half_open_s + self._settings.open_max_s
+
+    @staticmethod
+    def _open_for(circuit: Circuit, now_s: float) -> float:
+        half_open_s = circuit.half_open_s
+        return 0.0 if half_open_s is None else half_open_s - now_s
+
+
+def pair_of(placement: Placement) -> Pair | None:
+    """The pair that an attempt's KV goes between; None where one worker does all of it."""
+    prefill, decode = placement.decision.prefill, placement.decision.decode
+    return None if prefill is None else Pair(prefill.rank.worker_id, decode.rank.worker_id)
+
+
+def _workers_of(placement: Placement) -> Iterator[WorkerId]:
+    decision = placement.decision
+    if decision.prefill is not None:
+        yield decision.prefill.rank.worker_id
+    yield decision.decode.rank.worker_id
