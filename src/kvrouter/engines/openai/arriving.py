@@ -40,8 +40,8 @@ class ArrivingStream:
         try:
             await asyncio.wait({reading, self._left}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not reading.done():
-                reading.cancel()
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()  # where the client left meanwhile, nobody else looks at it
         if self._left.done():
             self._is_over = True
             return self._left.result()
