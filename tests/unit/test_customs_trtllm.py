@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from kvrouter.core.errors import ProtocolError
@@ -9,6 +10,7 @@ from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, hash_seed, multimodal_hash
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.customs.follower import BatchFollower, Missed, Publish
+from kvrouter.engines.customs.ledger import RankLedger
 from kvrouter.engines.customs.words import EngineFacts, EngineSkipped, Skipped
 from kvrouter.engines.trtllm.events import decode
 from kvrouter.engines.trtllm.native import NativeEvents, native_batches
@@ -43,6 +45,28 @@ def test_a_block_is_stored_moves_to_the_host_and_back_and_goes() -> None:
     first = told[0]
     assert isinstance(first, Stored)
     assert first.block_hashes == Prompt(range(8), block_size=4).block_hashes
+
+
+def test_blocks_may_be_named_by_digests() -> None:
+    first, second = "ab" * 31 + "01", "ab" * 31 + "02"
+    told = _told(
+        _event(0, {"type": "created"}) | {"layer_group_id": None, "hash_algo": "v2_sha256"},
+        _event(1, _stored(_block(first, 0))),
+        _event(2, _stored(_block(second, 4)) | {"parent_hash": first}),
+        _event(3, _updated(second, 0, 1)),
+        _event(4, {"type": "removed", "block_hashes": [second, first]}),
+    )
+    assert [(type(event), event.medium) for event in told if not isinstance(event, Cleared)] == [
+        (Stored, Medium.GPU),
+        (Stored, Medium.GPU),
+        (Stored, Medium.CPU),
+        (Removed, Medium.GPU),
+        (Removed, Medium.CPU),
+        (Removed, Medium.GPU),
+    ]
+    stored = told[1]
+    assert isinstance(stored, Stored)
+    assert stored.parent == int("ab" * 7 + "01", 16)
 
 
 def test_a_partial_block_is_let_go_and_so_is_its_removal() -> None:
@@ -134,7 +158,8 @@ def test_a_poll_is_parted_by_rank() -> None:
         ({"event_id": -1, "data": {"type": "created"}}, "event_id"),
         ({"event_id": 0, "data": 7}, "data"),
         ({"event_id": 0, "data": {"type": "removed"}}, "data"),
-        ({"event_id": 0, "data": {"type": "removed", "block_hashes": ["x"]}}, "data.block_hashes[0]"),
+        ({"event_id": 0, "data": {"type": "removed", "block_hashes": [1.5]}}, "data.block_hashes[0]"),
+        ({"event_id": 0, "data": {"type": "removed", "block_hashes": ["x"]}}, "data.block_hashes"),
         ({"event_id": 0, "data": _STORED | {"blocks": [{"tokens": []}]}}, "data.blocks[0]"),
         ({"event_id": 0, "data": _STORED | {"blocks": [_one(-1)] * 4}}, "data.blocks.tokens[0]"),
         ({"event_id": 0, "data": _STORED | {"blocks": [_one(1), _one(2, 3)]}}, "data.blocks[1].tokens"),
@@ -163,6 +188,21 @@ def test_the_published_form_tells_images_by_number() -> None:
     (told,) = publish.events
     assert isinstance(told, Stored)
     assert told.block_hashes == Prompt(range(64), block_size=32, mm_hashes=[[], [99]]).block_hashes
+
+
+def test_what_the_engine_publishes_itself_is_read_as_its_own_events_are() -> None:
+    keys = [[], [{"type": "mm_key", "hash": DIGEST, "start_offset": 0}]]
+    event = {
+        "type": "BlockStored", "block_hashes": [2**64 - 1, 12], "parent_block_hash": None, "block_size": 4,
+        "token_ids": [0, 1, 2, 3, DIGEST, 5, 6, 7], "lora_id": None, "medium": "GPU", "lora_name": None,
+        "mm_keys": keys,
+    }  # fmt: skip
+    removal = {"type": "BlockRemoved", "block_hashes": [12], "medium": "GPU"}
+    (batch,) = decode(msgspec.msgpack.encode([1.5, [event, removal], 0]))
+    blocks = _block(2**64 - 1, 0), _block(12, 4) | {"mm_keys": keys[1]}
+    blocks[1]["tokens"] = [{"token_id": token} for token in (DIGEST, 5, 6, 7)]
+    own = _told(_event(0, _stored(*blocks)), _event(1, {"type": "removed", "block_hashes": [12]}))
+    assert list(RankLedger(FACTS).take(batch.events)) == own
 
 
 def _told(*events: dict[str, object]) -> list[KvEvent]:
@@ -196,11 +236,11 @@ def _stored(*blocks: dict[str, object]) -> dict[str, object]:
     return {"type": "stored", "parent_hash": None, "blocks": list(blocks)}
 
 
-def _block(name: int, first_token: int) -> dict[str, object]:
+def _block(name: int | str, first_token: int) -> dict[str, object]:
     tokens = [{"token_id": first_token + i, "token_extra_id": 0} for i in range(4)]
     return {"type": "stored_block", "block_hash": name, "tokens": tokens, "cache_level": 0, "priority": 35}
 
 
-def _updated(name: int, old: int, new: int) -> dict[str, object]:
+def _updated(name: int | str, old: int, new: int) -> dict[str, object]:
     level = {"type": "event_diff", "old_value": old, "new_value": new}
     return {"type": "updated", "block_hash": name, "cache_level": level}

@@ -55,6 +55,18 @@ async def test_one_that_ran_nothing_is_made_to_generate_a_token(
     assert (await ask_facts(server)).block_size is None
 
 
+async def test_one_that_tells_its_block_size_is_left_in_peace(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
+    engine.set_json("/metrics", [])
+    engine.set_json("/server_info", {"disaggregated_params": None, "tokens_per_block": 64})
+    assert await ask_facts(server) == replace(FACTS, block_size=64, total_blocks=None)
+    assert engine.asked["/health_generate"] == 0
+    engine.set_json("/server_info", {"disaggregated_params": None})
+    await ask_facts(server)
+    assert engine.asked["/health_generate"] == 1
+
+
 @pytest.mark.parametrize("labels", ["", 'max_model_len=""', 'max_model_len="None"'])
 async def test_a_context_that_it_does_not_tell_is_unknown(
     engine: ScriptedTrtllm, server: EngineServer, labels: str
@@ -93,6 +105,7 @@ async def test_another_engines_server_is_known_by_its_owner(
     [
         ("/v1/models", lambda e: e.set_json("/v1/models", {"data": []})),
         ("/version", lambda e: e.set_json("/version", {})),
+        ("/server_info", lambda e: e.set_json("/server_info", {"tokens_per_block": "x"})),
         ("/version", lambda e: e.set_page("/version", b"\xff")),
         ("/metrics", lambda e: e.set_page("/metrics", "# HELP a metric\n")),
         ("/metrics", lambda e: e.replace("/metrics", '"tokensPerBlock":32', '"tokensPerBlock":0')),

@@ -33,8 +33,8 @@ def attach_trtllm(server: EngineServer, facts: TrtllmFacts, at: EngineAt, worker
         )
     elif facts.total_blocks is None:
         warnings += (
-            f"the engine at {at.url} tells neither its load nor how many KV blocks it has: start it with "
-            "enable_iter_perf_stats: true",
+            f"the engine at {at.url} has not told its load, nor how many KV blocks it has: it does so only "
+            "with enable_iter_perf_stats: true",
         )
     return Attached(
         engine=ServedEngine(server, TrtllmWays(worker_id, facts, block_size=block_size), told),

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's server tells of itself: of its cache only when it ran something."""
+"""What TensorRT-LLM's server tells of itself; before 1.3 of its cache only when it ran something."""
 
 import re
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ OWNER = "tensorrt_llm"
 """Whom the server names as its model's owner: by that it is known from other engines' servers."""
 
 HEALTH = "/health"
+SERVER_INFO = "/server_info"
+
 ITERATIONS = "/metrics"
 """JSON: the statistics of the iterations that nobody asked for yet."""
 
@@ -64,6 +66,10 @@ class _Models(msgspec.Struct, frozen=True):
     data: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1)]
 
 
+class _ServerInfo(msgspec.Struct, frozen=True):
+    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
 class CacheStats(msgspec.Struct, frozen=True, rename="camel"):
     """``kvCacheStats``: used are the blocks that running requests hold."""
 
@@ -82,6 +88,7 @@ class Iteration(msgspec.Struct, frozen=True, rename="camel"):
 
 _version = msgspec.json.Decoder(_Version)
 _models = msgspec.json.Decoder(_Models)
+_server_info = msgspec.json.Decoder(_ServerInfo)
 _iterations = msgspec.json.Decoder(tuple[Iteration, ...])
 
 
@@ -92,8 +99,10 @@ async def ask_facts(server: EngineServer) -> TrtllmFacts:
     ConfigError for an engine that is none of TensorRT-LLM's.
     """
     version, model = await ask_name(server)
+    told = await server.look(SERVER_INFO)
+    block_size = None if told is None else _decoded(_server_info, told, SERVER_INFO).tokens_per_block
     last = await ask_iteration(server)
-    if last is None:
+    if last is None and block_size is None:
         try:
             await server.look(GENERATE_ONE)
         except WorkerUnreachable:
@@ -105,7 +114,7 @@ async def ask_facts(server: EngineServer) -> TrtllmFacts:
         version=version,
         model=model,
         context_length=await _context_length(server),
-        block_size=None if cache is None else cache.tokens_per_block,
+        block_size=block_size if cache is None else cache.tokens_per_block,
         total_blocks=None if cache is None else cache.max_num_blocks,
     )
 

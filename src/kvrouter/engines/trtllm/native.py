@@ -2,7 +2,7 @@
 
 The last block of a sequence may be partial: it and its removal are let go. Each attention window has a cache
 of its own under the same hashes, and the largest decides what is reused. A block that goes to the host and
-comes back is *updated*.
+comes back is *updated*. Blocks are named by numbers, or by the hexadecimal digits of a digest.
 """
 
 from collections.abc import Sequence
@@ -42,6 +42,9 @@ _LEVELS: Final = (Medium.GPU, Medium.CPU)
 LAYER_GROUPS_MAX = 1 << 16
 
 
+_Hash = int | Name
+
+
 class _Token(msgspec.Struct):
     token_id: int | str
     token_extra_id: int = 0
@@ -52,7 +55,7 @@ class _MmKey(msgspec.Struct):
 
 
 class _Block(msgspec.Struct):
-    block_hash: int
+    block_hash: _Hash
     tokens: list[_Token] = []
     cache_level: Count = 0
     mm_keys: list[_MmKey] | None = None
@@ -62,12 +65,12 @@ class _Block(msgspec.Struct):
 
 class _StoredData(msgspec.Struct, tag_field="type", tag="stored"):
     blocks: Annotated[list[_Block], msgspec.Meta(max_length=HASHES_MAX)]
-    parent_hash: int | None = None
+    parent_hash: _Hash | None = None
     lora_name: Name | None = None
 
 
 class _RemovedData(msgspec.Struct, tag_field="type", tag="removed"):
-    block_hashes: Annotated[list[int], msgspec.Meta(max_length=HASHES_MAX)]
+    block_hashes: Annotated[list[_Hash], msgspec.Meta(max_length=HASHES_MAX)]
 
 
 class _Change(msgspec.Struct):
@@ -76,7 +79,7 @@ class _Change(msgspec.Struct):
 
 
 class _UpdatedData(msgspec.Struct, tag_field="type", tag="updated"):
-    block_hash: int
+    block_hash: _Hash
     cache_level: _Change | None = None
 
 
@@ -99,7 +102,7 @@ class _Event(msgspec.Struct):
     event_id: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     data: msgspec.Raw
     window_size: Count | None = None
-    layer_group_id: Annotated[int, msgspec.Meta(ge=0, lt=LAYER_GROUPS_MAX)] = 0
+    layer_group_id: Annotated[int, msgspec.Meta(ge=0, lt=LAYER_GROUPS_MAX)] | None = None
     attention_dp_rank: Count | None = None
 
 
@@ -149,7 +152,8 @@ class NativeEvents:
             case _StoredData():
                 return self._stored(data, group)
             case _RemovedData():
-                return (EngineRemoved(tuple(map(engine_hash, data.block_hashes)), None, key),)
+                names = tuple(_name(each, "data.block_hashes") for each in data.block_hashes)
+                return (EngineRemoved(names, None, key),)
             case _UpdatedData():
                 return _updated(data, key)
             case _CreatedData():
@@ -159,13 +163,13 @@ class NativeEvents:
 
     def _stored(self, data: _StoredData, group: Group | None) -> Sequence[EngineEvent]:
         words: list[EngineEvent] = []
-        parent = None if data.parent_hash is None else engine_hash(data.parent_hash)
+        parent = None if data.parent_hash is None else _name(data.parent_hash, "data.parent_hash")
         for level, blocks in _runs(self._full(data.blocks)):
             if level >= len(_LEVELS):
                 words.append(EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(blocks)))
             else:
                 words.append(_run(blocks, data, parent=parent, group=group, block_size=self._block_size))
-            parent = engine_hash(blocks[-1].block_hash)
+            parent = _name(blocks[-1].block_hash, "data.blocks.block_hash")
         return words
 
     def _full(self, blocks: Sequence[_Block]) -> Sequence[_Block]:
@@ -194,7 +198,7 @@ def _run(
     rows = tuple(_extras(block) for block in blocks)
     first = blocks[0]
     return EngineStored(
-        names=tuple(engine_hash(block.block_hash) for block in blocks),
+        names=tuple(_name(block.block_hash, "data.blocks.block_hash") for block in blocks),
         parent=parent,
         token_ids=tokens_of(ids, "data.blocks.tokens"),
         block_size=block_size,
@@ -232,11 +236,21 @@ def _updated(data: _UpdatedData, group_key: int | None) -> Sequence[EngineEvent]
     if max(change.old_value, change.new_value) >= len(_LEVELS):
         return (EngineSkipped(Skipped.UNKNOWN_MEDIUM),)
     source, target = _LEVELS[change.old_value], _LEVELS[change.new_value]
-    return (EngineMoved(engine_hash(data.block_hash), source, target, group_key),)
+    return (EngineMoved(_name(data.block_hash, "data.block_hash"), source, target, group_key),)
+
+
+def _name(value: int | str, field: str) -> EngineHash:
+    """The name of a block: of a digest the last 64 bits. Raises ProtocolError, which names ``field``."""
+    if isinstance(value, int):
+        return engine_hash(value)
+    try:
+        return engine_hash(bytes.fromhex(value))
+    except ValueError as error:
+        raise ProtocolError(f"{field}: a hash in hexadecimal digits, not {value!r}", param=field) from error
 
 
 def _group(event: _Event) -> Group | None:
     """The larger window stands higher; of the layer groups in one window, the first one seen decides."""
     if event.window_size is None:
         return None
-    return Group(event.window_size * LAYER_GROUPS_MAX + event.layer_group_id, event.window_size)
+    return Group(event.window_size * LAYER_GROUPS_MAX + (event.layer_group_id or 0), event.window_size)
