@@ -91,8 +91,9 @@ METRICS_HEAD = f"""# Metrics and log events
 
 {MADE}
 `GET /metrics` answers in Prometheus' text format. A family holds at most 16,384 label sets; what comes
-later is counted under `_full`, and nothing is lost. `model` is a model that is served or `unknown`, never a
-name that a client made up.
+later is counted under `_full`, and nothing is lost. What is counted of one rank's engine
+(`kvrouter_index_predictions_total`, `kvrouter_kv_transfer…`, `kvrouter_kv_events_skipped_total`) goes
+with the rank. `model` is a model that is served or `unknown`, never a name that a client made up.
 """
 
 EVENTS_HEAD = """

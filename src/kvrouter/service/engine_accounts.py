@@ -31,6 +31,7 @@ class EngineAccounts:
         self._index_check = IndexCheck(block_size=fleet.block_size)
         self._transfers = TransferSpeeds()
         self._skipped: dict[Slot, Mapping[str, int]] = {}
+        self._ranks: dict[Slot, WorkerRank] = {}
 
     def answered(
         self,
@@ -53,6 +54,7 @@ class EngineAccounts:
         )
         if compared is None:
             return False
+        self._ranks[slot] = rank
         self._observed.compared(rank, compared)
         return compared.wrong is not None
 
@@ -61,6 +63,7 @@ class EngineAccounts:
         slot = self._fleet.slot_of(report.rank)
         if slot is None:
             return
+        self._ranks[slot] = report.rank
         noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
         if report.kv_transfers is not None:
             self._observed.kv_carried(report.rank, noted)
@@ -81,7 +84,9 @@ class EngineAccounts:
         """The slot's rank is gone."""
         self._index_check.freed(slot)
         self._transfers.freed(slot)
-        self._skipped.pop(slot, None)
+        skipped, rank = self._skipped.pop(slot, {}), self._ranks.pop(slot, None)
+        if rank is not None:
+            self._observed.gone(rank, skipped=skipped)
 
 
 def _more(told: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

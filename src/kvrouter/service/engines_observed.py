@@ -1,10 +1,10 @@
 """What engines tell of themselves, for telemetry: see ``engine_accounts``."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvrouter.core.ids import WorkerRank
-from kvrouter.service.index_check import Answers, Compared
+from kvrouter.service.index_check import Answers, Compared, Prediction
 from kvrouter.service.transfer_speed import Noted, Verdict
 from kvrouter.telemetry import Event, Telemetry, log_event
 
@@ -17,6 +17,12 @@ class EnginesObserved:
     def __init__(self, telemetry: Telemetry, model: str) -> None:
         self._telemetry = telemetry
         self._model = model
+        self._transfer_counters = (
+            telemetry.kv_transfers,
+            telemetry.kv_transfer_bytes,
+            telemetry.kv_transfer_seconds,
+            telemetry.kv_transfers_failed,
+        )
 
     def compared(self, rank: WorkerRank, compared: Compared) -> None:
         """An engine's count of cached tokens was compared with the index."""
@@ -28,14 +34,10 @@ class EnginesObserved:
 
     def kv_carried(self, rank: WorkerRank, noted: Noted) -> None:
         """A rank's engine told of the KV that it has fetched since."""
-        telemetry, labels, carried = self._telemetry, self._labels(rank), noted.carried
-        for counter, by in (
-            (telemetry.kv_transfers, carried.transfers),
-            (telemetry.kv_transfer_bytes, carried.bytes),
-            (telemetry.kv_transfer_seconds, carried.seconds),
-            (telemetry.kv_transfers_failed, carried.failed),
-        ):
-            counter.inc(*labels, by=by)
+        labels, carried = self._labels(rank), noted.carried
+        amounts = (carried.transfers, carried.bytes, carried.seconds, carried.failed)
+        for counter, amount in zip(self._transfer_counters, amounts, strict=True):
+            counter.inc(*labels, by=amount)
         if noted.verdict is not None:
             event = Event.KV_TRANSFER_SLOW if noted.verdict.is_slow else Event.KV_TRANSFER_WELL
             self._log(event, rank, _told_of_speeds(noted.verdict))
@@ -44,6 +46,18 @@ class EnginesObserved:
         """A worker told what it did not pass on since of a rank's KV events, by the reason."""
         for reason, n in skipped.items():
             self._telemetry.kv_events_skipped.inc(*self._labels(rank), reason, by=n)
+
+    def gone(self, rank: WorkerRank, *, skipped: Iterable[str]) -> None:
+        """A rank left, of whose events some were skipped for these reasons. Its counters go with it: those of
+        all ranks that ever were would fill the page in the end.
+        """
+        labels = self._labels(rank)
+        for counter in self._transfer_counters:
+            counter.forget(*labels)
+        for prediction in Prediction:
+            self._telemetry.index_predictions.forget(*labels, prediction.value)
+        for reason in skipped:
+            self._telemetry.kv_events_skipped.forget(*labels, reason)
 
     def _labels(self, rank: WorkerRank) -> tuple[str, str, str]:
         return self._model, str(rank.worker_id), str(rank.dp_rank)

@@ -48,6 +48,10 @@ class CounterFamily(Family):
             labels = self._admit(labels, values)
         values[labels] = values.get(labels, 0.0) + by
 
+    def forget(self, *labels: str) -> None:
+        """Take the label values off the page: what they stand for is gone for good."""
+        self._values.pop(labels, None)
+
     def value(self, *labels: str) -> float:
         """Return what was counted under the label values."""
         return self._values.get(labels, 0.0)
