@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.engine_attached import KINDS, SERVED_KINDS, AttachedEngine, PairOfEngines
 from tests.support.engine_laws import AnswerLaws, CacheLaws, CallLaws, EndingLaws, RefusalLaws, SaltLaws
-from tests.support.engine_laws_some import FullLaws, HandedLaws, PairLaws, TellingLaws, WatchedLaws
+from tests.support.engine_laws_some import FullLaws, HandedLaws, PairLaws, StartLaws, TellingLaws, WatchedLaws
 
 ALONE = sorted({*KINDS} - {"mock-meeting"})
 
@@ -38,6 +38,15 @@ class TestServedEngines(CallLaws, WatchedLaws):
             yield found
 
 
+class TestEnginesThatTellTheirStarts(StartLaws):
+    """Those whose pages do."""
+
+    @pytest.fixture(params=["sglang", "vllm"])
+    async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
+        async with SERVED_KINDS[request.param].alone() as found:
+            yield found
+
+
 class TestMockEngines(TellingLaws):
     """Those that can be asked what they hold."""
 
@@ -64,7 +73,7 @@ class TestPairs(PairLaws):
 class TestPairsThatHandParams(HandedLaws):
     """Those whose prefill leg ends before the decode leg begins."""
 
-    @pytest.fixture(params=["mock", "vllm"])
+    @pytest.fixture(params=["mock", "trtllm", "vllm"])
     async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
         async with KINDS[request.param].pair() as found:
             yield found

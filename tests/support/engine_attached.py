@@ -16,12 +16,16 @@ from kvrouter.engines.port import Engine, WatchedEngine
 from kvrouter.engines.sglang.events import decode as decode_sglang
 from kvrouter.engines.sglang.facts import ask_facts as ask_sglang
 from kvrouter.engines.sglang.ways import SglangWays
+from kvrouter.engines.trtllm.facts import ask_facts as ask_trtllm
+from kvrouter.engines.trtllm.polled import Polled
+from kvrouter.engines.trtllm.ways import TrtllmWays
 from kvrouter.engines.vllm.events import decode as decode_vllm
 from kvrouter.engines.vllm.facts import ask_facts as ask_vllm
 from kvrouter.engines.vllm.ways import VllmWays
 from kvrouter.mock import MockConfig
 from tests.support.engine_small import SMALL_TIMING, SmallEngine, Tongue, small_engine
 from tests.support.engine_small_sglang import SglangTongue
+from tests.support.engine_small_trtllm import TrtllmTongue
 from tests.support.engine_small_vllm import VllmTongue
 from tests.support.engine_told import EngineTold
 from tests.support.waits import until
@@ -99,6 +103,19 @@ async def attach_sglang(server: EngineServer) -> tuple[ServedEngine, int, int]:
         SglangWays(W, facts),
         Told(facts.events, decode_sglang, facts.block_size),
         started=facts.started,
+        look_each_s=LOOK_EACH_S,
+    )
+    return engine, facts.block_size, facts.context_length
+
+
+async def attach_trtllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
+    facts = await ask_trtllm(server)
+    assert facts.block_size is not None
+    assert facts.context_length is not None
+    engine = ServedEngine(
+        server,
+        TrtllmWays(W, facts, block_size=facts.block_size),
+        Polled(server, facts.block_size, poll_each_s=LOOK_EACH_S),
         look_each_s=LOOK_EACH_S,
     )
     return engine, facts.block_size, facts.context_length
@@ -210,6 +227,7 @@ class ServedKind:
 SERVED_KINDS: dict[str, Kind] = {
     "vllm": ServedKind(VllmTongue, attach_vllm, meets=False),
     "sglang": ServedKind(SglangTongue, attach_sglang, meets=True),
+    "trtllm": ServedKind(TrtllmTongue, attach_trtllm, meets=False),
 }
 KINDS: dict[str, Kind] = {
     "mock": MockKind(meets=False),

@@ -6,7 +6,7 @@ and how it tells its events and its load is the tongue's.
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -17,13 +17,13 @@ from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import KvEvent, Removed, Stored
 from kvrouter.core.hashing import block_hashes, hash_seed
-from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, merge_chunks
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
 from kvrouter.mock import MockConfig, Timing
 from kvrouter.mock.tokens import TokenModel
-from tests.support.engine_publisher import Publisher, vllm_batch
+from tests.support.engine_publisher import Publisher
 from tests.support.engine_server import EVENT_STREAM, JSON
 
 R0 = DpRank(0)
@@ -77,8 +77,11 @@ class Asked(NamedTuple):
 class Tongue(Protocol):
     """What is an engine's own in all of this."""
 
-    def pages(self, engine: "SmallEngine") -> Mapping[str, bytes]:
-        """What it answers to questions, by path."""
+    def page(self, path: str, engine: "SmallEngine") -> bytes | None:
+        """What it answers to a question; None where it knows none of it."""
+
+    def polled(self, path: str) -> bytes | None:
+        """What it answers where ``path`` asks for its events; None for a call."""
 
     def asked(self, path: str, body: bytes, config: MockConfig) -> Asked:
         """Read a call; an error of the core tree for one at fault."""
@@ -91,6 +94,12 @@ class Tongue(Protocol):
 
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         """A removal, as an event of its wire."""
+
+    def told(self, events: list[dict[str, object]]) -> bytes | None:
+        """What is published for these events; None where the engine is asked for them."""
+
+    def loaded(self, load: LoadReport) -> None:
+        """A step brought another load."""
 
 
 class FailedLater(KvrouterError):
@@ -105,9 +114,8 @@ class SmallEngine:
         self.loads: dict[DpRank, LoadReport] = {}
         self.publisher = Publisher()
         self._tongue = tongue
-        self._handle: MockEngineHandle = cluster.add(
-            config, worker_id=WorkerId(next(_worker_ids)), domain="a"
-        )
+        self.rank = WorkerRank(WorkerId(next(_worker_ids)), R0)
+        self._handle: MockEngineHandle = cluster.add(config, worker_id=self.rank.worker_id, domain="a")
         self._model = TokenModel(
             model_seed=config.model_seed,
             token_ids=config.token_ids,
@@ -159,9 +167,12 @@ class SmallEngine:
 
     def _on_load(self, report: LoadReport) -> None:
         self.loads[report.rank.dp_rank] = report
+        self._tongue.loaded(report)
 
     def _on_events(self, _dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
-        self._unpublished.put_nowait(vllm_batch(*map(self._told, events)))
+        payload = self._tongue.told([self._told(event) for event in events])
+        if payload is not None:
+            self._unpublished.put_nowait(payload)
 
     def _told(self, event: KvEvent) -> dict[str, object]:
         if isinstance(event, Removed):
@@ -198,12 +209,15 @@ class SmallEngine:
             self._tokens_of[block_hash] = (own, request.cache_namespace)
 
     async def _question(self, request: web.Request) -> web.StreamResponse:
-        body = self._tongue.pages(self).get(request.path)
+        body = self._tongue.page(request.path, self)
         if body is None:
             return web.Response(body=b'{"detail":"Not Found"}', status=404, content_type=JSON)
         return web.Response(body=body, content_type=JSON)
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
+        polled = self._tongue.polled(request.path)
+        if polled is not None:
+            return web.Response(body=polled, content_type=JSON)
         try:
             asked = self._tongue.asked(request.path, await request.read(), self.config)
             self._learn(asked.request)

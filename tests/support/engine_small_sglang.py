@@ -9,9 +9,10 @@ from kvrouter.core.columns import HASH_BYTES
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import MockConfig
 from tests.support.engine_legs import MODEL
+from tests.support.engine_publisher import vllm_batch
 from tests.support.engine_server import event_of
 from tests.support.engine_small import R0, Asked, SmallEngine, StoredBlocks
 from tests.support.engine_small_vllm import (
@@ -32,13 +33,19 @@ class SglangTongue:
     def __init__(self, context_tokens: int) -> None:
         self._context_tokens = context_tokens
 
-    def pages(self, engine: SmallEngine) -> Mapping[str, bytes]:
-        model = {"id": MODEL, "max_model_len": self._context_tokens}
-        return {
-            "/v1/models": json.dumps({"object": "list", "data": [model]}).encode(),
-            "/server_info": json.dumps(_server_info(engine)).encode(),
-            "/v1/loads": json.dumps({"loads": [_load(engine)]}).encode(),
-        }
+    def page(self, path: str, engine: SmallEngine) -> bytes | None:
+        match path:
+            case "/v1/models":
+                model = {"id": MODEL, "max_model_len": self._context_tokens}
+                return json.dumps({"object": "list", "data": [model]}).encode()
+            case "/server_info":
+                return json.dumps(_server_info(engine)).encode()
+            case "/v1/loads":
+                return json.dumps({"loads": [_load(engine)]}).encode()
+        return None
+
+    def polled(self, _path: str) -> bytes | None:
+        return None
 
     def asked(self, path: str, body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)
@@ -80,6 +87,12 @@ class SglangTongue:
 
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return {"type": "BlockRemoved", "block_hashes": [_signed(name) for name in names], "medium": "GPU"}
+
+    def told(self, events: list[dict[str, object]]) -> bytes | None:
+        return vllm_batch(*events)
+
+    def loaded(self, _load: LoadReport) -> None:
+        """Its page of loads has the latest."""
 
 
 class Generated:

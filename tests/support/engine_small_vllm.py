@@ -8,11 +8,13 @@ from typing import Any
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.workers import LoadReport
 from kvrouter.engines.vllm.facts import CACHE_METRIC, STARTED_METRIC
 from kvrouter.engines.vllm.loads import RUNNING, USED, WAITING
 from kvrouter.mock import MockConfig
 from kvrouter.planes.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
+from tests.support.engine_publisher import vllm_batch
 from tests.support.engine_server import event_of
 from tests.support.engine_small import R0, Asked, SmallEngine, StoredBlocks, next_name
 
@@ -25,22 +27,21 @@ class VllmTongue:
     def __init__(self, context_tokens: int) -> None:
         self._context_tokens = context_tokens
 
-    def pages(self, engine: SmallEngine) -> Mapping[str, bytes]:
-        at = engine.publisher.at
-        source = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": at.events,
-            "replay_endpoint": at.replay,
-            "topic": at.topic,
-        }
-        model = {"id": MODEL, "root": "tiny-model", "parent": None, "max_model_len": self._context_tokens}
-        return {
-            "/v1/models": json.dumps({"object": "list", "data": [model]}).encode(),
-            "/version": b'{"version":"0.32.0"}',
-            "/kv_event_sources": json.dumps({"0": source}).encode(),
-            "/metrics": _metrics(engine).encode(),
-        }
+    def page(self, path: str, engine: SmallEngine) -> bytes | None:
+        match path:
+            case "/v1/models":
+                about = {"root": "tiny-model", "parent": None, "max_model_len": self._context_tokens}
+                return json.dumps({"object": "list", "data": [{"id": MODEL, **about}]}).encode()
+            case "/version":
+                return b'{"version":"0.32.0"}'
+            case "/kv_event_sources":
+                return json.dumps({"0": _source(engine)}).encode()
+            case "/metrics":
+                return _metrics(engine).encode()
+        return None
+
+    def polled(self, _path: str) -> bytes | None:
+        return None
 
     def asked(self, path: str, body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)
@@ -89,6 +90,12 @@ class VllmTongue:
 
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}
+
+    def told(self, events: list[dict[str, object]]) -> bytes | None:
+        return vllm_batch(*events)
+
+    def loaded(self, _load: LoadReport) -> None:
+        """Its metrics page has the latest."""
 
 
 class Completion:
@@ -172,6 +179,17 @@ def refusal_of(error: KvrouterError) -> tuple[int, bytes]:
     status = 400 if isinstance(error, InvalidRequest) else 503 if isinstance(error, WorkerFull) else 500
     told = {"message": error.message, "type": "BadRequestError", "param": error.param, "code": status}
     return status, json.dumps({"error": told}).encode()
+
+
+def _source(engine: SmallEngine) -> dict[str, object]:
+    at = engine.publisher.at
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": at.events,
+        "replay_endpoint": at.replay,
+        "topic": at.topic,
+    }
 
 
 def _metrics(engine: SmallEngine) -> str:

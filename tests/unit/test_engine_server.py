@@ -34,6 +34,11 @@ class Asked:
         await self.server.close()
         await self.engine.stop()
 
+TRTLLM_TOO_LONG = (
+    b'{"object":"error","message":"The sum of prompt length (9351.0), query length (0) should not exceed '
+    b'max_num_tokens (8192)","type":"BadRequestError","param":null,"code":400}'
+)
+
 
 @pytest.mark.parametrize(
     ("status", "body", "kind", "says", "param"),
@@ -42,6 +47,8 @@ class Asked:
         (404, page("vllm-0.32.0-error-model.json"), InvalidRequest, "`nope` does not exist", "model"),
         (400, page("vllm-0.32.0-error-field.json"), InvalidRequest, "valid integer", "body.max_tokens"),
         (400, page("sglang-0.5.23-error-context.json"), ContextLengthExceeded, "of 4096 tokens", None),
+        (400, page("trtllm-1.3.0-error-context.json"), ContextLengthExceeded, "max_seq_len", None),
+        (400, TRTLLM_TOO_LONG, ContextLengthExceeded, "prompt length", None),
         (422, b'{"detail":[{"loc":["body","n"],"msg":"bad"}]}', InvalidRequest, "'msg': 'bad'", None),
         (413, b"", InvalidRequest, "the engine answered 413", None),
         (404, b'{"detail":"Not Found"}', InvalidRequest, "Not Found", None),

@@ -46,6 +46,7 @@ _CONTEXT_WORDS = (
     "maximum context length",
     "max_model_len",
     "max_seq_len",
+    "should not exceed max_num_tokens",
     "context length",
     "maximum allowed length",
     "too long",
