@@ -186,7 +186,7 @@ async def test_clients_that_leave_open_nothing() -> None:
 
 
 async def test_an_engine_that_hangs_costs_a_few_deadlines_and_no_more() -> None:
-    config = KvRouterConfig(ttft_timeout_s=0.5, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+    config = KvRouterConfig(ttft_timeout_s=1.0, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     plane = ScriptedPlane(Script(1, does=lambda _stream: None))
     bench = await bench_of(plane, card(1), card(2), config=config)
     failed = await asyncio.gather(

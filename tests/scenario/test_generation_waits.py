@@ -7,7 +7,7 @@ from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
-from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.core.requests import CallRoute, ClientCall, EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import LoadReport
 from tests.support.fleets import (
     BLOCK_SIZE,
@@ -217,3 +217,46 @@ async def test_a_decode_leg_that_misses_its_kv_waits_for_news_of_the_prefill_wor
     (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, 5, finish=FinishReason.LENGTH)
     assert await reading == [4, 5]
     assert bench.booked() == 0
+
+
+def asked_at_once() -> GenerateRequest:
+    """A request whose engine answers it at once, when all of the answer is there."""
+    return structs.replace(
+        generate_request(), call=ClientCall(route=CallRoute.CHAT, body=b"{}", stream=False, resumable=True)
+    )
+
+
+async def test_an_answer_that_comes_at_once_may_take_longer_than_a_first_token_may() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
+    async with bench.service.generate(asked_at_once()) as generation:
+        reading = asyncio.create_task(anext(generation))
+        stream = await plane.wait_for(Leg.AGGREGATED)
+        await asyncio.sleep(0.1)  # the deadline passes, and nothing is to happen
+        stream.feed(EngineChunk(raw=b"{}", finish=FinishReason.STOP))
+        assert (await reading).raw == b"{}"
+
+
+async def test_an_engine_that_hangs_on_such_an_answer_costs_no_more_than_the_request_may_take() -> None:
+    plane = ScriptedPlane()
+    config = KvRouterConfig(ttft_timeout_s=0.05, request_timeout_s=1.0, circuit_failures=1)
+    bench = await bench_of(plane, card(1), config=config)
+    async with bench.service.generate(asked_at_once()) as generation:
+        with pytest.raises(DeadlineExceeded, match=r"took longer than 1 s"):
+            await anext(generation)
+    assert plane.opened[0].cancelled_for is not None
+    assert bench.booked() == 0
+    assert bench.telemetry.circuits_opened.value("mock", "1", "silent") == 1
+
+
+async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
+    plane = ScriptedPlane()
+    config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=1)
+    bench = await bench_of(plane, PREFILL, DECODE, config=config)
+    async with bench.service.generate(asked_at_once()) as generation:
+        with pytest.raises(DeadlineExceeded, match=r"no prefill within 1 s"):
+            await anext(generation)
+    assert [leg for leg, _ in plane.legs()] == [Leg.PREFILL]
+    assert plane.opened[0].cancelled_for is not None
+    assert bench.booked() == 0
+    assert bench.telemetry.circuits_opened.value("mock", "1", "silent") == 1

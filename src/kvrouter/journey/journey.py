@@ -200,16 +200,20 @@ class Journey:
         if self.remaining_tokens <= 0 and self.is_plain:
             self.state = State.DONE
             return [Abandon(event.why), End(FinishReason.LENGTH)]
-        if not (self.is_plain and self._sampling.resumable):
-            what = "a seed, penalties, a grammar or logprobs" if self.is_plain else _MORE_THAN_TEXT
+        if not (self.is_plain and self._sampling.resumable and self.generated):
             return self._fail(
                 WorkerFailed(
                     f"worker {event.worker_id} failed after {len(self.generated)} tokens ({event.why}), and "
-                    f"this request cannot go on elsewhere: it has {what}"
+                    f"this request cannot go on elsewhere: {self._why_not_resumable()}"
                 )
             )
         self.resumes += 1
         return self._lost(event)
+
+    def _why_not_resumable(self) -> str:
+        if self.is_plain and self._sampling.resumable:
+            return "its answer has begun, and brought no token to go on from"
+        return f"it has {'a seed, penalties, a grammar or logprobs' if self.is_plain else _MORE_THAN_TEXT}"
 
     def _refused(self, event: LegRefused) -> list[Command]:
         return self._fail(event.error)

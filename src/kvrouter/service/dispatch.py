@@ -236,7 +236,9 @@ class Dispatch:
         self.output.begin(placement)
         if self._times.placed_s is None:
             self._times.placed_s = time.monotonic()
-        self.watch.enter(Phase.RESUMING if generated else Phase.FIRST_TOKEN)
+        is_ahead = placement.shape is Shape.SYNCHRONOUS
+        phase = Phase.PREFILLING if is_ahead else Phase.FIRST_TOKEN
+        self.watch.enter(Phase.RESUMING if generated else phase)
         return self.journey.handle(Placed(placement.shape))
 
     async def _send_prefill(self) -> Sequence[Command]:
@@ -304,6 +306,8 @@ class Dispatch:
                 kv_transfer_params=params,
                 time_left_s=self.watch.time_left_s,
             )
+            if self.watch.phase is Phase.PREFILLING:
+                self.watch.enter(Phase.FIRST_TOKEN)
             attempt.last_sent_s = time.monotonic()
             stream = await open_decode(self._plane, attempt.placement.decode_address, request)
             attempt.decode = stream
@@ -368,6 +372,9 @@ class Dispatch:
         if kind is TooLong.REQUEST:
             limit_s = self._patience.request_s
             self._time_is_up(attempt, f"the request took longer than {limit_s:g} s", limit_s)
+        elif kind is TooLong.PREFILL:
+            limit_s = self._patience.prefill_s
+            self._time_is_up(attempt, f"no prefill within {limit_s:g} s", limit_s)
         elif kind is TooLong.FIRST_TOKEN:
             limit_s = self._patience.first_token_s
             self._time_is_up(attempt, f"no first token within {limit_s:g} s", limit_s)

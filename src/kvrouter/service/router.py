@@ -64,8 +64,10 @@ class RouterService:
             on_alive=self._on_alive,
             on_lapsed_and_dead=self._on_lapsed_and_dead,
         )
+        first_token_s = config.ttft_timeout_s or config.request_timeout_s
         self._patience = Patience(
-            first_token_s=config.ttft_timeout_s or config.request_timeout_s,
+            prefill_s=first_token_s,
+            first_token_s=first_token_s,
             between_tokens_s=config.stall_timeout_s,
             request_s=config.request_timeout_s,
         )
@@ -156,7 +158,7 @@ class RouterService:
         return generation
 
     def _patience_with(self, request: GenerateRequest) -> Patience:
-        """An engine that answers at once says nothing before its last token."""
+        """An engine that answers at once says nothing before its last token; its prefill leg has but one."""
         if request.call is None or request.call.stream:
             return self._patience
         return replace(self._patience, first_token_s=self._patience.request_s)

@@ -12,6 +12,8 @@ class TooLong(Enum):
 
     REQUEST = auto()
     """The request as a whole."""
+    PREFILL = auto()
+    """The prefill leg of a pair, before the one that answers."""
     FIRST_TOKEN = auto()
     """The client's first token."""
     SILENCE = auto()
@@ -22,6 +24,8 @@ class Phase(Enum):
     """What is waited for."""
 
     FIRST_TOKEN = auto()
+    PREFILLING = auto()
+    """The same, and the prefill leg of a pair goes before the one that answers."""
     RESUMING = auto()
     """The client has tokens, and another worker prefills to go on."""
     STREAMING = auto()
@@ -29,10 +33,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a request may take to its first token and to its end, and how long its stream may be silent
-    before the worker counts as lost; in seconds.
+    """How long a request may take to the end of its prefill leg, to its first token and to its end, and how
+    long its stream may be silent before the worker counts as lost; in seconds.
     """
 
+    prefill_s: float
     first_token_s: float
     between_tokens_s: float
     request_s: float
@@ -75,7 +80,9 @@ class SilenceWatch:
         """When the next limit is reached, and which one it is."""
         patience = self._patience
         end_s = self._began_s + patience.request_s
-        if self.phase is Phase.FIRST_TOKEN:
+        if self.phase is Phase.PREFILLING:
+            limit_s, kind = self._began_s + patience.prefill_s, TooLong.PREFILL
+        elif self.phase is Phase.FIRST_TOKEN:
             limit_s, kind = self._began_s + patience.first_token_s, TooLong.FIRST_TOKEN
         elif self.phase is Phase.RESUMING:
             limit_s, kind = self.heard_s + patience.first_token_s, TooLong.SILENCE
