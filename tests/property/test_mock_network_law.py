@@ -18,10 +18,10 @@ def run(starts: list[tuple[float, int]], every_s: float | None = None) -> dict[i
     for index, (at, kv_bytes) in enumerate(starts):
         while every_s is not None and now + every_s < at:
             now += every_s
-            ended.update({int(key): time for time, key in network.advance(now)})
-        ended.update({int(key): time for time, key in network.advance(at)})
+            ended.update({int(each.key): each.at_s for each in network.advance(now)})
+        ended.update({int(each.key): each.at_s for each in network.advance(at)})
         network.start(at, str(index), "a", "a", kv_bytes)
-    ended.update({int(key): time for time, key in network.advance(1e9)})
+    ended.update({int(each.key): each.at_s for each in network.advance(1e9)})
     return ended
 
 
@@ -69,5 +69,5 @@ def test_cancelled_ones_free_their_share(n_cancelled: int, kv_bytes: int) -> Non
     assert network.advance(half_s) == []
     for index in range(n_cancelled):
         network.cancel(half_s, str(index))
-    ((ended_s, _),) = network.advance(1e9)
-    assert abs(ended_s - (half_s + 0.5 * kv_bytes / BANDWIDTH)) < 1e-6
+    (ended,) = network.advance(1e9)
+    assert abs(ended.at_s - (half_s + 0.5 * kv_bytes / BANDWIDTH)) < 1e-6
