@@ -8,6 +8,8 @@ import pytest_asyncio
 
 from tests.support.processes import Fleet, fleet
 
+pytest.register_assert_rewrite("tests.engines.cache_law", "tests.engines.client_law")
+
 
 @pytest.fixture(scope="module")
 def engine_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

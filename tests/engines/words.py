@@ -1,18 +1,49 @@
 """What tests of real engines ask through kvrouter, and how they read the answers."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 import httpx
 
-from tests.engines.vllm_server import BLOCK_SIZE, MODEL, VllmServer
+from tests.engines.real_engine import MODEL, RealEngine
+from tests.engines.vllm_server import BLOCK_SIZE
 from tests.support.processes import Fleet, Frontend, Running, eventually
 
+EngineT = TypeVar("EngineT", bound=RealEngine)
 
-async def beside(kvrouter: Fleet, engine: VllmServer, worker_id: int, *flags: str) -> Running:
+
+def two_of(kind: type[EngineT], folder: Path) -> dict[int, EngineT]:
+    """Two engines by worker id, each with a core of its own, not started yet."""
+    return {number: kind(folder, f"{kind.kind}-{number}", core=number - 1) for number in (1, 2)}
+
+
+@asynccontextmanager
+async def stopped(engines: dict[int, EngineT]) -> AsyncIterator[dict[int, EngineT]]:
+    """Engines that are stopped at the end, if they were started."""
+    try:
+        yield engines
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in engines.values()))
+
+
+async def attached(kvrouter: Fleet, engines: Mapping[int, RealEngine]) -> Frontend:
+    """Start the workers of these engines, by worker id, and a frontend; return once it knows their caches."""
+    for worker_id, engine in engines.items():
+        await beside(kvrouter, engine, worker_id)
+    frontend = await kvrouter.frontend()
+    await until_feeds(frontend, dict.fromkeys(engines, "live"))
+    return frontend
+
+
+async def beside(kvrouter: Fleet, engine: RealEngine, worker_id: int, *flags: str) -> Running:
     """Start the worker of an engine."""
-    return await kvrouter.worker("--url", engine.url, "--worker-id", str(worker_id), *flags, engine="vllm")
+    return await kvrouter.worker(
+        "--url", engine.url, "--worker-id", str(worker_id), *flags, engine=engine.kind
+    )
 
 
 async def until_feeds(frontend: Frontend, wanted: Mapping[int, str]) -> None:
@@ -64,10 +95,22 @@ def cached_tokens(answer: httpx.Response) -> int:
     return found
 
 
-def predicted_tokens(answer: httpx.Response, n_prompt_tokens: int) -> int:
+def predicted_tokens(answer: httpx.Response, n_prompt_tokens: int, block_size: int = BLOCK_SIZE) -> int:
     """What the router counted on: an engine computes at least the last token of a prompt again."""
     blocks = int(answer.headers["x-kvrouter-overlap-blocks"])
-    return min(blocks, (n_prompt_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE
+    return min(blocks, (n_prompt_tokens - 1) // block_size) * block_size
+
+
+async def index_is_settled(frontend: Frontend) -> None:
+    """Wait until the index does not change any more: nobody tells that the last event has come."""
+    seen: list[int] = []
+
+    async def stands_still() -> bool:
+        ranks = [rank for worker in (await frontend.fleet())["workers"] for rank in worker["ranks"]]
+        seen.append(sum(rank["index_blocks"] for rank in ranks))
+        return len(seen) > 5 and len(set(seen[-5:])) == 1
+
+    await eventually(stands_still)
 
 
 def worker_of(answer: httpx.Response) -> int:

@@ -1,0 +1,25 @@
+"""The ``openai`` client asks a real SGLang engine through kvrouter and directly: the same answers."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.engines.client_law import ClientLaw
+from tests.engines.sglang_server import SglangServer
+from tests.engines.words import stopped
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(engine_folder: Path) -> AsyncIterator[SglangServer]:
+    """One engine."""
+    async with stopped({1: SglangServer(engine_folder, "sglang", core=0)}) as one:
+        await one[1].start(flags=("--tool-call-parser", "hermes"))
+        yield one[1]
+
+
+class TestSglang(ClientLaw):
+    """SGLang keeps the law."""
