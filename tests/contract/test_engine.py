@@ -6,7 +6,15 @@ import pytest
 
 from tests.support.engine_attached import KINDS, SERVED_KINDS, AttachedEngine, PairOfEngines
 from tests.support.engine_laws import AnswerLaws, CacheLaws, CallLaws, EndingLaws, RefusalLaws, SaltLaws
-from tests.support.engine_laws_some import FullLaws, HandedLaws, PairLaws, StartLaws, TellingLaws, WatchedLaws
+from tests.support.engine_laws_some import (
+    FullLaws,
+    HandedLaws,
+    PairLaws,
+    RankLaws,
+    StartLaws,
+    TellingLaws,
+    WatchedLaws,
+)
 
 ALONE = sorted({*KINDS} - {"mock-meeting"})
 
@@ -35,6 +43,15 @@ class TestServedEngines(CallLaws, WatchedLaws):
     @pytest.fixture(params=sorted(SERVED_KINDS))
     async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
         async with SERVED_KINDS[request.param].alone() as found:
+            yield found
+
+
+class TestEnginesOfTwoRanks(RankLaws):
+    """Those that are asked for a rank here."""
+
+    @pytest.fixture(params=["mock", "vllm"])
+    async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
+        async with KINDS[request.param].alone(n_ranks=2) as found:
             yield found
 
 

@@ -146,10 +146,11 @@ async def _started(
         await engine.stop()
 
 
-def config(role: Role = Role.BOTH, *, meets: bool = False) -> MockConfig:
+def config(role: Role = Role.BOTH, *, meets: bool = False, n_ranks: int = 1) -> MockConfig:
     """A small engine."""
     return MockConfig(
         role=role,
+        dp_size=n_ranks,
         block_size=BLOCK_SIZE,
         total_kv_blocks=N_BLOCKS,
         max_num_seqs=RUNNING_MAX,
@@ -164,7 +165,7 @@ def config(role: Role = Role.BOTH, *, meets: bool = False) -> MockConfig:
 class Kind(Protocol):
     """One kind of engine, brought up for one test."""
 
-    def alone(self) -> AbstractAsyncContextManager[AttachedEngine]:
+    def alone(self, *, n_ranks: int = 1) -> AbstractAsyncContextManager[AttachedEngine]:
         """One that serves whole requests."""
 
     def pair(self) -> AbstractAsyncContextManager[PairOfEngines]:
@@ -178,8 +179,8 @@ class MockKind:
         self._meets = meets
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[AttachedEngine]:
-        async with self._one(MockCluster(), 1, config()) as found:
+    async def alone(self, *, n_ranks: int = 1) -> AsyncIterator[AttachedEngine]:
+        async with self._one(MockCluster(), 1, config(n_ranks=n_ranks)) as found:
             yield found
 
     @asynccontextmanager
@@ -207,9 +208,9 @@ class ServedKind:
         self._meets = meets
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[AttachedEngine]:
+    async def alone(self, *, n_ranks: int = 1) -> AsyncIterator[AttachedEngine]:
         async with AsyncExitStack() as stack:
-            yield await self._one(stack, MockCluster(), config())
+            yield await self._one(stack, MockCluster(), config(n_ranks=n_ranks))
 
     @asynccontextmanager
     async def pair(self) -> AsyncIterator[PairOfEngines]:

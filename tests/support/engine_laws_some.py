@@ -12,6 +12,7 @@ from tests.support.engine_attached import RUNNING_MAX, WAITING_MAX, AttachedEngi
 from tests.support.engine_laws import (
     LONG_TOKENS,
     answer,
+    cached_tokens_of,
     ends_once,
     is_free,
     new_prompt,
@@ -20,7 +21,7 @@ from tests.support.engine_laws import (
     tokens_of,
 )
 from tests.support.engine_legs import leg
-from tests.support.engine_told import R0, HeldBlocks
+from tests.support.engine_told import R0, R1, HeldBlocks
 from tests.support.waits import until
 
 
@@ -61,6 +62,28 @@ class TellingLaws:
             held.take(engine.snapshot(R0))
             assert held.places() == at.told.ranks[R0].places()
             assert (held.wrong, at.told.wrong) == ([], [])
+
+
+class RankLaws:
+    """Two ranks have a cache, a load and events each."""
+
+    async def test_what_one_rank_holds_the_other_does_not(self, at: AttachedEngine) -> None:
+        size = at.block_size
+        prompt = new_prompt(3 * size + 1)
+        for rank in (R1, R0):
+            assert cached_tokens_of(await answer(at, leg(prompt, max_tokens=1, dp_rank=rank))) == 0
+            await until(lambda rank=rank: at.told.overlap_blocks(prompt, rank) == 3)  # type: ignore[misc]
+            assert at.told.ranks.keys() == ({R1} if rank is R1 else {R0, R1})
+            assert cached_tokens_of(await answer(at, leg(prompt, max_tokens=1, dp_rank=rank))) == 3 * size
+        assert at.told.wrong == []
+
+    async def test_a_leg_is_a_load_of_its_own_rank(self, at: AttachedEngine) -> None:
+        stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS, dp_rank=R1))
+        await anext(aiter(stream))
+        await until(lambda: R1 in at.told.loads and at.told.loads[R1].running_requests == 1)
+        assert R0 not in at.told.loads or at.told.loads[R0].running_requests == 0
+        stream.cancel("enough")
+        await until(lambda: not at.told.running)
 
 
 class WatchedLaws:

@@ -6,7 +6,7 @@ and how it tells its events and its load is the tongue's.
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -83,7 +83,7 @@ class Tongue(Protocol):
     def polled(self, path: str) -> bytes | None:
         """What it answers where ``path`` asks for its events; None for a call."""
 
-    def asked(self, path: str, body: bytes, config: MockConfig) -> Asked:
+    def asked(self, path: str, headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         """Read a call; an error of the core tree for one at fault."""
 
     def refusal(self, error: KvrouterError) -> tuple[int, bytes]:
@@ -95,8 +95,8 @@ class Tongue(Protocol):
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         """A removal, as an event of its wire."""
 
-    def told(self, events: list[dict[str, object]]) -> bytes | None:
-        """What is published for these events; None where the engine is asked for them."""
+    def told(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
+        """What is published for these events of a rank; None where the engine is asked for them."""
 
     def loaded(self, load: LoadReport) -> None:
         """A step brought another load."""
@@ -112,7 +112,7 @@ class SmallEngine:
     def __init__(self, tongue: Tongue, config: MockConfig, cluster: MockCluster) -> None:
         self.config = config
         self.loads: dict[DpRank, LoadReport] = {}
-        self.publisher = Publisher()
+        self.publishers = {DpRank(rank): Publisher() for rank in range(config.dp_size)}
         self._tongue = tongue
         self.rank = WorkerRank(WorkerId(next(_worker_ids)), R0)
         self._handle: MockEngineHandle = cluster.add(config, worker_id=self.rank.worker_id, domain="a")
@@ -123,7 +123,7 @@ class SmallEngine:
             eos_every=config.eos_every,
         )
         self._tokens_of: dict[int, tuple[list[int], str | None]] = {}
-        self._unpublished: asyncio.Queue[bytes] = asyncio.Queue()
+        self._unpublished: asyncio.Queue[tuple[DpRank, bytes]] = asyncio.Queue()
         self._publishing: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -136,7 +136,8 @@ class SmallEngine:
     async def start(self) -> None:
         """Listen, and publish."""
         await self._handle.start(self._on_events, self._on_load)
-        self.publisher.start()
+        for publisher in self.publishers.values():
+            publisher.start()
         self._publishing = asyncio.create_task(self._publish())
         await self.open_door()
 
@@ -146,7 +147,8 @@ class SmallEngine:
         if self._publishing is not None:
             self._publishing.cancel()
             self._publishing = None
-        self.publisher.stop()
+        for publisher in self.publishers.values():
+            publisher.stop()
         await self._handle.stop()
 
     async def open_door(self) -> None:
@@ -169,10 +171,10 @@ class SmallEngine:
         self.loads[report.rank.dp_rank] = report
         self._tongue.loaded(report)
 
-    def _on_events(self, _dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
-        payload = self._tongue.told([self._told(event) for event in events])
+    def _on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
+        payload = self._tongue.told([self._told(event) for event in events], dp_rank)
         if payload is not None:
-            self._unpublished.put_nowait(payload)
+            self._unpublished.put_nowait((dp_rank, payload))
 
     def _told(self, event: KvEvent) -> dict[str, object]:
         if isinstance(event, Removed):
@@ -191,7 +193,8 @@ class SmallEngine:
 
     async def _publish(self) -> None:
         while True:
-            await self.publisher.publish(await self._unpublished.get())
+            dp_rank, payload = await self._unpublished.get()
+            await self.publishers[dp_rank].publish(payload)
 
     def _learn(self, request: EngineRequest) -> None:
         """Know the tokens of every block that this request may store: events name them by their hashes."""
@@ -219,7 +222,7 @@ class SmallEngine:
         if polled is not None:
             return web.Response(body=polled, content_type=JSON)
         try:
-            asked = self._tongue.asked(request.path, await request.read(), self.config)
+            asked = self._tongue.asked(request.path, request.headers, await request.read(), self.config)
             self._learn(asked.request)
             stream = await self._handle.submit(asked.request)
         except KvrouterError as error:

@@ -47,7 +47,7 @@ class SglangTongue:
     def polled(self, _path: str) -> bytes | None:
         return None
 
-    def asked(self, path: str, body: bytes, config: MockConfig) -> Asked:
+    def asked(self, path: str, _headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)
         if path == "/generate":
             prompt, n_tokens = said["input_ids"], said["sampling_params"]["max_new_tokens"]
@@ -88,8 +88,8 @@ class SglangTongue:
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return {"type": "BlockRemoved", "block_hashes": [_signed(name) for name in names], "medium": "GPU"}
 
-    def told(self, events: list[dict[str, object]]) -> bytes | None:
-        return vllm_batch(*events)
+    def told(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
+        return vllm_batch(*events, dp_rank=dp_rank)
 
     def loaded(self, _load: LoadReport) -> None:
         """Its page of loads has the latest."""
@@ -129,7 +129,7 @@ class Generated:
 
 
 def _server_info(engine: SmallEngine) -> dict[str, object]:
-    config, at = engine.config, engine.publisher.at
+    config, at = engine.config, engine.publishers[R0].at
     return {
         "page_size": config.block_size,
         "max_total_num_tokens": config.total_kv_blocks * config.block_size,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
-from kvrouter.core.ids import RequestId
+from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.trtllm.facts import CONFIG_METRIC, OWNER
@@ -60,7 +60,7 @@ class TrtllmTongue:
         told, self._untold = self._untold, []
         return json.dumps(told).encode()
 
-    def asked(self, path: str, body: bytes, config: MockConfig) -> Asked:
+    def asked(self, path: str, _headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)
         n_tokens = said.get("max_tokens", TOKENS_BY_DEFAULT)
         check_max_tokens(n_tokens, "max_tokens", least=1)
@@ -105,7 +105,7 @@ class TrtllmTongue:
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return removed(*names)
 
-    def told(self, events: list[dict[str, object]]) -> bytes | None:
+    def told(self, events: list[dict[str, object]], _dp_rank: DpRank) -> bytes | None:
         for event in events:
             self._untold.append(native(self._n_events, event))
             self._n_events += 1

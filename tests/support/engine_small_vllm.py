@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
-from kvrouter.core.ids import RequestId
+from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.core.workers import LoadReport
+from kvrouter.engines.vllm.calls import RANK_HEADER
 from kvrouter.engines.vllm.facts import CACHE_METRIC, STARTED_METRIC
 from kvrouter.engines.vllm.loads import RUNNING, USED, WAITING
 from kvrouter.mock import MockConfig
 from kvrouter.planes.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
-from tests.support.engine_publisher import vllm_batch
+from tests.support.engine_publisher import Publisher, vllm_batch
 from tests.support.engine_server import event_of
-from tests.support.engine_small import R0, Asked, SmallEngine, StoredBlocks, next_name
+from tests.support.engine_small import Asked, SmallEngine, StoredBlocks, next_name
 
 TOKENS_BY_DEFAULT = 16
 
@@ -35,7 +36,8 @@ class VllmTongue:
             case "/version":
                 return b'{"version":"0.32.0"}'
             case "/kv_event_sources":
-                return json.dumps({"0": _source(engine)}).encode()
+                sources = {str(rank): _source(each) for rank, each in engine.publishers.items()}
+                return json.dumps(sources).encode()
             case "/metrics":
                 return _metrics(engine).encode()
         return None
@@ -43,7 +45,7 @@ class VllmTongue:
     def polled(self, _path: str) -> bytes | None:
         return None
 
-    def asked(self, path: str, body: bytes, config: MockConfig) -> Asked:
+    def asked(self, path: str, headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)
         n_tokens = said.get("max_tokens", TOKENS_BY_DEFAULT)
         check_max_tokens(n_tokens, "max_tokens", least=1)
@@ -65,6 +67,7 @@ class VllmTongue:
                 max_tokens=min(n_tokens, self._context_tokens - len(prompt)),
                 temperature=said.get("temperature", 1.0),
             ),
+            dp_rank=DpRank(int(headers.get(RANK_HEADER, 0))),
             kv_transfer_params=params if kind is Leg.DECODE else None,
             cache_namespace=said.get("cache_salt"),
         )
@@ -91,8 +94,8 @@ class VllmTongue:
     def removed(self, names: tuple[int, ...]) -> dict[str, object]:
         return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU"}
 
-    def told(self, events: list[dict[str, object]]) -> bytes | None:
-        return vllm_batch(*events)
+    def told(self, events: list[dict[str, object]], dp_rank: DpRank) -> bytes | None:
+        return vllm_batch(*events, dp_rank=dp_rank)
 
     def loaded(self, _load: LoadReport) -> None:
         """Its metrics page has the latest."""
@@ -181,8 +184,8 @@ def refusal_of(error: KvrouterError) -> tuple[int, bytes]:
     return status, json.dumps({"error": told}).encode()
 
 
-def _source(engine: SmallEngine) -> dict[str, object]:
-    at = engine.publisher.at
+def _source(publisher: Publisher) -> dict[str, object]:
+    at = publisher.at
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
@@ -193,16 +196,16 @@ def _source(engine: SmallEngine) -> dict[str, object]:
 
 
 def _metrics(engine: SmallEngine) -> str:
-    config, load = engine.config, engine.loads.get(R0)
-    running, waiting, used = (
-        (0, 0, 0.0)
-        if load is None
-        else (load.running_requests, load.waiting_requests, load.active_blocks / load.total_blocks)
-    )
-    labels = f'engine="0",model_name="{MODEL}"'
-    about = f'block_size="{config.block_size}",enable_prefix_caching="True",engine="0"'
-    return (
-        f'{CACHE_METRIC}{{{about},num_gpu_blocks="{config.total_kv_blocks}"}} 1.0\n'
-        f"{STARTED_METRIC} {engine.started_s}\n"
-        f"{RUNNING}{{{labels}}} {running}\n{WAITING}{{{labels}}} {waiting}\n{USED}{{{labels}}} {used}\n"
-    )
+    config = engine.config
+    lines = [f"{STARTED_METRIC} {engine.started_s}"]
+    for rank in engine.publishers:
+        load = engine.loads.get(rank) or LoadReport(engine.rank, 0, config.total_kv_blocks)
+        labels = f'engine="{rank}",model_name="{MODEL}"'
+        about = f'block_size="{config.block_size}",enable_prefix_caching="True",engine="{rank}"'
+        lines += [
+            f'{CACHE_METRIC}{{{about},num_gpu_blocks="{config.total_kv_blocks}"}} 1.0',
+            f"{RUNNING}{{{labels}}} {load.running_requests}",
+            f"{WAITING}{{{labels}}} {load.waiting_requests}",
+            f"{USED}{{{labels}}} {load.active_blocks / load.total_blocks}",
+        ]
+    return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.port import EngineState
 
-R0 = DpRank(0)
+R0, R1 = DpRank(0), DpRank(1)
 
 _BEGIN = 0
 

@@ -34,6 +34,7 @@ class Asked:
         await self.server.close()
         await self.engine.stop()
 
+
 TRTLLM_TOO_LONG = (
     b'{"object":"error","message":"The sum of prompt length (9351.0), query length (0) should not exceed '
     b'max_num_tokens (8192)","type":"BadRequestError","param":null,"code":400}'
