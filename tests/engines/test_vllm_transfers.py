@@ -1,0 +1,236 @@
+"""A real vLLM engine that prefills and one that decodes: what a handoff leaves behind, however it ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kvrouter.assembly.attach_words import EngineAt, EngineKind
+from kvrouter.assembly.attached import attach
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import FinishReason, Leg
+from kvrouter.core.workers import Role
+from kvrouter.planes.requests.port import EngineStream
+from tests.engines.vllm_server import VllmServer
+from tests.engines.words import beside, chat_body, complete, prompt_of, until_feeds
+from tests.support.engine_legs import leg
+from tests.support.processes import Fleet, Frontend, eventually
+
+PREFILL, DECODE = 1, 2
+"""Worker ids."""
+
+LEASE_S = 30.0
+"""How long vLLM keeps the KV of a prefill that nobody comes for."""
+
+FREED_WITHIN_S = 15.0
+"""Long before its lease ends, and far above what a busy machine needs."""
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def _nixl(role: str, *, on_failure: str = "fail") -> dict[str, object]:
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": on_failure,
+    }
+
+
+async def _start_decode(engine: VllmServer, *, on_failure: str = "fail") -> None:
+    """It runs one request at a time, so that a test can make the others wait."""
+    await engine.start(kv_transfer=_nixl("kv_consumer", on_failure=on_failure), flags=("--max-num-seqs", "1"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
+    both = {
+        PREFILL: VllmServer(engine_folder, "prefill", core=0),
+        DECODE: VllmServer(engine_folder, "decode", core=1),
+    }
+    try:
+        await both[PREFILL].start(kv_transfer=_nixl("kv_producer"))
+        await _start_decode(both[DECODE])
+        yield both
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in both.values()))
+
+
+async def test_what_a_decode_engine_fetched_is_told_and_nothing_waits_any_more(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    frontend = await _before(engines, kvrouter)
+    answer = await frontend.http.post("/v1/chat/completions", json=chat_body("Tell of transfers. " * 20))
+    answer.raise_for_status()
+
+    async def is_told() -> bool:
+        fetched = await _fetched(frontend, DECODE)
+        return bool(fetched["transfers"] == 1 and fetched["bytes"] > 0 and fetched["seconds"] > 0)
+
+    await eventually(is_told)
+    assert (await _fetched(frontend, DECODE))["failed"] == 0
+    assert (await _fetched(frontend, PREFILL))["transfers"] == 0
+    assert (await frontend.metrics()).total("kv_transfer_bytes_total", worker=str(DECODE)) > 0
+    await _nothing_waits(engines[PREFILL])
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.1])
+@pytest.mark.parametrize("prompt_blocks", [8, 60])
+async def test_who_leaves_between_the_legs_leaves_no_kv_waiting(
+    engines: dict[int, VllmServer], after_s: float, prompt_blocks: int
+) -> None:
+    prompt = prompt_of(int(after_s * 1000) + prompt_blocks, prompt_blocks * 32)
+    async with (
+        _adapter(engines[PREFILL], Role.PREFILL) as prefill,
+        _adapter(engines[DECODE], Role.DECODE) as decode,
+    ):
+        stream = await prefill(leg(prompt, Leg.PREFILL, max_tokens=1))
+        params = [chunk async for chunk in stream][-1].kv_transfer_params
+        assert params is not None
+        assert params["do_remote_prefill"] is True
+        fetching = await decode(leg(prompt, Leg.DECODE, kv_transfer_params=params, max_tokens=50))
+        await asyncio.sleep(after_s)
+        fetching.cancel("client left")
+        assert [chunk async for chunk in fetching][-1].finish is FinishReason.CANCELLED
+        await _nothing_waits(engines[PREFILL])
+
+
+async def test_who_leaves_while_decode_waits_for_its_turn_leaves_no_kv_waiting(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    frontend = await _before(engines, kvrouter)
+    async with _is_busy(engines[DECODE]):
+        asking = asyncio.create_task(complete(frontend, prompt_of(300)))
+        await _waits_at(engines[DECODE], 1)
+        assert await _used(engines[PREFILL]) > 0
+        asking.cancel()
+        await _nothing_waits(engines[PREFILL])
+        await _waits_at(engines[DECODE], 0)
+
+
+async def test_kv_that_a_dead_decode_engine_came_for_waits_no_longer_than_its_lease(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    frontend = await _before(engines, kvrouter)
+    async with _is_busy(engines[DECODE]):
+        asking = asyncio.create_task(complete(frontend, prompt_of(400)))
+        await _waits_at(engines[DECODE], 1)
+        await engines[DECODE].kill()
+    assert (await asking).status_code == 503
+    await _nothing_waits(engines[PREFILL], limit_s=LEASE_S + FREED_WITHIN_S)
+
+
+async def test_a_decode_engine_that_computes_lost_kv_itself_is_not_prefilled_again(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    await _start_decode(engines[DECODE], on_failure="recompute")
+    frontend = await _before(engines, kvrouter)
+    answer = await _loses_its_prefill_engine(engines, frontend, prompt_of(500))
+    metrics = await frontend.metrics()
+    assert metrics.total("kv_lost_total") == metrics.total("retries_total") == 0
+    for wrong in ("too_many", "too_few"):
+        assert metrics.total("index_predictions_total", prediction=wrong) == 0
+    await _is_right(engines[DECODE], answer, prompt_of(500))
+
+    async def is_told() -> bool:
+        return bool((await _fetched(frontend, DECODE))["failed"])
+
+    await eventually(is_told)
+
+
+async def test_kv_that_was_lost_is_prefilled_again_where_the_decode_engine_fails(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    await engines[DECODE].kill()
+    await engines[PREFILL].start(kv_transfer=_nixl("kv_producer"))
+    await _start_decode(engines[DECODE])
+    frontend = await _before(engines, kvrouter)
+    answer = await _loses_its_prefill_engine(engines, frontend, prompt_of(600))
+    metrics = await frontend.metrics()
+    assert metrics.total("kv_lost_total") == 1
+    await _is_right(engines[DECODE], answer, prompt_of(600))
+
+
+async def _before(engines: dict[int, VllmServer], kvrouter: Fleet) -> Frontend:
+    for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
+        await beside(kvrouter, engines[worker_id], worker_id, "--role", role)
+    frontend = await kvrouter.frontend()
+    await until_feeds(frontend, {PREFILL: "live", DECODE: "live"})
+    return frontend
+
+
+async def _loses_its_prefill_engine(
+    engines: dict[int, VllmServer], frontend: Frontend, prompt: list[int]
+) -> httpx.Response:
+    """A request whose prefill engine dies while decode waits for its turn."""
+    async with _is_busy(engines[DECODE]):
+        asking = asyncio.create_task(complete(frontend, prompt, max_tokens=8))
+        await _waits_at(engines[DECODE], 1)
+        await engines[PREFILL].kill()
+    return await asking
+
+
+async def _is_right(engine: VllmServer, answer: httpx.Response, prompt: list[int]) -> None:
+    got = answer.raise_for_status().json()
+    direct = await engine.complete(prompt, max_tokens=8)
+    assert got["choices"][0]["text"] == direct["choices"][0]["text"]
+    assert got["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"] == 8
+
+
+@asynccontextmanager
+async def _adapter(engine: VllmServer, role: Role) -> AsyncIterator[Callable[[Any], Awaitable[EngineStream]]]:
+    """An engine as its worker has it."""
+    at = EngineAt(kind=EngineKind.VLLM, url=engine.url, wait_s=60.0, role=role)
+    attached = await attach(at, WorkerId(9))
+    try:
+        yield attached.engine.submit
+    finally:
+        await attached.engine.stop()
+
+
+@asynccontextmanager
+async def _is_busy(engine: VllmServer) -> AsyncIterator[None]:
+    """The engine has its hands full, until its client leaves."""
+    body = {**chat_body("Go on. " * 5), "max_tokens": 1800, "ignore_eos": True, "stream": True}
+    async with engine.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        yield
+
+
+async def _fetched(frontend: Frontend, worker_id: int) -> dict[str, Any]:
+    for worker in (await frontend.fleet())["workers"]:
+        if worker["worker_id"] == worker_id:
+            found: dict[str, Any] | None = worker["ranks"][0]["kv_transfers"]
+            return found or {"transfers": None, "bytes": 0, "seconds": 0, "failed": 0}
+    raise AssertionError(f"worker {worker_id} is not on the page")
+
+
+async def _sample(engine: VllmServer, name: str) -> float:
+    page = (await engine.http.get("/metrics")).raise_for_status().text
+    (value,) = (float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(name + "{"))
+    return value
+
+
+async def _used(engine: VllmServer) -> float:
+    """The share of its blocks that requests hold, or that wait to be fetched."""
+    return await _sample(engine, "vllm:kv_cache_usage_perc")
+
+
+async def _nothing_waits(engine: VllmServer, *, limit_s: float = FREED_WITHIN_S) -> None:
+    async def is_free() -> bool:
+        return await _used(engine) == 0
+
+    await eventually(is_free, limit_s=limit_s)
+
+
+async def _waits_at(engine: VllmServer, n: int) -> None:
+    async def so_many() -> bool:
+        return await _sample(engine, "vllm:num_requests_waiting") == n
+
+    await eventually(so_many)
