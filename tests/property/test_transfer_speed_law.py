@@ -10,6 +10,7 @@ from kvrouter.core.ids import Slot
 from kvrouter.core.workers import KvTransfers
 from kvrouter.service.transfer_speed import (
     BUCKET_S,
+    NOTHING,
     RECENT_S,
     WINDOW_BYTES,
     WINDOW_S,
@@ -43,13 +44,13 @@ class Engine:
     def __post_init__(self) -> None:
         self.tell()
 
-    def tell(self) -> Noted:
+    def tell(self) -> Noted | None:
         noted = self.speeds.note(SLOT, self.told, now_s=self.now_s)
-        if noted.verdict is not None:
+        if noted is not None and noted.verdict is not None:
             self.verdicts.append(noted.verdict)
         return noted
 
-    def carry(self, sizes_bytes: list[int], *, after_s: float = 1.0) -> Noted:
+    def carry(self, sizes_bytes: list[int], *, after_s: float = 1.0) -> Noted | None:
         self.now_s += after_s
         told = self.told
         self.told = KvTransfers(
@@ -76,7 +77,7 @@ def test_whatever_is_told_what_was_carried_is_never_negative_and_verdicts_take_t
 ) -> None:
     speeds, slow = TransferSpeeds(), [False]
     for number, each in enumerate(told):
-        noted = speeds.note(SLOT, each, now_s=number * step_s)
+        noted = speeds.note(SLOT, each, now_s=number * step_s) or Noted(NOTHING, None)
         carried = noted.carried
         assert min(carried.transfers, carried.bytes, carried.seconds, carried.failed) >= 0
         if noted.verdict is not None:
@@ -101,7 +102,8 @@ def test_what_is_told_is_counted_once_whatever_begins_anew(steps: list[tuple[int
         if step == RESTART:
             told, began_anew = KvTransfers(0, 0, 0.0), True
         elif step == TELL:
-            counted += speeds.note(SLOT, told, now_s=0.0).carried.bytes
+            noted = speeds.note(SLOT, told, now_s=0.0)
+            counted += 0 if noted is None else noted.carried.bytes
             if last is not None:
                 is_less = told.transfers < last.transfers or told.bytes < last.bytes
                 was_overtaken |= began_anew and not is_less and last.bytes > 0
@@ -162,7 +164,7 @@ def test_an_engine_that_begins_anew_on_a_slower_link_is_told() -> None:
     engine = Engine()
     engine.carry_windows(WINDOWS)
     engine.told = KvTransfers(0, 0, 0.0)
-    assert engine.tell().carried == engine.told
+    assert engine.tell() == Noted(NOTHING, None)
     engine.bytes_per_s /= 20
     engine.carry_windows(WINDOWS)
     assert engine.slow == [True]
@@ -240,10 +242,11 @@ def test_the_recent_speed_is_that_of_the_last_minute() -> None:
 def test_sums_of_an_engine_that_had_none_at_first_are_counted_from_the_first() -> None:
     speeds, told = TransferSpeeds(), KvTransfers(1, 5, 0.5)
     for _ in range(2):
-        assert speeds.note(SLOT, None, now_s=0.0) == Noted(KvTransfers(0, 0, 0.0), None)
+        assert speeds.note(SLOT, None, now_s=0.0) is None
         assert speeds.reading(SLOT, now_s=0.0) is None
-    assert speeds.note(SLOT, told, now_s=0.0).carried == told
-    assert speeds.note(SLOT, None, now_s=0.0).carried == KvTransfers(0, 0, 0.0)
+    assert speeds.note(SLOT, told, now_s=0.0) == Noted(told, None)
+    assert speeds.note(SLOT, told, now_s=0.0) is None
+    assert speeds.note(SLOT, None, now_s=0.0) is None
     reading = speeds.reading(SLOT, now_s=0.0)
     assert reading is not None
     assert reading.told == told
@@ -254,4 +257,4 @@ def test_a_rank_that_is_gone_is_forgotten() -> None:
     engine.carry_windows(WINDOWS)
     engine.speeds.freed(SLOT)
     assert engine.speeds.reading(SLOT, now_s=engine.now_s) is None
-    assert engine.tell().carried == KvTransfers(0, 0, 0.0)
+    assert engine.tell() == Noted(NOTHING, None)

@@ -65,7 +65,7 @@ class EngineAccounts:
             return
         self._ranks[slot] = report.rank
         noted = self._transfers.note(slot, report.kv_transfers, now_s=time.monotonic())
-        if report.kv_transfers is not None:
+        if noted is not None:
             self._observed.kv_carried(report.rank, noted)
         before, told = self._skipped.get(slot), report.kv_events_skipped
         if told != before:

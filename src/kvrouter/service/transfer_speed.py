@@ -85,16 +85,16 @@ class TransferSpeeds:
     def __init__(self) -> None:
         self._ranks: dict[Slot, _Rank] = {}
 
-    def note(self, slot: Slot, told: KvTransfers | None, *, now_s: float) -> Noted:
-        """An engine told its sums, or that it has none yet. Sums that are the first word of it may be of long
-        ago, and count as nothing carried.
+    def note(self, slot: Slot, told: KvTransfers | None, *, now_s: float) -> Noted | None:
+        """An engine told its sums, or that it has none yet; None where that is nothing new. Sums that are the
+        first word of it may be of long ago, and count as nothing carried.
         """
         rank = self._ranks.get(slot)
         if rank is None:
             self._ranks[slot] = _Rank(told)
-            return Noted(NOTHING, None)
+            return None if told is None else Noted(NOTHING, None)
         if told is None or told == rank.told:
-            return Noted(NOTHING, None)
+            return None
         carried, rank.told = _since(rank.told or NOTHING, told), told
         return Noted(carried, rank.add(carried, now_s))
 
