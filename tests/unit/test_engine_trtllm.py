@@ -1,9 +1,12 @@
 """How TensorRT-LLM is asked for a leg, and how its answers are read."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
 from kvrouter.core.ids import DpRank
@@ -247,6 +250,54 @@ def test_what_is_no_answer_is_refused(answer: bytes, field: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         PrefillReader(leg().token_ids)(answer)
     assert caught.value.param == field
+
+
+_odd = st.none() | st.booleans() | st.integers() | st.sampled_from(["", "stop", "length"])
+_objects = st.dictionaries(st.sampled_from(["request_type", "ctx_usage", "x"]), _odd) | _odd
+_choices = st.fixed_dictionaries(
+    {},
+    optional={
+        "index": _odd, "finish_reason": _odd, "text": _odd, "message": _objects, "logprobs": _objects,
+        "disaggregated_params": _objects, "token_ids": st.lists(st.integers(0, 9)) | _odd,
+    },
+)  # fmt: skip
+_answers = st.fixed_dictionaries(
+    {},
+    optional={
+        "id": _odd, "object": st.just("chat.completion") | _odd, "usage": _objects, "error": _objects,
+        "choices": st.lists(_choices, max_size=2) | _objects,
+        "prompt_token_ids": st.lists(st.integers() | st.lists(st.integers())) | _odd,
+    },
+)  # fmt: skip
+
+
+@given(answer=_answers | _odd)
+def test_whatever_a_prefill_engine_answers_is_read_or_refused_by_field(answer: object) -> None:
+    fields: list[str | None] = []
+    try:
+        event = PrefillReader(leg().token_ids)(json.dumps(answer).encode())
+        if event.kv_transfer_params is not None:
+            asked(leg(kind=Leg.DECODE, kv_transfer_params=dict(event.kv_transfer_params)))
+    except ProtocolError as error:
+        fields.append(error.param)
+    assert all(fields)
+
+
+@given(
+    params=st.fixed_dictionaries(
+        {},
+        optional={
+            "answer": _answers.map(json.dumps) | _objects,
+            "disaggregated_params": _objects,
+            "usage": _objects,
+        },
+    )
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_whatever_is_handed_over_is_sent_on_or_none_of_ours(stream: bool, params: dict[str, object]) -> None:
+    call = client_call({**CHAT, "stream": stream})
+    with suppress(EngineFailed):
+        call_of(leg(kind=Leg.DECODE, call=call, kv_transfer_params=params), has_shared_ids=True)
 
 
 def test_an_error_in_an_answer_is_one() -> None:

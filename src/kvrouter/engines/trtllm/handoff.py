@@ -110,21 +110,23 @@ class PrefillReader:
 
 
 def answered_as(answer: bytes, *, is_streamed: bool, has_usage: bool) -> tuple[bytes, ReadEvent]:
-    """Return a whole answer as the client asked for it, and what reads that."""
-    if not is_streamed:
-        return answer, read_event
-    event = read_event(answer)
-    return _as_stream(answer, has_usage=has_usage), lambda _: event
+    """Return a whole answer as the client asked for it, and what reads that; raise EngineFailed for none."""
+    try:
+        event = read_event(answer)
+        raw = _as_stream(answer, has_usage=has_usage) if is_streamed else answer
+    except ProtocolError as error:
+        raise EngineFailed(f"what the prefill worker handed over cannot be read: {error.message}") from error
+    return raw, lambda _: event
 
 
 def _as_stream(answer: bytes, *, has_usage: bool) -> bytes:
-    whole = _fields.decode(answer)
+    whole = _decoded(_fields, answer)
     told = ("id", "object", "created", "model")
     shared: dict[str, object] = {name: whole[name] for name in told if name in whole}
     if bytes(whole.get("object", _null)) == b'"chat.completion"':
         shared["object"] = "chat.completion.chunk"
     events: list[Mapping[str, object]] = [
-        {**shared, "choices": [_piece_of(choice) for choice in _choices.decode(whole["choices"])]}
+        {**shared, "choices": [_piece_of(choice) for choice in _choices_of(whole)]}
     ]
     if has_usage:
         events.append({**shared, "choices": [], "usage": whole.get("usage", _null)})
@@ -146,13 +148,17 @@ def without_handoff(answer: bytes) -> bytes:
     engines reach each other, is nothing for clients.
     """
     whole = _decoded(_fields, answer)
-    choices = _decoded(_choices, bytes(whole["choices"]))
+    choices = _choices_of(whole)
     for choice in choices:
         choice["disaggregated_params"] = _null
     whole["choices"] = msgspec.Raw(msgspec.json.encode(choices))
     if "prompt_token_ids" in whole:
         whole["prompt_token_ids"] = _null
     return msgspec.json.encode(whole)
+
+
+def _choices_of(whole: _Fields) -> list[_Fields]:
+    return _decoded(_choices, bytes(whole.get("choices", b"[]")))
 
 
 def _decoded(decoder: "msgspec.json.Decoder[T]", data: bytes) -> T:
