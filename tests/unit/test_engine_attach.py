@@ -11,9 +11,7 @@ import pytest
 from kvrouter.assembly import attached as attached_module
 from kvrouter.assembly.attach_words import Attached, EngineAt, EngineKind, events_of
 from kvrouter.assembly.attached import attach
-from kvrouter.assembly.described_engines import engine_lines, worker_arguments, worker_spec
 from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
-from kvrouter.config import load_fleet, parse_document
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, Epoch, WorkerId
 from kvrouter.core.workers import EventLane, EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
@@ -381,17 +379,3 @@ async def test_the_card_says_what_the_engine_said() -> None:
     )
     assert (card.takes_calls, card.publishes_kv_events, card.tokenizer) == (True, True, None)
     assert (card.runtime_config.total_kv_blocks, card.runtime_config.enable_local_indexer) == (200, True)
-
-
-async def test_a_fleet_file_says_what_tensorrt_llm_does_not_tell() -> None:
-    file = (
-        "version: 1\nmodels: [{name: tiny, tokenizer: mock, block_size: 64, context_length: 1024}]\n"
-        "workers: [{name: a, engine: {kind: trtllm, url: 'http://h:1'}}]\n"
-    )
-    fleet = load_fleet(parse_document(file, "fleet.yaml")).fleet
-    (line,) = engine_lines(fleet)
-    said = worker_spec(fleet, line, engine_key=None).at
-    assert (said.kind, said.block_size, said.context_length) == (EngineKind.TRTLLM, 64, 1024)
-    command = worker_arguments(fleet, line)
-    assert command[:2] == ["worker", "trtllm"]
-    assert command[command.index("--context-length") + 1] == "1024"

@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from kvrouter.assembly import embedded
 from kvrouter.assembly.attach_words import EngineAt, EngineKind
 from kvrouter.assembly.attached import attach
+from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport
@@ -113,3 +115,20 @@ async def test_an_attached_engine_tells_its_events_its_load_and_what_it_does_not
             await until(lambda: any(not state.knows_cache for state in states))
         finally:
             await attached.engine.stop()
+
+
+async def test_a_fleet_file_says_what_its_engine_does_not_tell() -> None:
+    async with scripted_trtllm([native(0, created())]) as scripted:
+        scripted.set_json("/metrics", [])
+        del scripted.pages["/prometheus/metrics"]
+        fleet = load_fleet(
+            parse_document(
+                "version: 1\nmodels: [{name: tiny, tokenizer: mock, block_size: 64, context_length: 1024}]\n"
+                f"workers: [{{name: a, engine: {{kind: trtllm, url: '{scripted.url}'}}}}]\n",
+                "fleet.yaml",
+            )
+        ).fleet
+        settings = Settings(frontend=FrontendSettings(http_port=0))
+        async with embedded(settings, fleet) as system:
+            (model,) = system.service.models()
+            assert [(card.block_size, card.context_length) for card in model.fleet] == [(64, 1024)]
