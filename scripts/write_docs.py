@@ -84,7 +84,8 @@ transfer policy mean what they mean for every worker.
 - **A key** that engines ask for is read from `KVROUTER_ENGINE_API_KEY`, and from nowhere else.
 - Groups of several kinds may share a file, and a model too where all its engines have blocks of one size. A
   model's prefill and decode engines must be of one kind: KV goes between engines that understand each other.
-- With `--replicas` or `--nats` each engine's worker is a process of its own, as `kvrouter worker` starts one.
+- With `--replicas` or `--nats` each engine's worker is a process of its own. So it is wherever you run
+  `kvrouter worker vllm --fleet fleet.yaml --group a --index 0`, beside the engine or elsewhere.
 """
 
 METRICS_HEAD = f"""# Metrics and log events

@@ -89,7 +89,7 @@ def test_the_example_shows_the_default_fleet() -> None:
         ("{zone: a}}", "{zone: a}, engine: {timing: {decode_liner: 1}}}",
          "9: workers[1].engine.timing.decode_liner: unknown key (did you mean decode_linear?)"),
         ("{zone: a}}", "{zone: a}, engine: {kind: tgi}}",
-         "9: workers[1].engine.kind: must be 'mock', 'vllm' or 'sglang', not 'tgi'"),
+         "9: workers[1].engine.kind: must be 'mock', 'vllm', 'sglang' or 'trtllm', not 'tgi'"),
         ("{domain: zone}", "{domain: host}",
          "6: kv_transfer.domain: must be one of topology.levels (zone, rack), not 'host'"),
         ("{domain: zone}", "{domain: zone, enforcement: preferred}",

@@ -1,8 +1,7 @@
 """What a fleet file says of engines that run already, in the words of those who attach them."""
 
-import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +13,7 @@ from kvrouter.config.engine_checks import url_path
 from kvrouter.config.problems import dotted
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName, WorkerId
-
-ENGINE_WAIT_MAX_S = 86_400
-"""How long a worker that is a process of its own waits for its engine before it is started again."""
+from kvrouter.worker.topology_env import parse_topology_env
 
 
 class EngineLine(NamedTuple):
@@ -41,8 +38,10 @@ def engine_lines(fleet: FleetFile) -> Iterator[EngineLine]:
             yield EngineLine(worker_id, group, group.engine, group.engine.all_urls[number], at)
 
 
-def worker_spec(fleet: FleetFile, line: EngineLine, *, engine_key: str | None) -> EngineWorkerSpec:
-    """The worker beside an engine of the file. It waits for its engine for as long as it runs."""
+def worker_spec(
+    fleet: FleetFile, line: EngineLine, *, engine_key: str | None, wait_s: float
+) -> EngineWorkerSpec:
+    """The worker beside an engine of the file, which may take ``wait_s`` seconds to answer."""
     model = fleet.model_of(line.group)
     return EngineWorkerSpec(
         at=EngineAt(
@@ -56,7 +55,7 @@ def worker_spec(fleet: FleetFile, line: EngineLine, *, engine_key: str | None) -
             kv_events_replay=line.engine.kv_events_replay_endpoint,
             publishes_kv_events=line.engine.kv_events,
             api_key=engine_key,
-            wait_s=math.inf,
+            wait_s=wait_s,
         ),
         worker_id=line.worker_id,
         tokenizer=_said_folder(fleet, model),
@@ -78,30 +77,30 @@ def _has_mocks(fleet: FleetFile, model: ModelSpec) -> bool:
     return any(isinstance(group.engine, MockEngineSpec) for group in fleet.groups_of(model))
 
 
-def worker_arguments(fleet: FleetFile, line: EngineLine) -> list[str]:
-    """The command that runs the worker beside an engine of the file as a process of its own."""
-    spec = worker_spec(fleet, line, engine_key=None)
-    at, place = spec.at, spec.runtime_config
-    given: list[tuple[str, object]] = [
-        ("--url", at.url),
-        ("--model", at.model),
-        ("--role", at.role.value),
-        ("--worker-id", spec.worker_id),
-        ("--tokenizer", spec.tokenizer),
-        ("--block-size", at.block_size),
-        ("--context-length", at.context_length),
-        ("--kv-events", at.kv_events),
-        ("--kv-events-replay", at.kv_events_replay),
-        *(("--domain", f"{level}={place.topology_domains[level]}") for level in place.topology_levels
-          if level in place.topology_domains),
-        *(("--taint", taint) for taint in line.group.taints),
-        ("--kv-transfer-domain", place.kv_transfer_domain),
-        ("--kv-transfer-enforcement", place.kv_transfer_enforcement),
-        ("--kv-transfer-preferred-weight", place.kv_transfer_preferred_weight),
-        ("--engine-wait-s", ENGINE_WAIT_MAX_S),
-    ]  # fmt: skip
-    flags = [text for flag, value in given if value is not None for text in (flag, str(value))]
-    return ["worker", at.kind.value, *flags, *([] if at.publishes_kv_events else ["--no-kv-events"])]
+def pick_engine(fleet: FleetFile, kind: str, *, group: str | None, index: int) -> EngineLine:
+    """Return engine ``index`` of a group of engines of this kind. Raises ConfigError that names the flag."""
+    lines = [line for line in engine_lines(fleet) if line.engine.kind == kind]
+    names = list(dict.fromkeys(line.group.name for line in lines))
+    if not names:
+        raise ConfigError(f"--fleet: the file has no engines of kind {kind!r}", param="fleet")
+    if group is None and len(names) > 1:
+        raise ConfigError(f"--group: must be one of {', '.join(names)}", param="group")
+    if group is not None and group not in names:
+        raise ConfigError(f"--group: must be one of {', '.join(names)}, not {group!r}", param="group")
+    found = [line for line in lines if line.group.name == (group or names[0])]
+    if not 0 <= index < len(found):
+        raise ConfigError(
+            f"--index: group {found[0].group.name!r} has engines 0 to {len(found) - 1}, not {index}",
+            param="index",
+        )
+    return found[index]
+
+
+def worker_environ(line: EngineLine, environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment of a worker process: its own topology contract, else that of its group."""
+    own = parse_topology_env(environ)
+    contract = {str(name): value for name, value in line.group.topology_env.items()}
+    return environ if own.enabled else {**environ, **contract}
 
 
 def tokenizer_folders(fleet: FleetFile) -> dict[ModelName, Path]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -115,7 +116,7 @@ class AttachedFleet:
             await asyncio.sleep(TRIED_AGAIN_S)
 
     async def _joined(self, line: EngineLine) -> Worker:
-        spec = worker_spec(self._fleet, line, engine_key=self._engine_key)
+        spec = worker_spec(self._fleet, line, engine_key=self._engine_key, wait_s=math.inf)
         try:
             attached = await attach(spec.at, line.worker_id, on_awaited=lambda _: self._heard(line))
         except KvrouterError as error:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from http.client import HTTPConnection, HTTPException
 from importlib.util import find_spec
@@ -20,11 +20,18 @@ import uvloop
 
 from kvrouter.assembly.address import claimed, explained
 from kvrouter.assembly.described import numbered_workers
-from kvrouter.assembly.described_engines import engine_lines, tokenizer_folders, worker_arguments
+from kvrouter.assembly.described_engines import tokenizer_folders
 from kvrouter.assembly.family import Family
 from kvrouter.assembly.lifetime import told_to_stop
 from kvrouter.assembly.nats import nameable
-from kvrouter.config import DiscoveryBackend, FleetFile, LogFormat, Settings
+from kvrouter.config import (
+    AttachedEngineSpec,
+    DiscoveryBackend,
+    FleetFile,
+    LogFormat,
+    MockEngineSpec,
+    Settings,
+)
 from kvrouter.config.environment import environment_of
 from kvrouter.config.version import installed_version
 from kvrouter.core.errors import ConfigError
@@ -36,6 +43,9 @@ READY_WITHIN_S = 120.0
 """How long all processes may take to start; a machine with few cores starts many of them slowly. Engines that
 run already may be loading their models, and are waited for without a limit."""
 
+ENGINE_WAIT_S = 86_400
+"""How long a worker waits for an engine that runs already, before it is started again."""
+
 STOP_LIMIT_S = 15.0
 """How long a worker, or nats-server, may take to end once it was told to; then it is killed."""
 
@@ -45,27 +55,22 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class WorkerCommand(NamedTuple):
-    """One worker as a process: its name, the arguments of ``kvrouter``, and what its environment has more."""
+    """One worker as a process: its name, and the arguments of ``kvrouter``."""
 
     name: str
     arguments: Sequence[str]
-    environ: Mapping[str, str]
 
 
 def worker_commands(fleet: FleetFile, file: Path) -> list[WorkerCommand]:
     """The workers of a fleet file as processes."""
-    lines = {line.worker_id: line for line in engine_lines(fleet)}
     seen = Counter[str]()
     found = []
-    for worker_id, group in numbered_workers(fleet):
-        name, index = f"worker {group.name}/{seen[group.name]}", seen[group.name]
-        seen[group.name] += 1
-        if worker_id in lines:
-            contract = {str(variable): value for variable, value in group.topology_env.items()}
-            found.append(WorkerCommand(name, worker_arguments(fleet, lines[worker_id]), contract))
-        else:
-            of_file = ["worker", "mock", "--fleet", str(file), "--group", group.name, "--index", str(index)]
-            found.append(WorkerCommand(name, of_file, {}))
+    for _, group in numbered_workers(fleet):
+        index, seen[group.name] = seen[group.name], seen[group.name] + 1
+        of_file = ["--fleet", str(file), "--group", group.name, "--index", str(index)]
+        if isinstance(group.engine, AttachedEngineSpec):
+            of_file += ["--engine-wait-s", str(ENGINE_WAIT_S)]
+        found.append(WorkerCommand(f"worker {group.name}/{index}", ["worker", group.engine.kind, *of_file]))
     return found
 
 
@@ -96,12 +101,7 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
         environ = {**os.environ, **environment_of(run, "planes", "log")}
         try:
             for worker in workers:
-                await family.start(
-                    worker.name,
-                    _command(*worker.arguments),
-                    {**environ, **worker.environ},
-                    standby=("--standby",),
-                )
+                await family.start(worker.name, _command(*worker.arguments), environ, standby=("--standby",))
             for port in ports:
                 front = run.frontend.model_copy(update={"http_port": port})
                 of_front = environment_of(
@@ -112,7 +112,7 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
                     _command("frontend", "--config", str(file)),
                     {**os.environ, **of_front},
                 )
-            within_s = math.inf if any(engine_lines(fleet)) else READY_WITHIN_S
+            within_s = READY_WITHIN_S if _has_mocks_alone(fleet) else math.inf
             ready = asyncio.gather(
                 *(_until_ready(settings.frontend.http_host, port, within_s) for port in ports)
             )
@@ -156,6 +156,10 @@ async def free_ports(host: str, first: int, n: int) -> list[int]:
 
 def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "kvrouter.cli", *arguments]
+
+
+def _has_mocks_alone(fleet: FleetFile) -> bool:
+    return all(isinstance(group.engine, MockEngineSpec) for group in fleet.workers)
 
 
 async def _until_ready(host: str, port: int, within_s: float) -> None:

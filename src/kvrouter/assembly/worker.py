@@ -83,8 +83,8 @@ class MockWorkerSpec:
             raise ConfigError(f"--group: must be one of {', '.join(groups)}, not {group!r}", param="group")
         if not isinstance(found.engine, MockEngineSpec):
             raise ConfigError(
-                f"--group: {found.name!r} has no mock engines: its workers are started with "
-                f"kvrouter worker {found.engine.kind} --url …",
+                f"--group: {found.name!r} has no mock engines: its workers are run by "
+                f"kvrouter worker {found.engine.kind} --fleet",
                 param="group",
             )
         if not 0 <= index < found.n_workers:

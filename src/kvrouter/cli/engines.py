@@ -2,7 +2,10 @@
 
 import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import click
@@ -10,9 +13,16 @@ import click
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.place import place_options
 from kvrouter.cli.processes import begin, described
-from kvrouter.config.one_worker import FLAGS, fleet_of_one, worker_id_of
+from kvrouter.config.document import read_document
+from kvrouter.config.fleet import FleetFile
+from kvrouter.config.fleet_checks import load_fleet, settings_document
+from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
 from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import WorkerId
+
+if TYPE_CHECKING:
+    from kvrouter.assembly.engine_worker import EngineWorkerSpec
 
 _VLLM_HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
 
@@ -35,9 +45,49 @@ page on TensorRT-LLM shows how to start it. A key that it asks for is taken from
 """
 
 
+_FILE_OPTIONS = (
+    click.option(
+        "--fleet",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Take the worker from a fleet file, instead of --url and what goes with it.",
+    ),
+    click.option("--group", metavar="NAME", help="The group of the fleet file; with --fleet."),
+    click.option(
+        "--index",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Which engine of the group, from 0; with --fleet.",
+    ),
+)
+
+_PLACE_FLAGS = ("role", "domain", "taint", "kv_transfer_domain", "kv_transfer_enforcement",
+                "kv_transfer_preferred_weight")  # fmt: skip
+"""What the flags say of the worker in the words of a fleet file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFlags:
+    """What the flags say of the engine. A fleet file says all of it by itself."""
+
+    url: str | None = None
+    model: str | None = None
+    tokenizer: Path | None = None
+    block_size: int | None = None
+    context_length: int | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    no_kv_events: bool = False
+
+
+_ENGINE_FLAGS = tuple(field.name for field in fields(EngineFlags))
+
+
 def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
     options = [
-        click.option("--url", required=True, metavar="URL", help="Its server, as http://127.0.0.1:8000."),
+        click.option("--url", metavar="URL", help="Its server, as http://127.0.0.1:8000."),
+        *_FILE_OPTIONS,
         click.option(
             "--model", metavar="NAME", help="Which of the names that it serves.  [default: the first]"
         ),
@@ -107,57 +157,96 @@ def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
 def _serve(
     kind: str,
     *,
-    url: str,
-    model: str | None,
-    tokenizer: Path | None,
-    role: str | None,
+    fleet: Path | None,
+    group: str | None,
+    index: int,
     worker_id: int | None,
-    block_size: int | None,
-    context_length: int | None,
-    kv_events: str | None,
-    kv_events_replay: str | None,
-    no_kv_events: bool,
     enable_local_indexer: bool,
     is_standby: bool,
     engine_wait_s: float,
     drain_limit_s: float,
     **flags: object,
 ) -> None:
-    said = described({"role": role, **{name: flags.pop(name) for name in tuple(flags) if name in FLAGS}})
+    said = described({name: flags.pop(name) for name in (*_ENGINE_FLAGS, *_PLACE_FLAGS)})
+    if not said["no_kv_events"]:
+        del said["no_kv_events"]
     setting_flags = {name: value for name, value in flags.items() if isinstance(value, str | bool)}
-    loaded = load_settings(flags=given_flags(dict(setting_flags)), environ=os.environ, document=None)
+    document = None if fleet is None else read_document(fleet)
+    loaded = load_settings(
+        flags=given_flags(dict(setting_flags)),
+        environ=os.environ,
+        document=None if document is None else settings_document(document),
+    )
     begin(loaded)
-    if kv_events_replay is not None and kv_events is None:
-        raise click.UsageError("--kv-events-replay: only together with --kv-events")
-    if no_kv_events and kv_events is not None:
-        raise click.UsageError("--no-kv-events and --kv-events contradict each other")
-    of_fleet = fleet_of_one(said)
-    group = of_fleet.workers[0]
+    from kvrouter.assembly.described_engines import pick_engine, worker_environ, worker_spec  # noqa: PLC0415
+    from kvrouter.assembly.engine_worker import serve_engine_worker  # noqa: PLC0415
+
+    environ: Mapping[str, str] = os.environ
+    engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
+    if document is None:
+        if group is not None or index:
+            raise click.UsageError("--group and --index are about the engines of --fleet")
+        engine = EngineFlags(**{name: said.pop(name) for name in _ENGINE_FLAGS if name in said})  # type: ignore[arg-type]  # click checked them
+        spec = _spec_of_flags(
+            kind,
+            engine,
+            fleet_of_one(said),
+            engine_key=engine_key,
+            worker_id=worker_id_of(worker_id),
+            wait_s=engine_wait_s,
+        )
+    else:
+        if said:
+            given = ", ".join(flag_of(name) for name in said)
+            raise click.UsageError(f"{given}: the fleet file says so already")
+        of_file = load_fleet(document).fleet
+        line = pick_engine(of_file, kind, group=group, index=index)
+        spec = worker_spec(of_file, line, engine_key=engine_key, wait_s=engine_wait_s)
+        if worker_id is not None:
+            spec = replace(spec, worker_id=worker_id_of(worker_id))
+        environ = worker_environ(line, os.environ)
+    spec = replace(spec, enable_local_indexer=enable_local_indexer, is_standby=is_standby)
+    sys.exit(serve_engine_worker(loaded.settings, spec, environ, drain_limit_s=drain_limit_s))
+
+
+def _spec_of_flags(
+    kind: str,
+    engine: EngineFlags,
+    place: FleetFile,
+    *,
+    engine_key: str | None,
+    worker_id: WorkerId,
+    wait_s: float,
+) -> "EngineWorkerSpec":
     from kvrouter.assembly.attach_words import EngineAt, EngineKind  # noqa: PLC0415
     from kvrouter.assembly.described import placed_config  # noqa: PLC0415
-    from kvrouter.assembly.engine_worker import EngineWorkerSpec, serve_engine_worker  # noqa: PLC0415
+    from kvrouter.assembly.engine_worker import EngineWorkerSpec  # noqa: PLC0415
 
-    spec = EngineWorkerSpec(
+    if engine.url is None:
+        raise click.UsageError("--url: is required, unless --fleet names a file")
+    if engine.kv_events_replay is not None and engine.kv_events is None:
+        raise click.UsageError("--kv-events-replay: only together with --kv-events")
+    if engine.no_kv_events and engine.kv_events is not None:
+        raise click.UsageError("--no-kv-events and --kv-events contradict each other")
+    (group,) = place.workers
+    return EngineWorkerSpec(
         at=EngineAt(
             kind=EngineKind(kind),
-            url=_checked_url(url),
+            url=_checked_url(engine.url),
+            wait_s=wait_s,
             role=group.role,
-            model=model,
-            block_size=block_size,
-            context_length=context_length,
-            kv_events=kv_events,
-            kv_events_replay=kv_events_replay,
-            publishes_kv_events=not no_kv_events,
-            api_key=os.environ.get(ENGINE_KEY_VARIABLE) or None,
-            wait_s=engine_wait_s,
+            model=engine.model,
+            block_size=engine.block_size,
+            context_length=engine.context_length,
+            kv_events=engine.kv_events,
+            kv_events_replay=engine.kv_events_replay,
+            publishes_kv_events=not engine.no_kv_events,
+            api_key=engine_key,
         ),
-        worker_id=worker_id_of(worker_id),
-        tokenizer=tokenizer,
-        runtime_config=placed_config(of_fleet, group),
-        enable_local_indexer=enable_local_indexer,
-        is_standby=is_standby,
+        worker_id=worker_id,
+        tokenizer=engine.tokenizer,
+        runtime_config=placed_config(place, group),
     )
-    sys.exit(serve_engine_worker(loaded.settings, spec, os.environ, drain_limit_s=drain_limit_s))
 
 
 def _checked_url(url: str) -> str:
