@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.openai.engine import Look
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.trtllm.facts import TrtllmFacts, ask_facts
@@ -122,6 +122,42 @@ async def test_what_cannot_be_read_is_refused(
 
 async def test_its_load_is_that_of_its_last_iteration(server: EngineServer) -> None:
     assert await ways().look(server) == Look((BUSY,))
+
+
+def took(kv_bytes: int, start_s: float, end_s: float) -> dict[str, object]:
+    timing = {"kv_cache_size": kv_bytes, "kv_cache_transfer_start": start_s, "kv_cache_transfer_end": end_s}
+    return {"request_id": 1, "ctx_request_id": 2, "perf_metrics": {"first_iter": 1, "timing_metrics": timing}}
+
+
+async def test_a_decode_engine_tells_what_kv_it_fetched(engine: ScriptedTrtllm, server: EngineServer) -> None:
+    looking = TrtllmWays(WorkerId(7), FACTS, block_size=32, fetches_kv=True)
+    assert (await looking.look(server)).loads == (BUSY,)
+    engine.set_json("/perf_metrics", [took(100, 5.0, 5.5), {"perf_metrics": {"timing_metrics": {}}}])
+    (report,) = (await looking.look(server)).loads
+    assert report.kv_transfers == KvTransfers(transfers=1, bytes=100, seconds=0.5)
+    engine.set_json("/perf_metrics", [took(50, 7.0, 6.0), took(50, 8.0, 8.25)])
+    (report,) = (await looking.look(server)).loads
+    assert report.kv_transfers == KvTransfers(transfers=3, bytes=200, seconds=0.75)
+    engine.set_json("/perf_metrics", [])
+    engine.set_json("/metrics", [])
+    idle = [await looking.look(server) for _ in range(IDLE_AFTER_LOOKS)][-1]
+    assert [load.kv_transfers for load in idle.loads] == [report.kv_transfers]
+    engine.set_json("/perf_metrics", [took(-1, 0.0, 0.0)])
+    with pytest.raises(ProtocolError) as caught:
+        await looking.look(server)
+    assert caught.value.param == "/perf_metrics"
+
+
+async def test_other_engines_are_not_asked_for_it(engine: ScriptedTrtllm, server: EngineServer) -> None:
+    await ways().look(server)
+    assert engine.asked["/perf_metrics"] == 0
+
+
+async def test_an_engine_that_is_too_busy_to_tell_of_its_cache_is_asked_the_rest(
+    engine: ScriptedTrtllm, server: EngineServer
+) -> None:
+    engine.set_page("/metrics", "", status=500)
+    assert await ask_facts(server) == replace(FACTS, block_size=None, total_blocks=None)
 
 
 async def test_an_engine_that_runs_nothing_any_more_holds_nothing(

@@ -10,6 +10,7 @@ from kvrouter.assembly.attach_words import (
 )
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import Role
 from kvrouter.engines.customs.telling import Telling
 from kvrouter.engines.openai.engine import ServedEngine, Told
 from kvrouter.engines.openai.server import EngineServer
@@ -36,8 +37,9 @@ def attach_trtllm(server: EngineServer, facts: TrtllmFacts, at: EngineAt, worker
             f"the engine at {at.url} has not told its load, nor how many KV blocks it has: it does so only "
             "with enable_iter_perf_stats: true",
         )
+    ways = TrtllmWays(worker_id, facts, block_size=block_size, fetches_kv=at.role is Role.DECODE)
     return Attached(
-        engine=ServedEngine(server, TrtllmWays(worker_id, facts, block_size=block_size), told),
+        engine=ServedEngine(server, ways, told),
         version=f"tensorrt_llm {facts.version}",
         model=model,
         tokenizer=facts.model,

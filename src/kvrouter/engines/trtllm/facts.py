@@ -2,25 +2,21 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.errors import ConfigError
 from kvrouter.engines.openai.metrics import read_metrics
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.trtllm.loads import Iteration, ask_iteration, decoded
 from kvrouter.planes.requests.port import WorkerUnreachable
-
-T = TypeVar("T")
 
 OWNER = "tensorrt_llm"
 """Whom the server names as its model's owner: by that it is known from other engines' servers."""
 
 HEALTH = "/health"
 SERVER_INFO = "/server_info"
-
-ITERATIONS = "/metrics"
-"""JSON: the statistics of the iterations that nobody asked for yet."""
 
 GENERATE_ONE = "/health_generate"
 """Makes the engine generate one token: an engine that has run nothing yet tells nothing of its cache."""
@@ -70,26 +66,9 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
-class CacheStats(msgspec.Struct, frozen=True, rename="camel"):
-    """``kvCacheStats``: used are the blocks that running requests hold."""
-
-    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)]
-    max_num_blocks: int
-    used_num_blocks: int = 0
-
-
-class Iteration(msgspec.Struct, frozen=True, rename="camel"):
-    """What the engine says of one of its iterations."""
-
-    num_active_requests: int = 0
-    num_queued_requests: int = 0
-    kv_cache_stats: CacheStats | None = None
-
-
 _version = msgspec.json.Decoder(_Version)
 _models = msgspec.json.Decoder(_Models)
 _server_info = msgspec.json.Decoder(_ServerInfo)
-_iterations = msgspec.json.Decoder(tuple[Iteration, ...])
 
 
 async def ask_facts(server: EngineServer) -> TrtllmFacts:
@@ -100,15 +79,10 @@ async def ask_facts(server: EngineServer) -> TrtllmFacts:
     """
     version, model = await ask_name(server)
     told = await server.look(SERVER_INFO)
-    block_size = None if told is None else _decoded(_server_info, told, SERVER_INFO).tokens_per_block
-    last = await ask_iteration(server)
+    block_size = None if told is None else decoded(_server_info, told, SERVER_INFO).tokens_per_block
+    last = await _iteration_of(server)
     if last is None and block_size is None:
-        try:
-            await server.look(GENERATE_ONE)
-        except WorkerUnreachable:
-            pass  # then its operator has to say what it does not tell
-        else:
-            last = await ask_iteration(server)
+        last = await _iteration_of(server, GENERATE_ONE)
     cache = None if last is None else last.kv_cache_stats
     return TrtllmFacts(
         version=version,
@@ -126,28 +100,24 @@ async def ask_name(server: EngineServer) -> tuple[str, str]:
     if version is None or models is None:
         missing = "/version" if version is None else "/v1/models"
         raise ConfigError(f"--url: {server.url} has no {missing}: is it TensorRT-LLM's server?", param="url")
-    model = _decoded(_models, models, "/v1/models").data[0]
+    model = decoded(_models, models, "/v1/models").data[0]
     if model.owned_by != OWNER:
         raise ConfigError(
             f"--url: {server.url} serves a model that is owned by {model.owned_by!r}, not {OWNER!r}: "
             "is it TensorRT-LLM's server?",
             param="url",
         )
-    return _decoded(_version, version, "/version").version, model.id
+    return decoded(_version, version, "/version").version, model.id
 
 
-async def ask_iteration(server: EngineServer) -> Iteration | None:
-    """Ask for the last iteration that told of its cache; None when none did since somebody asked.
-
-    Raises WorkerUnreachable or ProtocolError.
-    """
-    iterations = await _iterations_of(server)
-    return next((each for each in reversed(iterations) if each.kv_cache_stats is not None), None)
-
-
-async def _iterations_of(server: EngineServer) -> tuple[Iteration, ...]:
-    page = await server.look(ITERATIONS)
-    return () if page is None else _decoded(_iterations, page, ITERATIONS)
+async def _iteration_of(server: EngineServer, path: str | None = None) -> Iteration | None:
+    """Ask for the last iteration, after ``path``; what does not tell it is said by the engine's operator."""
+    try:
+        if path is not None:
+            await server.look(path)
+        return await ask_iteration(server)
+    except WorkerUnreachable:
+        return None
 
 
 async def _context_length(server: EngineServer) -> int | None:
@@ -155,10 +125,3 @@ async def _context_length(server: EngineServer) -> int | None:
     samples = {} if page is None else read_metrics(page, (CONFIG_METRIC,))
     told = [sample.labels.get("max_model_len", "") for sample in samples.get(CONFIG_METRIC, ())]
     return next((int(each) for each in told if each.isdecimal()), None)
-
-
-def _decoded(decoder: "msgspec.json.Decoder[T]", body: bytes, path: str) -> T:
-    try:
-        return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"{path}: {error}", param=path) from error

@@ -1,10 +1,8 @@
 """How TensorRT-LLM's server is asked."""
 
-from msgspec.structs import replace
-
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.engines.openai.engine import EngineCall, Look, another_engine
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.trtllm.calls import call_of
@@ -13,9 +11,9 @@ from kvrouter.engines.trtllm.facts import (
     HEALTH,
     SHARED_IDS,
     TrtllmFacts,
-    ask_iteration,
     ask_name,
 )
+from kvrouter.engines.trtllm.loads import ask_fetched, ask_iteration
 from kvrouter.planes.requests.port import WorkerUnreachable
 
 IDLE_AFTER_LOOKS = 2
@@ -27,16 +25,21 @@ RANK = DpRank(0)
 
 
 class TrtllmWays:
-    """``block_size`` is what its worker's card says. Nothing here tells two starts apart; the engine's events
-    do. After a look that failed it is asked for its model's name anew.
+    """``block_size`` is what its worker's card says; with ``fetches_kv`` it is asked what KV it has fetched.
+    Nothing here tells two starts apart; the engine's events do. After a look that failed it is asked for its
+    model's name anew.
     """
 
-    def __init__(self, worker_id: WorkerId, facts: TrtllmFacts, *, block_size: int) -> None:
+    def __init__(
+        self, worker_id: WorkerId, facts: TrtllmFacts, *, block_size: int, fetches_kv: bool = False
+    ) -> None:
         self._rank = WorkerRank(worker_id, RANK)
         self._facts = facts
         self._block_size = block_size
         self._has_shared_ids = facts.is_from(SHARED_IDS)
         self._tells_load = facts.is_from(ANSWERS_AT_ONCE)
+        self._fetches_kv = fetches_kv
+        self._fetched: KvTransfers | None = None
         self._last: LoadReport | None = None
         self._looks_without = 0
         self._is_known = True
@@ -60,6 +63,8 @@ class TrtllmWays:
 
     async def _loads(self, server: EngineServer) -> tuple[LoadReport, ...]:
         try:
+            if self._fetches_kv:
+                self._fetched = await ask_fetched(server, self._fetched)
             iteration = await ask_iteration(server)
         except WorkerUnreachable:
             return ()  # it is well, and too busy to tell
@@ -75,6 +80,7 @@ class TrtllmWays:
             total_blocks=cache.max_num_blocks,
             running_requests=iteration.num_active_requests,
             waiting_requests=iteration.num_queued_requests,
+            kv_transfers=self._fetched,
         )
         return (self._last,)
 
@@ -83,7 +89,7 @@ class TrtllmWays:
         self._looks_without += 1
         if self._last is None or self._looks_without < IDLE_AFTER_LOOKS:
             return ()
-        return (replace(self._last, active_blocks=0, running_requests=0, waiting_requests=0),)
+        return (LoadReport(self._rank, 0, self._last.total_blocks, kv_transfers=self._fetched),)
 
     async def _check_same(self, server: EngineServer) -> None:
         """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
