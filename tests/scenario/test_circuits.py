@@ -231,6 +231,19 @@ async def test_legs_that_break_with_one_connection_are_one_failure() -> None:
     assert state(bench) is CircuitState.CLOSED
 
 
+async def test_what_the_request_plane_knows_needs_no_circuit() -> None:
+    config = KvRouterConfig(circuit_failures=1, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, card(1), card(2), config=config)
+    reading = asyncio.create_task(read_all(bench))
+    first = await plane.wait_for(Leg.AGGREGATED)
+    plane.followers[first.address](False)
+    first.die()
+    (await plane.wait_for(Leg.AGGREGATED, nth=1)).tokens(1, finish=FinishReason.STOP)
+    assert await reading == [1]
+    assert state(bench, 1) is state(bench, 2) is CircuitState.CLOSED
+
+
 async def test_a_new_start_of_a_worker_begins_anew() -> None:
     plane = ScriptedPlane(Script(1))
     bench = await bench_of(plane, card(1), card(2), config=LONG)

@@ -260,3 +260,17 @@ async def test_its_prefill_leg_has_the_deadline_of_a_first_token() -> None:
     assert plane.opened[0].cancelled_for is not None
     assert bench.booked() == 0
     assert bench.telemetry.circuits_opened.value("mock", "1", "silent") == 1
+
+
+async def test_its_answer_may_take_longer_once_it_is_prefilled() -> None:
+    plane = ScriptedPlane()
+    bench = await bench_of(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))
+    async with bench.service.generate(asked_at_once()) as generation:
+        reading = asyncio.create_task(anext(generation))
+        (await plane.wait_for(Leg.PREFILL)).feed(
+            EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 7})
+        )
+        stream = await plane.wait_for(Leg.DECODE)
+        await asyncio.sleep(1.1)  # the deadline passes, and nothing is to happen
+        stream.feed(EngineChunk(raw=b"{}", finish=FinishReason.STOP))
+        assert (await reading).raw == b"{}"
