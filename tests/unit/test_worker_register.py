@@ -4,7 +4,16 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, Taint, WorkerId
-from kvrouter.core.workers import Enforcement, ModelInput, ModelRuntimeConfig, ModelType, Role, WorkerCard
+from kvrouter.core.workers import (
+    Enforcement,
+    EventLane,
+    EventSource,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    Role,
+    WorkerCard,
+)
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.worker.register import new_incarnation, register_llm
 
@@ -50,6 +59,25 @@ async def register(
 async def test_the_role_follows_from_the_type(model_type: ModelType, disaggregated: bool, role: Role) -> None:
     card = await register(MemoryDiscovery(), model_type, disaggregated=disaggregated)
     assert (card.role, card.serves) == (role, model_type)
+
+
+async def test_where_it_is_heard_and_what_it_is_tokenized_with_are_on_its_card() -> None:
+    source = EventSource(EventLane.ZMQ, "tcp://h:1", "tcp://h:2")
+    card = await register_llm(
+        MemoryDiscovery(),
+        model="m",
+        worker_id=3,
+        model_input=ModelInput.Tokens,
+        model_type=ModelType.Chat,
+        address="test://3",
+        block_size=16,
+        context_length=1024,
+        event_source=source,
+        tokenizer="/models/m",
+    )
+    assert (card.event_source, card.tokenizer) == (source, "/models/m")
+    alone = await register(MemoryDiscovery())
+    assert (alone.event_source.lane, alone.tokenizer) == (EventLane.MEMORY, None)
 
 
 async def test_a_registered_worker_is_discovered() -> None:

@@ -4,7 +4,15 @@ import secrets
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WORKER_IDS, Epoch, ModelName, WorkerId
-from kvrouter.core.workers import ModelInput, ModelRuntimeConfig, ModelType, Role, WorkerCard
+from kvrouter.core.workers import (
+    EventLane,
+    EventSource,
+    ModelInput,
+    ModelRuntimeConfig,
+    ModelType,
+    Role,
+    WorkerCard,
+)
 from kvrouter.planes.discovery.port import Discovery
 from kvrouter.topology import validate_runtime_config
 
@@ -44,6 +52,8 @@ async def register_llm(
     endpoint: str = "generate",
     runtime_config: ModelRuntimeConfig | None = None,
     publishes_kv_events: bool = True,
+    event_source: EventSource | None = None,
+    tokenizer: str | None = None,
     incarnation: Epoch | None = None,
 ) -> WorkerCard:
     """Publish a worker of ``model`` and return its card.
@@ -51,6 +61,8 @@ async def register_llm(
     ``address`` is where the request plane reaches it; ``block_size`` and ``context_length`` are in tokens.
     Prefill workers register ``ModelType.Prefill``, all others ``ModelType.Chat | ModelType.Completions``;
     ``disaggregated`` ones of these take decode legs only. KV routing needs ``ModelInput.Tokens``.
+    ``event_source`` is where the worker's events are heard, as its end of the event plane says (without one:
+    in this process); ``tokenizer`` the model's folder, for frontends that were given none of their own.
 
     Raises ConfigError, whose ``param`` names the argument, for a card that cannot be routed to.
     """
@@ -82,6 +94,8 @@ async def register_llm(
         model_input=model_input,
         serves=model_type,
         publishes_kv_events=publishes_kv_events,
+        event_source=event_source or EventSource(EventLane.MEMORY),
+        tokenizer=tokenizer,
         runtime_config=runtime_config or ModelRuntimeConfig(),
     )
     await discovery.publish(card)
