@@ -4,11 +4,20 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.support.engine_attached import KINDS, SERVED_KINDS, AttachedEngine, PairOfEngines
-from tests.support.engine_laws import AnswerLaws, CacheLaws, CallLaws, EndingLaws, RefusalLaws, SaltLaws
+from tests.support.engine_attached import KINDS, SERVED_KINDS, SLOW_MS, AttachedEngine, PairOfEngines
+from tests.support.engine_laws import (
+    AnswerLaws,
+    CacheLaws,
+    CallEndingLaws,
+    CallLaws,
+    EndingLaws,
+    RefusalLaws,
+    SaltLaws,
+)
 from tests.support.engine_laws_some import (
     FullLaws,
     HandedLaws,
+    PairEndingLaws,
     PairLaws,
     RankLaws,
     StartLaws,
@@ -19,7 +28,16 @@ from tests.support.engine_laws_some import (
 ALONE = sorted({*KINDS} - {"mock-meeting"})
 
 
-class TestEveryEngine(AnswerLaws, RefusalLaws, CacheLaws, EndingLaws, FullLaws):
+class TestEverySlowEngine(EndingLaws, FullLaws):
+    """All kinds, with legs that go on."""
+
+    @pytest.fixture(params=ALONE)
+    async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
+        async with KINDS[request.param].alone(decode_ms=SLOW_MS) as found:
+            yield found
+
+
+class TestEveryEngine(AnswerLaws, RefusalLaws, CacheLaws):
     """All kinds."""
 
     @pytest.fixture(params=ALONE)
@@ -37,8 +55,17 @@ class TestEnginesWithSalts(SaltLaws):
             yield found
 
 
-class TestServedEngines(CallLaws, WatchedLaws):
-    """Those that are processes of their own, and take calls as clients wrote them."""
+class TestSlowServedEngines(CallEndingLaws, WatchedLaws):
+    """Those that are processes of their own, with legs that go on."""
+
+    @pytest.fixture(params=sorted(SERVED_KINDS))
+    async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
+        async with SERVED_KINDS[request.param].alone(decode_ms=SLOW_MS) as found:
+            yield found
+
+
+class TestServedEngines(CallLaws):
+    """Those that take calls as clients wrote them."""
 
     @pytest.fixture(params=sorted(SERVED_KINDS))
     async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
@@ -47,11 +74,11 @@ class TestServedEngines(CallLaws, WatchedLaws):
 
 
 class TestEnginesOfTwoRanks(RankLaws):
-    """Those that are asked for a rank here."""
+    """Those that are asked for a rank here, with legs that go on."""
 
     @pytest.fixture(params=["mock", "vllm"])
     async def at(self, request: pytest.FixtureRequest) -> AsyncIterator[AttachedEngine]:
-        async with KINDS[request.param].alone(n_ranks=2) as found:
+        async with KINDS[request.param].alone(n_ranks=2, decode_ms=SLOW_MS) as found:
             yield found
 
 
@@ -84,6 +111,15 @@ class TestPairs(PairLaws):
     @pytest.fixture
     async def at(self) -> AsyncIterator[AttachedEngine]:
         async with KINDS["mock"].alone() as found:
+            yield found
+
+
+class TestSlowPairs(PairEndingLaws):
+    """All ways to hand KV over, with legs that go on."""
+
+    @pytest.fixture(params=sorted(KINDS))
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+        async with KINDS[request.param].pair(decode_ms=SLOW_MS) as found:
             yield found
 
 

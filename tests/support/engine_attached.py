@@ -23,7 +23,7 @@ from kvrouter.engines.vllm.events import decode as decode_vllm
 from kvrouter.engines.vllm.facts import ask_facts as ask_vllm
 from kvrouter.engines.vllm.ways import VllmWays
 from kvrouter.mock import MockConfig
-from tests.support.engine_small import SMALL_TIMING, SmallEngine, Tongue, small_engine
+from tests.support.engine_small import SmallEngine, Tongue, small_engine, timing
 from tests.support.engine_small_sglang import SglangTongue
 from tests.support.engine_small_trtllm import TrtllmTongue
 from tests.support.engine_small_vllm import VllmTongue
@@ -39,6 +39,9 @@ RUNNING_MAX = 4
 WAITING_MAX = 4
 MEETS_AT = ("127.0.0.1", 8998)
 IN_TIME_S = 120.0
+QUICK_MS = 2.0
+SLOW_MS = 100.0
+"""How long a token takes: where the law is of legs that go on, no machine is too slow for it."""
 
 
 @dataclass
@@ -146,7 +149,9 @@ async def _started(
         await engine.stop()
 
 
-def config(role: Role = Role.BOTH, *, meets: bool = False, n_ranks: int = 1) -> MockConfig:
+def config(
+    role: Role = Role.BOTH, *, meets: bool = False, n_ranks: int = 1, decode_ms: float = QUICK_MS
+) -> MockConfig:
     """A small engine."""
     return MockConfig(
         role=role,
@@ -156,7 +161,7 @@ def config(role: Role = Role.BOTH, *, meets: bool = False, n_ranks: int = 1) -> 
         max_num_seqs=RUNNING_MAX,
         max_waiting_seqs=WAITING_MAX,
         vocab_size=2_000,
-        timing=SMALL_TIMING,
+        timing=timing(decode_ms),
         bootstrap_host=MEETS_AT[0] if meets else None,
         bootstrap_port=MEETS_AT[1] if meets else None,
     )
@@ -165,10 +170,12 @@ def config(role: Role = Role.BOTH, *, meets: bool = False, n_ranks: int = 1) -> 
 class Kind(Protocol):
     """One kind of engine, brought up for one test."""
 
-    def alone(self, *, n_ranks: int = 1) -> AbstractAsyncContextManager[AttachedEngine]:
+    def alone(
+        self, *, n_ranks: int = 1, decode_ms: float = QUICK_MS
+    ) -> AbstractAsyncContextManager[AttachedEngine]:
         """One that serves whole requests."""
 
-    def pair(self) -> AbstractAsyncContextManager[PairOfEngines]:
+    def pair(self, *, decode_ms: float = QUICK_MS) -> AbstractAsyncContextManager[PairOfEngines]:
         """Two that share the legs of requests."""
 
 
@@ -179,16 +186,16 @@ class MockKind:
         self._meets = meets
 
     @asynccontextmanager
-    async def alone(self, *, n_ranks: int = 1) -> AsyncIterator[AttachedEngine]:
-        async with self._one(MockCluster(), 1, config(n_ranks=n_ranks)) as found:
+    async def alone(self, *, n_ranks: int = 1, decode_ms: float = QUICK_MS) -> AsyncIterator[AttachedEngine]:
+        async with self._one(MockCluster(), 1, config(n_ranks=n_ranks, decode_ms=decode_ms)) as found:
             yield found
 
     @asynccontextmanager
-    async def pair(self) -> AsyncIterator[PairOfEngines]:
+    async def pair(self, *, decode_ms: float = QUICK_MS) -> AsyncIterator[PairOfEngines]:
         cluster = MockCluster()
         async with (
             self._one(cluster, 1, config(Role.PREFILL, meets=self._meets)) as prefill,
-            self._one(cluster, 2, config(Role.DECODE)) as decode,
+            self._one(cluster, 2, config(Role.DECODE, decode_ms=decode_ms)) as decode,
         ):
             yield PairOfEngines(prefill, decode, MEETS_AT if self._meets else None)
 
@@ -208,16 +215,16 @@ class ServedKind:
         self._meets = meets
 
     @asynccontextmanager
-    async def alone(self, *, n_ranks: int = 1) -> AsyncIterator[AttachedEngine]:
+    async def alone(self, *, n_ranks: int = 1, decode_ms: float = QUICK_MS) -> AsyncIterator[AttachedEngine]:
         async with AsyncExitStack() as stack:
-            yield await self._one(stack, MockCluster(), config(n_ranks=n_ranks))
+            yield await self._one(stack, MockCluster(), config(n_ranks=n_ranks, decode_ms=decode_ms))
 
     @asynccontextmanager
-    async def pair(self) -> AsyncIterator[PairOfEngines]:
+    async def pair(self, *, decode_ms: float = QUICK_MS) -> AsyncIterator[PairOfEngines]:
         cluster = MockCluster()
         async with AsyncExitStack() as stack:
             prefill = await self._one(stack, cluster, config(Role.PREFILL, meets=self._meets))
-            decode = await self._one(stack, cluster, config(Role.DECODE))
+            decode = await self._one(stack, cluster, config(Role.DECODE, decode_ms=decode_ms))
             yield PairOfEngines(prefill, decode, MEETS_AT if self._meets else None)
 
     async def _one(self, stack: AsyncExitStack, cluster: MockCluster, of: MockConfig) -> AttachedEngine:

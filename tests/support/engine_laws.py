@@ -292,6 +292,10 @@ class CallLaws:
         assert cached_tokens_of(chunks) == 2 * at.block_size
         assert b'"usage":{' in b"".join(chunk.raw for chunk in chunks)
 
+
+class CallEndingLaws:
+    """A client that leaves is gone."""
+
     @pytest.mark.parametrize("stream", [True, False])
     async def test_a_client_that_leaves_ends_its_leg(self, at: AttachedEngine, stream: bool) -> None:
         given_up = await at.engine.submit(written(new_prompt(40), stream=stream, max_tokens=LONG_TOKENS))

@@ -134,6 +134,10 @@ class PairLaws:
             await until(lambda engine=engine: not engine.told.active_blocks)  # type: ignore[misc]
             assert engine.told.wrong == []
 
+
+class PairEndingLaws:
+    """A client of two engines leaves."""
+
     async def test_a_decode_leg_that_is_cancelled_is_gone(self, pair: PairOfEngines) -> None:
         request, _ = await prefilled(pair, new_prompt(70), max_tokens=LONG_TOKENS)
         stream = await pair.decode.engine.submit(request)

@@ -28,15 +28,18 @@ from tests.support.engine_server import EVENT_STREAM, JSON
 
 R0 = DpRank(0)
 
-SMALL_TIMING = Timing(
-    prefill_quadratic=0.0,
-    prefill_linear=0.0,
-    prefill_base=2.0,
-    decode_quadratic=0.0,
-    decode_linear=0.0,
-    decode_base=2.0,
-)
-"""Quick, and slow enough that an answer of hundreds of tokens can be cancelled in its middle."""
+
+def timing(decode_ms: float) -> Timing:
+    """Prompts are quick, and each token of an answer takes so long."""
+    return Timing(
+        prefill_quadratic=0.0,
+        prefill_linear=0.0,
+        prefill_base=2.0,
+        decode_quadratic=0.0,
+        decode_linear=0.0,
+        decode_base=decode_ms,
+    )
+
 
 _worker_ids = count(1)
 _names = count()
