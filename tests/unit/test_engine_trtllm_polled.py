@@ -12,7 +12,7 @@ from kvrouter.core.events import Cleared, KvEvent, Stored
 from kvrouter.core.ids import DpRank
 from kvrouter.engines.customs.telling import Listener
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.trtllm.polled import Polled
+from kvrouter.engines.trtllm.polled import EVENTS_AT_ONCE, Polled
 from tests.support.trtllm_answers import ScriptedTrtllm, created, native, removed, scripted_trtllm, stored
 from tests.support.waits import until
 
@@ -77,6 +77,13 @@ async def test_what_polls_bring_is_one_stream() -> None:
         await polled(engine, [native(2, stored(C, parent=2)), native(3, removed(3))])
         assert [type(event).__name__ for event in told.events] == ["Stored", "Stored", "Removed"]
         assert (told.is_partial(), told.changes) == (False, [])
+
+
+async def test_all_of_a_long_poll_is_heard() -> None:
+    blocks = [native(n, stored((n, [n, n, n, n]))) for n in range(1, 3 * EVENTS_AT_ONCE)]
+    async with hearing([native(0, created()), *blocks]) as (engine, told):
+        await polled(engine)
+        assert (told.stored, told.is_partial()) == (len(blocks), False)
 
 
 async def test_events_that_are_missing_empty_the_rank_until_it_is_cleared() -> None:

@@ -22,6 +22,9 @@ POLL_EACH_S = 0.1
 POLL_LIMIT_S = 120.0
 """How long an answer may take. What an answer brings that nobody waits for any more is lost."""
 
+EVENTS_AT_ONCE = 256
+"""After so many events of one answer others have their turn: the first one may bring all that waited."""
+
 
 @dataclass(frozen=True, slots=True)
 class Polled:
@@ -48,8 +51,9 @@ class PollingListener:
     """Asks from :meth:`start` to :meth:`stop`.
 
     An engine's first event tells that it made its cache: until that one came, others may have been told to
-    somebody else. An id that comes again is of another start of the engine. Events of ranks other than the
-    first are let go: its server cannot be asked for a rank.
+    somebody else. An id that comes again is of another start of the engine; events of an answer that broke
+    off are missing once the next one comes. Events of ranks other than the first are let go: its server
+    cannot be asked for a rank.
     """
 
     def __init__(
@@ -98,7 +102,8 @@ class PollingListener:
         while True:
             try:
                 async with asyncio.timeout(POLL_LIMIT_S):
-                    self._hear(await self._server.ask(EVENTS, b""))
+                    answer = await self._server.ask(EVENTS, b"")
+                await self._hear(answer)
             except InvalidRequest as error:
                 self._end(f"it cannot be asked for KV events: {error.message}")
                 return
@@ -109,9 +114,10 @@ class PollingListener:
                 pass  # whether it answers at all is told by the looks at it
             await asyncio.sleep(self._poll_each_s)
 
-    def _hear(self, answer: bytes) -> None:
-        polled = native_batches(answer)
-        for dp_rank, batch in polled:
+    async def _hear(self, answer: bytes) -> None:
+        for n_heard, (dp_rank, batch) in enumerate(native_batches(answer), start=1):
+            if n_heard % EVENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if dp_rank != FIRST_RANK:
                 self._tell_of(dp_rank)
                 continue
