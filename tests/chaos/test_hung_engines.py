@@ -1,0 +1,72 @@
+"""An engine that hangs beside a worker that lives: connections are taken, and nothing is ever answered."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from kvrouter.text.words import MOCK_FOLDER
+from tests.support.engine_process import EngineProcess, engine_process
+from tests.support.processes import Fleet, Frontend, eventually, fleet
+
+TTFT_S = 3.0
+SETTINGS = {
+    "DYN_EVENT_PLANE": "zmq",
+    "KVROUTER_TTFT_TIMEOUT_S": str(TTFT_S),
+    "KVROUTER_CIRCUIT_OPEN_S": "1",
+}
+HUNG = 1
+
+
+async def beside(processes: Fleet, engine: EngineProcess, worker_id: int) -> None:
+    flags = ("--url", engine.url, "--no-kv-events", "--worker-id", str(worker_id))
+    await processes.worker(*flags, "--tokenizer", str(MOCK_FOLDER), engine="vllm")
+
+
+async def ask(frontend: Frontend, number: int) -> int:
+    """Ask for a streamed answer; return its status."""
+    body = {"model": "tiny", "prompt": f"{number} here", "stream": True, "max_tokens": 8}
+    response = await frontend.http.post("/v1/completions", json=body)
+    assert response.status_code in (200, 504), response.text
+    assert (response.status_code == 504) or b"word" in response.content
+    return response.status_code
+
+
+async def circuit(frontend: Frontend) -> str:
+    workers = (await frontend.fleet())["workers"]
+    return str(next(each["circuit"] for each in workers if each["worker_id"] == HUNG))
+
+
+async def test_an_engine_that_hangs_costs_some_requests_one_deadline_and_is_used_again_when_it_answers(
+    record_property: Callable[[str, object], None],
+) -> None:
+    async with engine_process() as hung, engine_process() as well, fleet(SETTINGS) as processes:
+        _, _, frontend = await asyncio.gather(
+            beside(processes, hung, HUNG),
+            beside(processes, well, 2),
+            processes.frontend("--model-path", f"tiny={MOCK_FOLDER}"),
+        )
+
+        async def is_whole() -> bool:
+            return len((await frontend.fleet())["workers"]) == 2
+
+        await eventually(is_whole)
+        assert await asyncio.gather(*(ask(frontend, each) for each in range(4))) == 4 * [200]
+        hung.process.send_signal(signal.SIGSTOP)
+        began_s = asyncio.get_running_loop().time()
+        first = await asyncio.gather(*(ask(frontend, each) for each in range(10, 30)))
+        record_property("requests that met the hung engine", first.count(504))
+        assert first.count(504) >= 3
+        assert await circuit(frontend) in ("open", "half_open")
+        record_property("opened after s", round(asyncio.get_running_loop().time() - began_s, 2))
+        # From now on only one request at a time finds out whether it is well again.
+        later = [await ask(frontend, each) for each in range(40, 60)]
+        assert later.count(504) < 10, later
+        assert "circuit_opened" in frontend.lines()
+        hung.process.send_signal(signal.SIGCONT)
+
+        async def is_well() -> bool:
+            await ask(frontend, 99)
+            return await circuit(frontend) == "closed"
+
+        await eventually(is_well)
+        assert "circuit_closed" in frontend.lines()
