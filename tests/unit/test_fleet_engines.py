@@ -12,6 +12,7 @@ from kvrouter.assembly import Embedded, attached, embedded, fleet_engines
 from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.ids import Taint, WorkerId
+from kvrouter.core.workers import WorkerCard
 from tests.support.engine_publisher import publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
 from tests.support.processes import eventually
@@ -269,6 +270,26 @@ async def test_one_that_is_late_and_contradicts_the_file_is_told_and_asked_again
             await here.until_ready()
         finally:
             await late.stop()
+
+
+async def test_one_that_comes_back_as_another_one_gets_another_worker() -> None:
+    async with scripted_engine() as engine, up(file_of(VLLM.format(url=engine.url))) as here:
+        (before,) = (worker.card for worker in here.system.attached.workers.values())
+        await engine.stop()
+        await until(lambda: here.system.attached.workers[WorkerId(1)].card.draining)
+        engine.replace("/metrics", 'block_size="32"', 'block_size="16"')
+        engine.replace("/v1/models", "2048", "4096")
+        await engine.start()
+
+        def card() -> WorkerCard | None:
+            worker = here.system.attached.workers.get(WorkerId(1))
+            return None if worker is None else worker.card
+
+        await until(lambda: (now := card()) is not None and now.block_size == 16)
+        now = card()
+        assert now is not None
+        assert (now.context_length, now.incarnation == before.incarnation) == (4096, False)
+        await here.until_ready()
 
 
 async def test_a_place_that_stays_unknown_ends_the_start(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ class AttachedFleet:
         self._refusals: dict[WorkerId, str] = {}
         self._unheard = {line.worker_id for line in self._lines}
         self._all_heard = asyncio.Event()
-        self._first: dict[str, tuple[WorkerCard, str]] = {}
-        """The first card of each model, and where the file names its engine."""
+        self._cards: dict[WorkerId, tuple[WorkerCard, EngineLine]] = {}
+        """What the engines that have a worker, or get one now, said of themselves."""
 
         self._mistakes: list[KvrouterError] | None = []
         """What is wrong with the start; None once it is over."""
@@ -100,13 +100,19 @@ class AttachedFleet:
             await worker.stop()
 
     async def _bring_in(self, line: EngineLine) -> None:
-        """Let the engine's worker join as soon as the engine answers as the file says."""
+        """Let the engine's worker join as soon as the engine answers as the file says, and join anew when the
+        engine was started as another one, with other ranks or a longer context.
+        """
         while True:
             try:
-                self.workers[line.worker_id] = await self._joined(line)
+                worker = self.workers[line.worker_id] = await self._joined(line)
                 del self._awaited[line.worker_id]
                 self._heard(line)
-                return
+                await self._until_another(line, worker)
+                self._awaited[line.worker_id] = "was started anew"
+                await worker.stop()
+                del self.workers[line.worker_id], self._cards[line.worker_id]
+                continue
             except KvrouterError as error:
                 self._refused(line, error)
             except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and holds nobody up
@@ -114,6 +120,24 @@ class AttachedFleet:
                 self._refused(line, ConfigError(f"{line.at}: {line.url}: a mistake of ours", param=line.at))
             self._heard(line)
             await asyncio.sleep(TRIED_AGAIN_S)
+
+    async def _until_another(self, line: EngineLine, worker: Worker) -> None:
+        """Wait until an engine that was set aside answers as another one than its worker's card describes."""
+        while True:
+            await asyncio.sleep(TRIED_AGAIN_S)
+            if worker.card.draining:
+                try:
+                    card = await self._asked_again(line)
+                except KvrouterError:
+                    continue  # the worker tells that, and why
+                if _said(card) != _said(worker.card):
+                    return
+
+    async def _asked_again(self, line: EngineLine) -> WorkerCard:
+        spec = worker_spec(self._fleet, line, engine_key=self._engine_key, wait_s=0.0)
+        attached = await attach(spec.at, line.worker_id)
+        await attached.engine.stop()
+        return self._card_of(line, spec, attached)
 
     async def _joined(self, line: EngineLine) -> Worker:
         spec = worker_spec(self._fleet, line, engine_key=self._engine_key, wait_s=math.inf)
@@ -125,22 +149,15 @@ class AttachedFleet:
             worker = self._make_worker(line, spec, attached)
             await worker.start()
         except BaseException:
+            self._cards.pop(line.worker_id, None)
             await attached.engine.stop()
             raise
         return worker
 
     def _make_worker(self, line: EngineLine, spec: EngineWorkerSpec, attached: Attached) -> Worker:
-        incarnation = new_incarnation()
-        card = engine_card(
-            spec,
-            attached,
-            incarnation=incarnation,
-            address=memory_address(line.worker_id, incarnation),
-            namespace=self._settings.planes.namespace,
-            event_source=EventSource(EventLane.MEMORY),
-            here=advertised(self._settings),
-        )
-        card = self._checked(line, card, attached)
+        card = self._card_of(line, spec, attached)
+        self._check(line, card, attached)
+        self._cards[line.worker_id] = card, line
         for warning in attached.warnings:
             log_event(_log, Event.CONFIG_WARNING, worker=str(line.worker_id), detail=warning)
         return Worker(
@@ -153,9 +170,20 @@ class AttachedFleet:
             topology=self._contracts[line.group.name],
         )
 
-    def _checked(self, line: EngineLine, card: WorkerCard, attached: Attached) -> WorkerCard:
+    def _card_of(self, line: EngineLine, spec: EngineWorkerSpec, attached: Attached) -> WorkerCard:
+        incarnation = new_incarnation()
+        return engine_card(
+            spec,
+            attached,
+            incarnation=incarnation,
+            address=memory_address(line.worker_id, incarnation),
+            namespace=self._settings.planes.namespace,
+            event_source=EventSource(EventLane.MEMORY),
+            here=advertised(self._settings),
+        )
+
+    def _check(self, line: EngineLine, card: WorkerCard, attached: Attached) -> None:
         """Hold what the engine says against the file, and against what others of its model said."""
-        model = self._fleet.model_of(line.group)
         if line.group.dp_size not in (None, card.dp_size):
             raise self._mistake(
                 line,
@@ -168,22 +196,21 @@ class AttachedFleet:
                 f"is required: the engine's own is {attached.tokenizer!r}, which is no folder here",
                 field="tokenizer",
             )
-        first, at = self._first.setdefault(model.name, (card, line.at))
-        if first.block_size != card.block_size:
-            raise self._mistake(
-                line,
-                f"the engine's blocks have {card.block_size} tokens, and those of {at} have "
-                f"{first.block_size}: engines of one model have blocks of one size",
-                field="block_size",
-            )
-        if first.context_length != card.context_length:
-            raise self._mistake(
-                line,
-                f"the engine's context holds {card.context_length} tokens, and that of {at} "
-                f"{first.context_length}: say the smaller one, for both",
-                field="context_length",
-            )
-        return card
+        for other, its_line in self._cards.values():
+            if other.model == card.model and other.block_size != card.block_size:
+                raise self._mistake(
+                    line,
+                    f"the engine's blocks have {card.block_size} tokens, and those of {its_line.at} have "
+                    f"{other.block_size}: engines of one model have blocks of one size",
+                    field="block_size",
+                )
+            if other.model == card.model and other.context_length != card.context_length:
+                raise self._mistake(
+                    line,
+                    f"the engine's context holds {card.context_length} tokens, and that of {its_line.at} "
+                    f"{other.context_length}: say the smaller one, for both",
+                    field="context_length",
+                )
 
     def _mistake(self, line: EngineLine, must: str, *, field: str | None) -> ConfigError:
         """An error that names the engine's line, and what of the file it contradicts."""
@@ -221,6 +248,11 @@ class AttachedFleet:
         self._unheard.discard(line.worker_id)
         if not self._unheard:
             self._all_heard.set()
+
+
+def _said(card: WorkerCard) -> tuple[object, ...]:
+    """What an engine cannot change without a new worker."""
+    return card.model, card.block_size, card.context_length, card.dp_start, card.dp_size
 
 
 def _flag(error: KvrouterError) -> str:
