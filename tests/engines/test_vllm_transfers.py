@@ -16,8 +16,9 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import Role
 from kvrouter.planes.requests.port import EngineStream
+from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
-from tests.engines.words import beside, chat_body, complete, prompt_of, until_feeds
+from tests.engines.words import beside, chat_body, complete, prompt_of, stopped, until_feeds
 from tests.support.engine_legs import leg
 from tests.support.processes import Fleet, Frontend, eventually
 
@@ -49,16 +50,12 @@ async def _start_decode(engine: VllmServer, *, on_failure: str = "fail") -> None
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
-    both = {
-        PREFILL: VllmServer(engine_folder, "prefill", core=0),
-        DECODE: VllmServer(engine_folder, "decode", core=1),
-    }
-    try:
-        await both[PREFILL].start(kv_transfer=_nixl("kv_producer"))
-        await _start_decode(both[DECODE])
+    prefill = VllmServer(engine_folder, "prefill", core=0)
+    decode = VllmServer(engine_folder, "decode", core=1)
+    async with stopped({PREFILL: prefill, DECODE: decode}) as both:
+        await prefill.start(kv_transfer=_nixl("kv_producer"))
+        await _start_decode(decode)
         yield both
-    finally:
-        await asyncio.gather(*(engine.stop() for engine in both.values()))
 
 
 async def test_what_a_decode_engine_fetched_is_told_and_nothing_waits_any_more(
@@ -77,6 +74,28 @@ async def test_what_a_decode_engine_fetched_is_told_and_nothing_waits_any_more(
     assert (await _fetched(frontend, PREFILL))["transfers"] == 0
     assert (await frontend.metrics()).total("kv_transfer_bytes_total", worker=str(DECODE)) > 0
     await _nothing_waits(engines[PREFILL])
+
+
+async def test_several_prompts_of_one_call_get_their_own_answers(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    """A prefill engine keeps the KV of one: the decode engine computes all of them itself."""
+    frontend = await _before(engines, kvrouter)
+    body = {"prompt": [prompt_of(200), prompt_of(201)], "temperature": 0, "max_tokens": 6}
+    answer = await frontend.http.post("/v1/completions", json={"model": MODEL, **body})
+    direct = await engines[PREFILL].ask("/v1/completions", **body)
+    got = answer.raise_for_status().json()
+    assert [choice["text"] for choice in got["choices"]] == [choice["text"] for choice in direct["choices"]]
+    await _nothing_waits(engines[PREFILL])
+
+
+async def test_who_leaves_while_prefill_runs_leaves_nothing_behind(engines: dict[int, VllmServer]) -> None:
+    async with _adapter(engines[PREFILL], Role.PREFILL) as prefill:
+        stream = await prefill(leg(prompt_of(202, 60 * 32), Leg.PREFILL, max_tokens=1))
+        await asyncio.sleep(0.005)
+        stream.cancel("client left")
+        assert [chunk async for chunk in stream][-1].finish is FinishReason.CANCELLED
+        await _nothing_waits(engines[PREFILL])
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.005, 0.02, 0.1])
