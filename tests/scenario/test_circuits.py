@@ -5,8 +5,10 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
@@ -202,7 +204,7 @@ async def test_an_engine_that_hangs_costs_a_few_deadlines_and_no_more() -> None:
 
 
 async def test_a_worker_that_is_slow_with_some_and_answers_others_is_none() -> None:
-    config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=2)
+    config = KvRouterConfig(ttft_timeout_s=3.0, circuit_failures=2)
     plane = ScriptedPlane()
     bench = await bench_of(plane, card(1), config=config)
     slow = [asyncio.create_task(read_all(bench, request_id=f"slow-{number}")) for number in range(6)]
@@ -357,6 +359,29 @@ async def test_the_only_pair_is_made_however_often_it_lost_kv() -> None:
     link.is_cut = False
     assert await send(bench, 3) == 3 * [[1]]
     assert not bench.model.fleet.parted
+
+
+async def test_after_lost_kv_a_worker_that_is_passed_over_comes_last() -> None:
+    """Rather the same pair once more than another prefill worker that fails every time."""
+    link = Link()
+    script = Script(2)
+    plane = ScriptedPlane(lambda stream: (script if stream.address == address_of(2) else link)(stream))
+    bench = await bench_of(plane, prefill_card(1), prefill_card(2), decode_card(3), config=LONG)
+    for number in range(3):
+        with pytest.raises(KvrouterError):
+            await send_prefill_to(bench, 2, number)
+    assert state(bench, 2) is CircuitState.OPEN
+    before = sent_to(plane, 2)
+    assert await send(bench) == [[1]]
+    assert sent_to(plane, 2) == before
+    assert plane.opened[-1].request.leg is Leg.AGGREGATED, "the last try needs no KV"
+
+
+async def send_prefill_to(bench: Bench, worker_id: int, number: int) -> None:
+    pin = Pin(WorkerId(worker_id))
+    request = structs.replace(generate_request(request_id=f"pinned-{number}"), prefill_pin=pin)
+    async with bench.service.generate(request) as generation:
+        await anext(generation)
 
 
 async def test_a_pair_is_forgotten_with_either_of_its_workers() -> None:

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -31,7 +31,7 @@ from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.waiting import Waiting
-from kvrouter.service.wishes import route_request, wish_in
+from kvrouter.service.wishes import decide_one_of, route_request, wish_in
 
 U32 = npt.NDArray[np.uint32]
 ROOM_LIMIT = 2**63 - 1
@@ -139,7 +139,7 @@ class ModelRouter:
             while True:
                 started_s = time.perf_counter()
                 try:
-                    wish, decision = self._decide_one_of(wishes, prompt)
+                    wish, decision = decide_one_of(wishes, lambda wish: self.decide(wish, prompt))
                 except RoutingRefused as refused:
                     await wait.for_change(refused)
                     continue
@@ -148,18 +148,6 @@ class ModelRouter:
                 self.observed.placed(placement, decision_s=decision_s, waited_s=wait.was_for(placement))
                 self._decisions.record(decision, decided_at_s=time.time())
                 return placement
-
-    def _decide_one_of(
-        self, wishes: Mapping[Way, RouteRequest], prompt: Prompt
-    ) -> tuple[RouteRequest, Decision]:
-        """Decide for the first wish that is not refused; else raise the refusal of the usual one."""
-        refusals: dict[Way, RoutingRefused] = {}
-        for way, wish in wishes.items():
-            try:
-                return wish, self.decide(wish, prompt)
-            except RoutingRefused as refused:
-                refusals[way] = refused
-        raise refusals[Way.USUAL]
 
     def pick_decode_again(self, placement: Placement) -> None:
         """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""

@@ -1,11 +1,15 @@
 """What one attempt of a request asks the decision for."""
 
+from collections.abc import Callable, Mapping
+
 from msgspec import structs
 
+from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.journey.words import Way
+from kvrouter.routing.decision import Decision
 from kvrouter.routing.request import RouteRequest
 
 
@@ -18,6 +22,28 @@ def wish_in(way: Way, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) ->
             return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
         case Way.WHOLE:
             return structs.replace(usual, whole=True)
+
+
+def decide_one_of(
+    wishes: Mapping[Way, RouteRequest], decide: Callable[[RouteRequest], Decision]
+) -> tuple[RouteRequest, Decision]:
+    """Decide for the first wish that is not refused, a last resort only where all others are; else raise the
+    refusal of the usual one.
+    """
+    refusals: dict[Way, RoutingRefused] = {}
+    last_resorts: list[tuple[RouteRequest, Decision]] = []
+    for way, wish in wishes.items():
+        try:
+            decision = decide(wish)
+        except RoutingRefused as refused:
+            refusals[way] = refused
+            continue
+        if not decision.last_resort:
+            return wish, decision
+        last_resorts.append((wish, decision))
+    if last_resorts:
+        return last_resorts[0]
+    raise refusals[Way.USUAL]
 
 
 def route_request(
