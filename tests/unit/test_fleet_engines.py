@@ -13,6 +13,7 @@ from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_docume
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.workers import WorkerCard
+from kvrouter.worker import Worker
 from tests.support.engine_publisher import publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
 from tests.support.processes import eventually
@@ -37,12 +38,17 @@ class Up:
     system: Embedded
     http: httpx.AsyncClient
 
+    @property
+    def workers(self) -> Mapping[WorkerId, Worker]:
+        assert self.system.attached is not None
+        return self.system.attached.workers
+
     async def ready(self) -> tuple[int, str]:
         answer = await self.http.get("/ready")
         return answer.status_code, answer.text
 
     async def until_joined(self, worker_id: int) -> None:
-        await until(lambda: WorkerId(worker_id) in self.system.attached.workers)
+        await until(lambda: WorkerId(worker_id) in self.workers)
 
     async def until_ready(self) -> None:
         async def is_ready() -> bool:
@@ -84,7 +90,7 @@ async def test_a_line_is_enough_and_what_the_engine_says_holds() -> None:
             assert await here.ready() == (200, '{"status":"ready"}')
             models = (await here.http.get("/v1/models")).json()["data"]
             assert [(each["id"], each["max_model_len"]) for each in models] == [("tiny", 2048)]
-            (card,) = (worker.card for worker in here.system.attached.workers.values())
+            (card,) = (worker.card for worker in here.workers.values())
             assert (card.worker_id, card.block_size, card.takes_calls) == (1, 32, True)
             answer = await here.http.post("/v1/completions", json=CALL)
             assert answer.content == page("vllm-0.32.0-completion.json")
@@ -127,7 +133,7 @@ workers:
   - {{name: d, role: decode, domains: {{zone: a}}, engine: {VLLM.format(url=other.url)}}}
 """
         async with up(file) as here:
-            config = here.system.attached.workers[WorkerId(1)].card.runtime_config
+            config = here.workers[WorkerId(1)].card.runtime_config
             assert config.topology_domains == {"zone": "a"}
             assert config.taints == frozenset({Taint("gpu")})
             assert config.kv_transfer_domain == "zone"
@@ -142,7 +148,7 @@ async def test_urls_are_a_worker_each_beside_mock_engines_of_another_model() -> 
             f"  - {{name: m, model: mock, replicas: 2}}\n  - {{name: v, model: tiny, engine: {urls}}}\n"
         )
         async with up(file) as here:
-            assert sorted(here.system.attached.workers) == [3, 4]
+            assert sorted(here.workers) == [3, 4]
             assert sorted(here.system.fleet.workers) == [1, 2]
             answer = await here.http.post("/v1/completions", json={**CALL, "model": "mock"})
             assert answer.status_code == 200
@@ -274,15 +280,15 @@ async def test_one_that_is_late_and_contradicts_the_file_is_told_and_asked_again
 
 async def test_one_that_comes_back_as_another_one_gets_another_worker() -> None:
     async with scripted_engine() as engine, up(file_of(VLLM.format(url=engine.url))) as here:
-        (before,) = (worker.card for worker in here.system.attached.workers.values())
+        (before,) = (worker.card for worker in here.workers.values())
         await engine.stop()
-        await until(lambda: here.system.attached.workers[WorkerId(1)].card.draining)
+        await until(lambda: here.workers[WorkerId(1)].card.draining)
         engine.replace("/metrics", 'block_size="32"', 'block_size="16"')
         engine.replace("/v1/models", "2048", "4096")
         await engine.start()
 
         def card() -> WorkerCard | None:
-            worker = here.system.attached.workers.get(WorkerId(1))
+            worker = here.workers.get(WorkerId(1))
             return None if worker is None else worker.card
 
         await until(lambda: (now := card()) is not None and now.block_size == 16)
@@ -303,5 +309,5 @@ async def test_a_place_that_stays_unknown_ends_the_start(tmp_path: Path) -> None
                 pass
         (tmp_path / "zone").write_text("a")
         async with up(file_of(VLLM.format(url=engine.url), more=contract)) as here:
-            (worker,) = here.system.attached.workers.values()
+            (worker,) = here.workers.values()
             assert worker.card.runtime_config.topology_domains == {"zone": "a"}

@@ -8,15 +8,18 @@ from pydantic import ValidationError
 
 from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.config import (
+    AttachedEngineSpec,
     Document,
     FleetFile,
     Handoff,
     LinkSpec,
     MockEngineSpec,
+    ModelSpec,
     TopologySpec,
     WorkerGroup,
 )
 from kvrouter.config.problems import config_error, problem_of
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.mock import Links, MockConfig, Peer, Timing
@@ -53,6 +56,37 @@ def mock_engine(group: WorkerGroup) -> MockEngineSpec:
 def tokenizer_folder(tokenizer: str) -> Path:
     """The folder that a model's ``tokenizer`` stands for."""
     return MOCK_FOLDER if tokenizer == MOCK_TOKENIZER else Path(tokenizer)
+
+
+def said_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
+    """Tokens of prompt and answer together that the file says every engine of ``model`` takes."""
+    return model.mock_context_length if has_mocks(fleet, model) else model.context_length
+
+
+def said_folder(fleet: FleetFile, model: ModelSpec) -> Path | None:
+    """The folder that the file says ``model`` is tokenized with; None where its engines are asked."""
+    said = model.mock_tokenizer if has_mocks(fleet, model) else model.tokenizer
+    return None if said is None else tokenizer_folder(said)
+
+
+def has_mocks(fleet: FleetFile, model: ModelSpec) -> bool:
+    """Whether mock engines serve ``model``: what is not said of it is then what they have."""
+    return any(isinstance(group.engine, MockEngineSpec) for group in fleet.groups_of(model))
+
+
+def tokenizer_folders(fleet: FleetFile) -> dict[ModelName, Path]:
+    """The folders that the file names for models of engines that run already. Raises ConfigError."""
+    folders: dict[ModelName, Path] = {}
+    for position, model in enumerate(fleet.models):
+        is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
+        folder = said_folder(fleet, model) if is_attached else None
+        if folder is None:
+            continue
+        if not (folder / "tokenizer.json").is_file():
+            field = f"models[{position}].tokenizer"
+            raise ConfigError(f"{field}: {folder} has no tokenizer.json", param=field)
+        folders[ModelName(model.name)] = folder
+    return folders
 
 
 def load_texts(fleet: FleetFile, pool: EncodePool) -> dict[ModelName, TextModel]:

@@ -2,17 +2,22 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from kvrouter.assembly.attach_words import EngineAt, EngineKind
-from kvrouter.assembly.described import numbered_workers, placed_config, tokenizer_folder
+from kvrouter.assembly.described import (
+    has_mocks,
+    numbered_workers,
+    placed_config,
+    said_context_length,
+    said_folder,
+)
 from kvrouter.assembly.engine_worker import EngineWorkerSpec
-from kvrouter.config import AttachedEngineSpec, FleetFile, MockEngineSpec, ModelSpec, WorkerGroup
+from kvrouter.config import AttachedEngineSpec, FleetFile, WorkerGroup
 from kvrouter.config.engine_checks import url_path
 from kvrouter.config.problems import dotted
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import ModelName, WorkerId
+from kvrouter.core.ids import WorkerId
 from kvrouter.worker.topology_env import parse_topology_env
 
 
@@ -49,7 +54,7 @@ def worker_spec(
             url=line.url,
             role=line.group.role,
             model=model.name,
-            block_size=model.mock_block_size if _has_mocks(fleet, model) else model.block_size,
+            block_size=model.mock_block_size if has_mocks(fleet, model) else model.block_size,
             context_length=said_context_length(fleet, model),
             kv_events=line.engine.kv_events_endpoint,
             kv_events_replay=line.engine.kv_events_replay_endpoint,
@@ -58,23 +63,9 @@ def worker_spec(
             wait_s=wait_s,
         ),
         worker_id=line.worker_id,
-        tokenizer=_said_folder(fleet, model),
+        tokenizer=said_folder(fleet, model),
         runtime_config=placed_config(fleet, line.group),
     )
-
-
-def said_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
-    """Tokens of prompt and answer together that the file says every engine of ``model`` takes."""
-    return model.mock_context_length if _has_mocks(fleet, model) else model.context_length
-
-
-def _said_folder(fleet: FleetFile, model: ModelSpec) -> Path | None:
-    said = model.mock_tokenizer if _has_mocks(fleet, model) else model.tokenizer
-    return None if said is None else tokenizer_folder(said)
-
-
-def _has_mocks(fleet: FleetFile, model: ModelSpec) -> bool:
-    return any(isinstance(group.engine, MockEngineSpec) for group in fleet.groups_of(model))
 
 
 def pick_engine(fleet: FleetFile, kind: str, *, group: str | None, index: int) -> EngineLine:
@@ -101,18 +92,3 @@ def worker_environ(line: EngineLine, environ: Mapping[str, str]) -> Mapping[str,
     own = parse_topology_env(environ)
     contract = {str(name): value for name, value in line.group.topology_env.items()}
     return environ if own.enabled else {**environ, **contract}
-
-
-def tokenizer_folders(fleet: FleetFile) -> dict[ModelName, Path]:
-    """The folders that the file names for models of engines that run already. Raises ConfigError."""
-    folders: dict[ModelName, Path] = {}
-    for position, model in enumerate(fleet.models):
-        is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
-        folder = _said_folder(fleet, model) if is_attached else None
-        if folder is None:
-            continue
-        if not (folder / "tokenizer.json").is_file():
-            field = f"models[{position}].tokenizer"
-            raise ConfigError(f"{field}: {folder} has no tokenizer.json", param=field)
-        folders[ModelName(model.name)] = folder
-    return folders

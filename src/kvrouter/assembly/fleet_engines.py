@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-from dataclasses import dataclass
 from typing import Self
 
 from kvrouter.assembly.attach_words import Attached
@@ -11,14 +10,13 @@ from kvrouter.assembly.attached import attach
 from kvrouter.assembly.described import contract_of
 from kvrouter.assembly.described_engines import EngineLine, engine_lines, worker_spec
 from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
+from kvrouter.assembly.mock_fleet import MemoryPlanes
 from kvrouter.assembly.tls import advertised
 from kvrouter.config import FleetFile, Settings
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventLane, EventSource, WorkerCard
-from kvrouter.planes.discovery.port import Discovery
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.planes.requests.memory import memory_address
 from kvrouter.telemetry import Event, log_event
 from kvrouter.worker import Worker, new_incarnation
 
@@ -26,15 +24,6 @@ _log = logging.getLogger("kvrouter.up")
 
 TRIED_AGAIN_S = 10.0
 """How long after an engine was refused it is asked again: it may have been started anew as it should be."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlanes:
-    """What the workers of one process stand on."""
-
-    discovery: Discovery
-    events: MemoryEventPlane
-    requests: MemoryRequestPlane
 
 
 class AttachedFleet:

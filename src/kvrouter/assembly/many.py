@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from kvrouter.assembly.address import claimed, explained
-from kvrouter.assembly.described import numbered_workers
-from kvrouter.assembly.described_engines import tokenizer_folders
+from kvrouter.assembly.described import numbered_workers, tokenizer_folders
 from kvrouter.assembly.family import Family
 from kvrouter.assembly.lifetime import told_to_stop
 from kvrouter.assembly.nats import nameable

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Self
 
 from kvrouter.assembly.described import (
@@ -32,6 +33,15 @@ BOOTSTRAP_PORT = 8998
 """Mock engines of one process meet by host, port and room; nothing listens there."""
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPlanes:
+    """What the workers of one process stand on."""
+
+    discovery: MemoryDiscovery
+    events: MemoryEventPlane
+    requests: MemoryRequestPlane
+
+
 class MockFleet:
     """All mock workers of a fleet file. Use it as an async context manager: inside, they serve."""
 
@@ -45,6 +55,11 @@ class MockFleet:
         self.cluster = MockCluster(speedup=fleet.speedup, links=mock_links(fleet))
         self.workers: dict[WorkerId, Worker] = {}
         self._engines: dict[WorkerId, MockEngineHandle] = {}
+
+    @property
+    def planes(self) -> MemoryPlanes:
+        """What its workers stand on, for others that join them."""
+        return MemoryPlanes(self.discovery, self.events, self.requests)
 
     async def __aenter__(self) -> Self:
         try:

@@ -6,22 +6,25 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from kvrouter.assembly.address import claimed
-from kvrouter.assembly.described import link_table
-from kvrouter.assembly.described_engines import tokenizer_folders
+from kvrouter.assembly.described import link_table, tokenizer_folders
 from kvrouter.assembly.door import OpenDoor, open_door
-from kvrouter.assembly.fleet_engines import AttachedFleet, MemoryPlanes
 from kvrouter.assembly.lifetime import ToldToStop, settle_memory, told_to_stop, unless_told
-from kvrouter.assembly.mock_fleet import MockFleet
+from kvrouter.assembly.mock_fleet import MemoryPlanes, MockFleet
 from kvrouter.assembly.router import build_service
 from kvrouter.assembly.texts import AnnouncedTexts
-from kvrouter.config import FleetFile, Settings
+from kvrouter.config import AttachedEngineSpec, FleetFile, Settings
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE
 from kvrouter.config.version import installed_version
+from kvrouter.frontend.readiness import nobody_awaited
 from kvrouter.telemetry import Event, Telemetry, log_event
+
+if TYPE_CHECKING:
+    from kvrouter.assembly.fleet_engines import AttachedFleet
 
 logger = logging.getLogger("kvrouter.up")
 
@@ -31,7 +34,8 @@ class Embedded(OpenDoor):
     """Everything of one ``kvrouter up``."""
 
     fleet: MockFleet
-    attached: AttachedFleet
+    attached: "AttachedFleet | None"
+    """None where the fleet file has no engines that run already."""
 
 
 @asynccontextmanager
@@ -49,7 +53,6 @@ async def embedded(
     telemetry.build_info.set(1, installed_version())
     folders = tokenizer_folders(fleet)
     async with claimed(front.http_host, front.http_port) as sockets, MockFleet(fleet) as mock:
-        planes = MemoryPlanes(mock.discovery, mock.events, mock.requests)
         service = build_service(
             settings.router,
             plane=mock.requests,
@@ -61,7 +64,7 @@ async def embedded(
         texts = AnnouncedTexts(folders, mock.encode_pool, mock.texts)
         stop_texts = await mock.discovery.watch(texts.on_card, texts.on_gone)
         try:
-            async with AttachedFleet(fleet, settings, planes, engine_key=engine_key) as attached:
+            async with _attached(settings, fleet, mock.planes, engine_key=engine_key) as attached:
                 await texts.loaded()
                 async with open_door(
                     service,
@@ -69,12 +72,26 @@ async def embedded(
                     settings=front,
                     telemetry=telemetry,
                     sockets=sockets,
-                    awaited=attached.awaited,
+                    awaited=nobody_awaited if attached is None else attached.awaited,
                 ) as door:
                     yield Embedded(door.service, door.server, door.telemetry, mock, attached)
         finally:
             stop_texts()
             await texts.loaded()
+
+
+@asynccontextmanager
+async def _attached(
+    settings: Settings, fleet: FleetFile, planes: MemoryPlanes, *, engine_key: str | None
+) -> AsyncIterator["AttachedFleet | None"]:
+    """The workers beside engines that run already. What they need is imported where there are any."""
+    if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
+        yield None
+        return
+    from kvrouter.assembly.fleet_engines import AttachedFleet  # noqa: PLC0415
+
+    async with AttachedFleet(fleet, settings, planes, engine_key=engine_key) as attached:
+        yield attached
 
 
 def serve(settings: Settings, fleet: FleetFile) -> int:
