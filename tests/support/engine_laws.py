@@ -234,6 +234,9 @@ class EndingLaws:
             assert (await read(stream))[-1].finish is FinishReason.CANCELLED
 
     async def test_who_leaves_in_the_middle_ends_the_work(self, at: AttachedEngine) -> None:
+        before = leg(new_prompt(at.block_size), max_tokens=1)
+        await answer(at, before)
+        await at.settled(before)
         n_before = at.told.n_stored
         stream = await at.engine.submit(leg(new_prompt(40), max_tokens=LONG_TOKENS))
         await anext(aiter(stream))

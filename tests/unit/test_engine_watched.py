@@ -37,6 +37,7 @@ async def test_an_engine_is_silent_after_some_looks_and_back_after_one() -> None
         scripted.set_page(METRICS, "", status=500)
         await watched.until(answers=False)
         assert "answered 500" in watched.state.why
+        await looks(scripted, SILENT_AFTER_LOOKS)
         scripted.set_page(METRICS, page("vllm-0.32.0-metrics.txt"))
         await watched.until(answers=True)
         assert [state.answers for state in watched.states] == [False, True]
