@@ -1,6 +1,7 @@
 """How a worker's events leave it."""
 
 import asyncio
+from array import array
 
 import pytest
 
@@ -8,6 +9,7 @@ from kvrouter.core.columns import pack_hashes, unpack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed, sequence_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import EventLane, EventSource, KvTransfers, LoadReport
 from kvrouter.worker.mirror import RankMirror
 from kvrouter.worker.publisher import KvPublisher
@@ -143,6 +145,14 @@ async def test_a_custom_engine_needs_tokens_and_its_own_names_only() -> None:
 async def test_tokens_that_do_not_fill_the_named_blocks_are_refused(tokens: list[int]) -> None:
     with pytest.raises(ValueError, match="2 blocks of 4 tokens are 8 token ids"):
         publisher_on(Wire()).publish_stored(tokens, [100, 101])
+
+
+@pytest.mark.parametrize("tokens", [[], array("I")])
+async def test_of_no_block_nothing_is_said(tokens: TokenBuffer | list[int]) -> None:
+    wire = Wire()
+    publisher_on(wire).publish_stored(tokens, [])
+    await turn()
+    assert wire.batches == []
 
 
 async def test_a_publisher_without_an_engines_account_mirrors_its_own_events() -> None:

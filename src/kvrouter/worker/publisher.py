@@ -97,13 +97,16 @@ class KvPublisher:
     ) -> None:
         """Say that consecutive blocks were stored: ``engine_hashes[i]`` names the i-th of ``token_ids``.
 
-        Raises ValueError when the tokens do not fill exactly as many blocks as there are hashes.
+        Of no block at all nothing is said. Raises ValueError when the tokens do not fill exactly as many
+        blocks as there are hashes.
         """
         if len(token_ids) != len(engine_hashes) * self._block_size:
             raise ValueError(
                 f"engine_hashes: {len(engine_hashes)} blocks of {self._block_size} tokens are "
                 f"{len(engine_hashes) * self._block_size} token ids, not {len(token_ids)}"
             )
+        if not engine_hashes:
+            return
         seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
         hashes = block_hashes(token_ids, block_size=self._block_size, seed=seed, mm_hashes=mm_hashes)
         self.publish(dp_rank, (Stored(parent, pack_hashes(engine_hashes), hashes, medium),))
