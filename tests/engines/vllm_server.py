@@ -10,7 +10,7 @@ from tests.engines.real_engine import MODEL, RealEngine
 BLOCK_SIZE = 32
 """The smallest block of vLLM on CPUs."""
 
-_ENVIRON = {
+ENVIRON = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",
@@ -57,7 +57,7 @@ class VllmServer(RealEngine):
             command += ["--kv-transfer-config", json.dumps(kv_transfer)]
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
-            **_ENVIRON,
+            **ENVIRON,
             "PYTHONHASHSEED": hash_seed,
             "VLLM_RPC_BASE_PATH": str(self._folder),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
