@@ -17,6 +17,7 @@ from tests.support.engine_laws import (
 from tests.support.engine_laws_some import (
     FullLaws,
     HandedLaws,
+    MeetingLaws,
     PairEndingLaws,
     PairLaws,
     RankLaws,
@@ -129,4 +130,13 @@ class TestPairsThatHandParams(HandedLaws):
     @pytest.fixture(params=["mock", "trtllm", "vllm"])
     async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
         async with KINDS[request.param].pair() as found:
+            yield found
+
+
+class TestPairsThatMeet(MeetingLaws):
+    """Those whose legs run at once."""
+
+    @pytest.fixture(params=["mock-meeting", "sglang"])
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[PairOfEngines]:
+        async with KINDS[request.param].pair(waits_s=0.1) as found:
             yield found

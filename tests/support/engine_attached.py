@@ -150,7 +150,12 @@ async def _started(
 
 
 def config(
-    role: Role = Role.BOTH, *, meets: bool = False, n_ranks: int = 1, decode_ms: float = QUICK_MS
+    role: Role = Role.BOTH,
+    *,
+    meets: bool = False,
+    n_ranks: int = 1,
+    decode_ms: float = QUICK_MS,
+    waits_s: float = 60.0,
 ) -> MockConfig:
     """A small engine."""
     return MockConfig(
@@ -162,6 +167,7 @@ def config(
         max_waiting_seqs=WAITING_MAX,
         vocab_size=2_000,
         timing=timing(decode_ms),
+        kv_wait_expiry_s=waits_s,
         bootstrap_host=MEETS_AT[0] if meets else None,
         bootstrap_port=MEETS_AT[1] if meets else None,
     )
@@ -175,8 +181,10 @@ class Kind(Protocol):
     ) -> AbstractAsyncContextManager[AttachedEngine]:
         """One that serves whole requests."""
 
-    def pair(self, *, decode_ms: float = QUICK_MS) -> AbstractAsyncContextManager[PairOfEngines]:
-        """Two that share the legs of requests."""
+    def pair(
+        self, *, decode_ms: float = QUICK_MS, waits_s: float = 60.0
+    ) -> AbstractAsyncContextManager[PairOfEngines]:
+        """Two that share the legs of requests; ``waits_s`` is how long KV is waited for."""
 
 
 class MockKind:
@@ -191,11 +199,13 @@ class MockKind:
             yield found
 
     @asynccontextmanager
-    async def pair(self, *, decode_ms: float = QUICK_MS) -> AsyncIterator[PairOfEngines]:
+    async def pair(
+        self, *, decode_ms: float = QUICK_MS, waits_s: float = 60.0
+    ) -> AsyncIterator[PairOfEngines]:
         cluster = MockCluster()
         async with (
             self._one(cluster, 1, config(Role.PREFILL, meets=self._meets)) as prefill,
-            self._one(cluster, 2, config(Role.DECODE, decode_ms=decode_ms)) as decode,
+            self._one(cluster, 2, config(Role.DECODE, decode_ms=decode_ms, waits_s=waits_s)) as decode,
         ):
             yield PairOfEngines(prefill, decode, MEETS_AT if self._meets else None)
 
@@ -220,11 +230,15 @@ class ServedKind:
             yield await self._one(stack, MockCluster(), config(n_ranks=n_ranks, decode_ms=decode_ms))
 
     @asynccontextmanager
-    async def pair(self, *, decode_ms: float = QUICK_MS) -> AsyncIterator[PairOfEngines]:
+    async def pair(
+        self, *, decode_ms: float = QUICK_MS, waits_s: float = 60.0
+    ) -> AsyncIterator[PairOfEngines]:
         cluster = MockCluster()
         async with AsyncExitStack() as stack:
             prefill = await self._one(stack, cluster, config(Role.PREFILL, meets=self._meets))
-            decode = await self._one(stack, cluster, config(Role.DECODE, decode_ms=decode_ms))
+            decode = await self._one(
+                stack, cluster, config(Role.DECODE, decode_ms=decode_ms, waits_s=waits_s)
+            )
             yield PairOfEngines(prefill, decode, MEETS_AT if self._meets else None)
 
     async def _one(self, stack: AsyncExitStack, cluster: MockCluster, of: MockConfig) -> AttachedEngine:

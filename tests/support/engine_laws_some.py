@@ -167,6 +167,17 @@ class HandedLaws:
         assert (chunk.finish, chunk.kv_lost is None) == (FinishReason.ERROR, False)
 
 
+class MeetingLaws:
+    """The legs of a request meet, and a decode engine waits for a while only."""
+
+    async def test_kv_that_nobody_brings_is_lost_and_no_workers_fault(self, pair: PairOfEngines) -> None:
+        alone = leg(new_prompt(70), Leg.DECODE, bootstrap=pair.meeting())
+        (chunk,) = await answer(pair.decode, alone)
+        assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, ())
+        assert chunk.kv_lost is not None
+        await until(lambda: not pair.decode.told.running and not pair.decode.told.active_blocks)
+
+
 async def prefilled(
     pair: PairOfEngines, prompt: list[int], *, max_tokens: int
 ) -> tuple[EngineRequest, dict[str, object]]:
