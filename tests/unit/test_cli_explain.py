@@ -215,6 +215,7 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
         decode=LegPick(chosen=Chosen(5, 0), candidates=rows),
         constraint=None,
         fallback_used=True,
+        last_resort=True,
         error=Refusal(code="no_eligible_worker", message="nobody in zone=c"),
     )
     stream = io.StringIO()
@@ -223,5 +224,6 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
     assert "Worker: 5/0" in out
     assert "… and 50 more: busy 40, eligible 10" in out
     assert "crosses its domain" in out
+    assert "failed again and again" in out
     assert out.startswith("\x1b[1;31mno_eligible_worker: nobody in zone=c\x1b[0m\n")
     assert "\x1b[1;32m" in out

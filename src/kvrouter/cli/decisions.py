@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.cli.client import decode_answer
-from kvrouter.cli.explain import CROSSED, Constraint, draw_transfer, number_text
+from kvrouter.cli.explain import CROSSED, LAST_RESORT, Constraint, draw_transfer, number_text
 
 
 class Pick(msgspec.Struct, frozen=True):
@@ -37,6 +37,7 @@ class Attempt(msgspec.Struct, frozen=True):
     constraint: Constraint | None
     fallback_used: bool
     cross_domain: bool
+    last_resort: bool = False
 
 
 class Decisions(msgspec.Struct, frozen=True):
@@ -64,6 +65,8 @@ def draw_decisions(decisions: Decisions, console: Console) -> None:
             console.print(
                 Text("The handoff is not known to stay in its domain, which is preferred.", "yellow")
             )
+        if attempt.last_resort:
+            console.print(Text(LAST_RESORT, "yellow"))
 
 
 def _table(attempt: Attempt) -> Table:

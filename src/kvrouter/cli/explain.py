@@ -15,6 +15,8 @@ ROWS_MAX = 50
 
 CROSSED = "The handoff crosses its domain: no decode worker was left in it."
 
+LAST_RESORT = "Nobody else was left: workers that failed again and again may take it too."
+
 
 class Candidate(msgspec.Struct, frozen=True):
     """One worker rank, as the decision saw it."""
@@ -75,6 +77,7 @@ class Explanation(msgspec.Struct, frozen=True):
     constraint: Constraint | None
     fallback_used: bool
     error: Refusal | None
+    last_resort: bool = False
 
 
 def read_explanation(answer: bytes) -> Explanation:
@@ -101,6 +104,8 @@ def draw(explanation: Explanation, console: Console) -> None:
     draw_transfer(explanation.constraint, console)
     if explanation.fallback_used:
         console.print(Text(CROSSED, "yellow"))
+    if explanation.last_resort:
+        console.print(Text(LAST_RESORT, "yellow"))
 
 
 def draw_transfer(constraint: Constraint | None, console: Console) -> None:
