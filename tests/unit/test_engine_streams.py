@@ -108,15 +108,17 @@ async def test_a_long_event_travels_in_pieces_that_every_plane_carries() -> None
     assert [chunk.finish for chunk in chunks][-2:] == [None, FinishReason.STOP]
 
 
-async def test_streams_that_end_leave_their_connection_to_the_next() -> None:
-    ended = Answer((sse(token(1, "stop")),))
-    async with asked(ended, ended, Answer((WHOLE,), content_type=JSON), ended) as at:
-        for n in range(3):
-            answer = await at.server.post(PATH, b"{}")
-            await read(SseStream(answer, RAW))
-            await until(lambda answer=answer: answer.closed)  # type: ignore[misc]
-            if n == 1:
-                await read(at.whole())
+async def test_streams_that_end_leave_their_connection_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.engines.openai.server.END_LIMIT_S", 60.0)
+    late = Answer((sse(token(1, "stop")),), ends=Ends.HELD)
+    async with asked(late, Answer((WHOLE,), content_type=JSON), late) as at:
+        answer = await at.server.post(PATH, b"{}")
+        await read(SseStream(answer, RAW))
+        assert not answer.closed
+        at.engine.release()
+        await until(lambda: answer.closed)
+        await read(at.whole())
+        await read(await at.stream())
         assert len({call.port for call in at.engine.calls}) == 1
 
 
