@@ -90,7 +90,7 @@ def check_block_size(at: EngineAt, block_size: int, engine_flag: str) -> None:
     if at.block_size is not None and at.block_size != block_size:
         raise ConfigError(
             f"--block-size: the engine's blocks have {block_size} tokens, not {at.block_size}: "
-            f"leave the flag out, or start the engine with {engine_flag} {at.block_size}",
+            f"leave it out, or start the engine with {engine_flag} {at.block_size}",
             param="block_size",
         )
 
@@ -136,7 +136,7 @@ def events_of(
     if not events:
         return {}, (
             f"the engine at {at.url} tells of no KV events: start it with --kv-events-config, name them by "
-            "--kv-events, or say --no-kv-events here",
+            "--kv-events (kv_events_endpoint in a fleet file), or say --no-kv-events (kv_events: false)",
         )
     if any(each.replay is None for each in events.values()):
         return events, (
