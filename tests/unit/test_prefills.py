@@ -6,7 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
+from msgspec import structs
 
+from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -15,9 +17,10 @@ from kvrouter.core.errors import (
     ShuttingDown,
     WorkerFailed,
 )
-from kvrouter.core.ids import RequestId
+from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
+from kvrouter.fleet import CircuitState
 from kvrouter.service.bookings import Bookings, RequestInUse
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.prefills import Prefilled, Prefills, PrefillsFull, UnknownPrefill
@@ -256,3 +259,41 @@ async def test_kv_that_may_go_nowhere_is_not_made() -> None:
         assert refused.value.refusals == {Reason.DOMAIN_UNKNOWN: 1}
         assert refused.value.role == "prefill"
         assert not here.plane.opened
+
+
+async def fails_at(here: Place, worker_id: int, request_id: str, error: type[Exception]) -> None:
+    """Send a prefill that is pinned to the worker, and fails."""
+    pin = Pin(WorkerId(worker_id))
+    request = structs.replace(generate_request(request_id=request_id), prefill_pin=pin)
+    with pytest.raises(error):
+        await here.prefills.prefill(here.bench.model, request)
+
+
+async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> None:
+    def script(stream: ScriptedStream) -> None:
+        (ScriptedStream.die if stream.address == address_of(1) else ends)(stream)
+
+    async with place(prefill_card(1), prefill_card(2), script=script) as here:
+        for number in range(3):
+            await fails_at(here, 1, f"failing-{number}", NoEligibleWorker)
+        assert here.bench.model.circuits.state_of(WorkerId(1)) is CircuitState.OPEN
+        before = len(here.plane.opened)
+        for number in range(8):
+            await here.prefill(f"r{number}")
+        assert {stream.address for stream in here.plane.opened[before:]} == {address_of(2)}
+        assert here.is_clean
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+async def test_a_prefill_worker_that_says_nothing_is_passed_over_too(bootstrap: bool) -> None:
+    async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.2) as here:
+        state_of = here.bench.model.circuits.state_of
+        for number in range(3):
+            assert state_of(WorkerId(1)) is CircuitState.CLOSED
+            if bootstrap:
+                await here.prefill(f"r{number}")
+                await here.prefills.wait_idle(60)
+            else:
+                await fails_at(here, 1, f"r{number}", DeadlineExceeded)
+        assert state_of(WorkerId(1)) is CircuitState.OPEN
+        assert here.is_clean

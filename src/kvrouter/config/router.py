@@ -217,7 +217,8 @@ class KvRouterConfig(Section):
         ),
     ] = None
     """How long a request may take to its first token before it fails. Unset: as long as the whole request
-    may."""
+    may, which is also what an answer may take that is not streamed by an engine that is given the call as it
+    was written: it brings nothing before all of it is there."""
 
     stall_timeout_s: Annotated[
         Positive,

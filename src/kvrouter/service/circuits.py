@@ -12,6 +12,7 @@ from math import inf
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
+from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, mix64
 from kvrouter.service.circuits_observed import CircuitsObserved
 from kvrouter.service.placement import Placement
@@ -132,7 +133,7 @@ class Circuits:
         if not self._fleet.is_alive(worker_id):
             return  # the request plane knows, and will know when it is back
         now_s = self._clock()
-        circuit = self._circuit_of(worker_id)
+        circuit = self._circuit_of(card)
         if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun):
             self._tripped.add(worker_id)
             self._show_worker(worker_id, now_s)
@@ -180,10 +181,15 @@ class Circuits:
 
     def fleet_changed(self) -> None:
         """What is known of workers that are gone goes; a new start is another worker."""
-        for worker_id, kept in tuple(self._workers.items()):
-            if self._incarnations(worker_id) != kept.incarnations:
-                del self._workers[worker_id]
+        for worker_id in tuple(self._tripped):
+            if self._incarnations(worker_id) != self._workers[worker_id].incarnations:
                 self._tripped.discard(worker_id)
+                del self._workers[worker_id]
+        if len(self._workers) > len(self._fleet):
+            here = {
+                worker_id: kept for worker_id, kept in self._workers.items() if self._fleet.card(worker_id)
+            }
+            self._workers = here
         for pair, kept_pair in tuple(self._pairs.items()):
             if self._incarnations(*pair) != kept_pair.incarnations:
                 self._forget_pair(pair)
@@ -191,9 +197,10 @@ class Circuits:
     # How
 
     def _begun(self, worker_id: WorkerId, *, has_ended: bool) -> None:
-        if self._fleet.card(worker_id) is None:
+        card = self._fleet.card(worker_id)
+        if card is None:
             return
-        circuit = self._circuit_of(worker_id)
+        circuit = self._circuit_of(card)
         was_open = circuit.begun(self._clock())
         if has_ended:
             circuit.ended()
@@ -203,11 +210,12 @@ class Circuits:
             self._observed.closed(worker_id)
             self._on_let_in()
 
-    def _circuit_of(self, worker_id: WorkerId) -> Circuit:
-        kept = self._workers.get(worker_id)
-        if kept is None:
-            circuit = Circuit(self._settings, now_s=-inf, seed=self._seed_of(worker_id))
-            kept = self._workers[worker_id] = _Kept(circuit, self._incarnations(worker_id))
+    def _circuit_of(self, card: WorkerCard) -> Circuit:
+        incarnations = (card.incarnation,)
+        kept = self._workers.get(card.worker_id)
+        if kept is None or kept.incarnations != incarnations:
+            circuit = Circuit(self._settings, now_s=-inf, seed=self._seed_of(card.worker_id))
+            kept = self._workers[card.worker_id] = _Kept(circuit, incarnations)
         return kept.circuit
 
     def _incarnations(self, *worker_ids: WorkerId) -> tuple[Epoch | None, ...]:
