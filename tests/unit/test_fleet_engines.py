@@ -1,5 +1,6 @@
 """A fleet file's engines that run already, in one process: they join, are awaited, or contradict the file."""
 
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -138,6 +139,31 @@ workers:
             assert config.taints == frozenset({Taint("gpu")})
             assert config.kv_transfer_domain == "zone"
             assert (await here.ready())[0] == 200
+
+
+async def test_a_pair_keeps_its_kv_in_its_zone() -> None:
+    async with scripted_engine() as prefill, scripted_engine() as near, scripted_engine() as far:
+        file = f"""
+models: [{MODEL}]
+topology: {{levels: [zone]}}
+kv_transfer: {{domain: zone}}
+workers:
+  - {{name: p, role: prefill, domains: {{zone: a}}, engine: {VLLM.format(url=prefill.url)}}}
+  - {{name: far, role: decode, domains: {{zone: b}}, engine: {VLLM.format(url=far.url)}}}
+  - {{name: near, role: decode, domains: {{zone: a}}, engine: {VLLM.format(url=near.url)}}}
+"""
+        waits = {
+            **json.loads(page("vllm-0.32.0-completion.json")),
+            "kv_transfer_params": {"remote_host": "h"},
+        }
+        prefill.answers.append(Answer((json.dumps(waits).encode(),), content_type=JSON))
+        near.answers.append(completion())
+        async with up(file) as here:
+            answer = await here.http.post("/v1/completions", json=CALL)
+            assert answer.content == page("vllm-0.32.0-completion.json")
+        assert prefill.calls[0].body["max_tokens"] == 1
+        assert near.calls[0].body == {**CALL, "kv_transfer_params": {"remote_host": "h"}}
+        assert far.calls == []
 
 
 async def test_urls_are_a_worker_each_beside_mock_engines_of_another_model() -> None:
