@@ -1,0 +1,174 @@
+"""Whatever becomes of attempts, the fleet passes over those whose circuit lets nobody in, and for a time."""
+
+from array import array
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import LeaseId, RequestId, WorkerId
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import Role
+from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet
+from kvrouter.journey.words import Shape
+from kvrouter.routing import Decision, Pick, RouteRequest
+from kvrouter.service.circuits import Circuits
+from kvrouter.service.circuits_observed import CircuitsObserved
+from kvrouter.service.placement import Placement
+from kvrouter.telemetry import Telemetry
+from tests.support.fleets import BLOCK_SIZE, MODEL, card
+
+OPEN_MAX_S = 30.0
+PREFILL, DECODE = (1, 2), (3, 4)
+REQUEST = RequestId("r")
+
+
+class CircuitsMachine(RuleBasedStateMachine):
+    """Two prefill workers and two decode workers, and attempts at pairs and at one of the latter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        self.fleet = Fleet(MODEL, BLOCK_SIZE)
+        self.incarnation = 1
+        for worker in (*PREFILL, *DECODE):
+            self.fleet.join(card(worker, Role.PREFILL if worker in PREFILL else Role.DECODE))
+        self.let_in = 0
+        self.circuits = Circuits(
+            self.fleet,
+            CircuitSettings(2, 2.0, OPEN_MAX_S),
+            CircuitsObserved(Telemetry(), MODEL),
+            seed=1,
+            on_let_in=self.note,
+            clock=lambda: self.now_s,
+        )
+        self.attempts: list[tuple[Placement, float]] = []
+
+    def note(self) -> None:
+        self.let_in += 1
+
+    def pick(self, worker: int, leg: Leg) -> Pick:
+        (slot,) = self.fleet.slots_of(WorkerId(worker))
+        rank = self.fleet.rank_at(slot)
+        assert rank is not None
+        return Pick(slot, rank, leg, 0, 0.0, 0.0, 0.0, 1.0, 0.0, 1)
+
+    @precondition(lambda self: len(self.attempts) < 10)
+    @rule(prefill=st.sampled_from([None, *PREFILL]), decode=st.sampled_from(DECODE))
+    def book(self, prefill: int | None, decode: int) -> None:
+        self.circuits.refresh()
+        decision = Decision(
+            REQUEST,
+            0,
+            RouterMode.KV,
+            self.pick(decode, Leg.AGGREGATED if prefill is None else Leg.DECODE),
+            None if prefill is None else self.pick(prefill, Leg.PREFILL),
+        )
+        placement = Placement(
+            wish=RouteRequest(REQUEST, 1, 1),
+            decision=decision,
+            prompt=Prompt(array("I", [1]), block_size=BLOCK_SIZE),
+            token_ids=array("I", [1]),
+            block_size=BLOCK_SIZE,
+            shape=Shape.AGGREGATED if prefill is None else Shape.SYNCHRONOUS,
+            seed=0,
+            decode_address="",
+            decode_lease=LeaseId(0),
+        )
+        self.circuits.booked(placement)
+        self.attempts.append((placement, self.now_s))
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data())
+    def first_token(self, data: st.DataObject) -> None:
+        placement, _ = data.draw(st.sampled_from(self.attempts))
+        self.circuits.begun(placement)
+        assert not placement.tries
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), fault=st.sampled_from([Fault.LOST, Fault.SILENT]))
+    def leg_fails(self, data: st.DataObject, fault: Fault) -> None:
+        at = data.draw(st.integers(0, len(self.attempts) - 1))
+        placement, sent_s = self.attempts.pop(at)
+        legs = [placement.decision.decode.leg] + [Leg.PREFILL] * (placement.decision.prefill is not None)
+        leg = data.draw(st.sampled_from(legs))
+        has_begun = placement.has_begun and leg is not Leg.PREFILL
+        self.circuits.failed(placement, leg, fault, since_s=sent_s, has_begun=has_begun)
+        self.circuits.released(placement)
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), loses_kv=st.booleans())
+    def end(self, data: st.DataObject, loses_kv: bool) -> None:
+        at = data.draw(st.integers(0, len(self.attempts) - 1))
+        placement, sent_s = self.attempts.pop(at)
+        if loses_kv:
+            self.circuits.kv_lost(placement, since_s=sent_s)
+        self.circuits.released(placement)
+
+    @precondition(lambda self: self.attempts)
+    @rule(data=st.data(), decode=st.sampled_from(DECODE))
+    def pick_again(self, data: st.DataObject, decode: int) -> None:
+        placement, _ = data.draw(st.sampled_from(self.attempts))
+        old = placement.decision
+        if old.prefill is None or placement.has_begun:
+            return
+        self.circuits.prefilled(placement)
+        self.circuits.give_back(placement)
+        placement.decision = Decision(
+            REQUEST, 0, RouterMode.KV, self.pick(decode, Leg.DECODE), prefill=old.prefill
+        )
+        self.circuits.booked(placement)
+
+    @rule(worker=st.sampled_from([*PREFILL, *DECODE]))
+    def start_anew(self, worker: int) -> None:
+        self.incarnation += 1
+        role = Role.PREFILL if worker in PREFILL else Role.DECODE
+        self.fleet.join(card(worker, role, incarnation=self.incarnation))
+        self.circuits.fleet_changed()
+        assert self.circuits.state_of(WorkerId(worker)) is CircuitState.CLOSED
+        assert not any(worker in pair for pair, _ in self.circuits.pairs())
+
+    @rule(passed_s=st.sampled_from([0.1, 1.0, 5.0, 100.0]))
+    def time_passes(self, passed_s: float) -> None:
+        self.now_s += passed_s
+
+    @invariant()
+    def the_fleet_shows_what_the_circuits_let_in(self) -> None:
+        self.circuits.refresh()
+        tried = {subject for placement, _ in self.attempts for subject, _ in placement.tries}
+        for worker in map(WorkerId, (*PREFILL, *DECODE)):
+            (slot,) = self.fleet.slots_of(worker)
+            is_open = bool(self.fleet.columns.circuit_open[slot])
+            state = self.circuits.state_of(worker)
+            assert not (is_open and state is CircuitState.CLOSED)
+            assert not (state is CircuitState.OPEN and not is_open)
+            if state is CircuitState.HALF_OPEN and worker not in tried:
+                assert not is_open, "nobody tries it, and nobody may"
+        states = dict(self.circuits.pairs())
+        for pair in self.fleet.parted:
+            assert states[pair] is CircuitState.OPEN or pair in tried
+        for pair, state in states.items():
+            assert state is not CircuitState.OPEN or pair in set(self.fleet.parted)
+
+    @invariant()
+    def no_circuit_is_tried_by_two(self) -> None:
+        tries = [id(circuit) for placement, _ in self.attempts for _, circuit in placement.tries]
+        assert len(tries) == len(set(tries))
+
+    def teardown(self) -> None:
+        """With everything over, time alone lets everybody in again, and forgets pairs."""
+        for placement, _ in self.attempts:
+            self.circuits.released(placement)
+        self.now_s += 2 * OPEN_MAX_S + 1.0
+        self.circuits.refresh()
+        self.now_s += 2 * OPEN_MAX_S + 1.0
+        self.circuits.refresh()
+        assert not self.fleet.columns.circuit_open.any()
+        assert list(self.circuits.pairs()) == []
+        assert list(self.fleet.parted) == []
+
+
+TestCircuits = CircuitsMachine.TestCase
+TestCircuits.settings = settings(stateful_step_count=40)
