@@ -1,24 +1,20 @@
 """How SGLang is asked, and what its server tells of itself."""
 
 import json
-from array import array
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
-from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import (
     Bootstrap,
-    CallRoute,
     ClientCall,
     EngineRequest,
     FinishReason,
     Leg,
-    Sampling,
 )
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.customs.listener import EventsAt
@@ -30,6 +26,8 @@ from kvrouter.engines.sglang.calls import GenerateReader, call_of
 from kvrouter.engines.sglang.facts import SglangFacts, ask_facts, ask_loads
 from kvrouter.engines.sglang.ways import SglangWays
 from kvrouter.planes.requests.port import WorkerUnreachable
+from tests.support.engine_legs import client_call as client
+from tests.support.engine_legs import full_leg as leg
 from tests.support.engine_server import SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine, sse
 
 CHAT: dict[str, object] = {
@@ -47,32 +45,10 @@ R0, R1 = DpRank(0), DpRank(1)
 W = WorkerId(7)
 
 
-def client(
-    body: dict[str, object], route: CallRoute = CallRoute.CHAT, *, resumable: bool = True
-) -> ClientCall:
-    return ClientCall(
-        route=route, body=json.dumps(body).encode(), stream=bool(body.get("stream")), resumable=resumable
-    )
-
-
 def passing(*, added_token_ids: bool = False, added_usage: bool = False) -> Reading:
     return Reading(
         passes_raw=True, added_token_ids=added_token_ids, unasked=Unasked.NOTHING, added_usage=added_usage
     )
-
-
-def leg(call: ClientCall | None = None, kind: Leg = Leg.AGGREGATED, **changes: Any) -> EngineRequest:
-    request = EngineRequest(
-        request_id=RequestId("r"),
-        attempt=1,
-        leg=kind,
-        model=ModelName("tiny"),
-        token_ids=array("I", [5, 6, 7]),
-        sampling=Sampling(max_tokens=9, min_tokens=2, temperature=0.5, seed=3, stop_token_ids=(2,)),
-        intake="i",
-        call=call,
-    )
-    return replace(request, **changes)
 
 
 def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[str, Any]]:
@@ -98,18 +74,18 @@ SAYS_TOKENS = {"return_token_ids": True}
 
 
 def test_the_stream_of_a_completion_tells_the_tokens_that_another_engine_could_go_on_from() -> None:
-    plain = client(COMPLETION, CallRoute.COMPLETION)
+    plain = client(COMPLETION)
     call, body = asked(leg(plain))
     assert (body["return_token_ids"], call.reading) == (True, passing(added_token_ids=True, added_usage=True))
     for other in (
-        client(COMPLETION, CallRoute.COMPLETION, resumable=False),
-        client({**COMPLETION, "stream": False}, CallRoute.COMPLETION),
+        client(COMPLETION, resumable=False),
+        client({**COMPLETION, "stream": False}),
         client(CHAT),
     ):
         call, body = asked(leg(other))
         assert ("return_token_ids" in body, call.reading.added_token_ids) == (False, False)
     assert "return_token_ids" not in asked(leg(plain, Leg.PREFILL))[1]
-    wanted = client({**COMPLETION, **SAYS_TOKENS}, CallRoute.COMPLETION)
+    wanted = client({**COMPLETION, **SAYS_TOKENS})
     assert asked(leg(wanted))[0].reading == passing(added_usage=True)
 
 
