@@ -62,6 +62,11 @@ async def test_what_a_decode_engine_fetched_is_told_and_nothing_waits_any_more(
     engines: dict[int, VllmServer], kvrouter: Fleet
 ) -> None:
     frontend = await _before(engines, kvrouter)
+
+    async def is_told_of_none() -> bool:
+        return bool((await _fetched(frontend, DECODE))["transfers"] == 0)
+
+    await eventually(is_told_of_none)  # what came before a router's first report is no news to it
     answer = await frontend.http.post("/v1/chat/completions", json=chat_body("Tell of transfers. " * 20))
     answer.raise_for_status()
 
