@@ -11,6 +11,7 @@ from kvrouter.cli.engines import worker_sglang, worker_trtllm, worker_vllm
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.processes import begin, frontend, warn, worker
 from kvrouter.cli.standalone import router
+from kvrouter.cli.topology import topology
 from kvrouter.config.document import read_document
 from kvrouter.config.fleet_checks import default_fleet_document, default_fleet_path, load_fleet, settled
 from kvrouter.config.setting import SettingValue
@@ -150,19 +151,7 @@ def _console() -> "Console":
     return console if console.is_terminal else Console(width=140, no_color=True)
 
 
-@kvrouter.group()
-def topology() -> None:
-    """Where a worker is."""
-
-
-@topology.command("check")
-def topology_check() -> None:
-    """Print what a worker would publish from its environment and label files, or why it would not start."""
-    from kvrouter.worker.topology import topology_check as check  # noqa: PLC0415
-
-    report = check(os.environ)
-    click.echo(report.text)
-    sys.exit(report.exit_code)
+kvrouter.add_command(topology)
 
 
 @kvrouter.group("fleet")
