@@ -1,0 +1,44 @@
+"""Pods for tests: their manifests, and what a watch tells of their binding."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from kubernetes.aio.client import ApiClient, CoreV1Api
+from kubernetes.aio.watch import Watch
+
+from tests.cluster.control_plane import ControlPlane
+
+BY_HAND = {"kvrouter.test/kubelet": "by-hand"}
+"""Labels of a pod that KWOK leaves alone: whoever wants it to run, and to go, writes so itself."""
+
+BOUND_WITHIN_S = 120.0
+
+
+def pod(namespace: str, name: str, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The manifest of a pod."""
+    metadata = {"namespace": namespace, "name": name, "labels": dict(labels or {})}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec()}
+
+
+def pod_spec() -> dict[str, Any]:
+    """One container."""
+    return {"containers": [{"name": "main", "image": "example.com/nothing:1"}]}
+
+
+async def bound(plane: ControlPlane, api: ApiClient, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Create this pod; answers with what the first event of a watch shows that tells its node."""
+    namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+    before = plane.read("pods", "--namespace", namespace)["metadata"]["resourceVersion"]
+    plane.apply(manifest)
+    async with asyncio.timeout(BOUND_WITHIN_S), Watch() as watch:
+        async for event in watch.stream(
+            CoreV1Api(api).list_namespaced_pod,
+            namespace,
+            field_selector=f"metadata.name={name}",
+            resource_version=before,
+        ):
+            seen: dict[str, Any] = event["raw_object"]
+            if "nodeName" in seen["spec"]:
+                return seen
+    raise ConnectionError("the watch ended before the pod was bound")
