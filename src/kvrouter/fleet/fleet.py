@@ -232,7 +232,8 @@ class Fleet:
     def set_parted(self, prefill: WorkerId, decode: WorkerId, is_parted: bool) -> None:
         """Say whether KV of one worker does not reach another one; they need not be here."""
         if self.parted.put(prefill, decode, is_parted):
-            self._changed()
+            for slot in self.slots_of(prefill):
+                self._derived.pop((_parted_from, slot), None)  # all else that is derived stays as it is
 
     def report(self, report: LoadReport) -> bool:
         """Keep the latest load of a worker rank; False when it is not here."""

@@ -1,6 +1,6 @@
 """The pairs of workers that cannot hand KV on at present."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from kvrouter.core.ids import WorkerId
@@ -24,6 +24,10 @@ class PartedPairs:
 
     def __iter__(self) -> Iterator[Pair]:
         return (Pair(prefill, decode) for prefill, decodes in self._of.items() for decode in decodes)
+
+    def senders(self) -> Iterable[WorkerId]:
+        """Return the prefill workers whose KV does not reach somebody."""
+        return self._of.keys()
 
     def of(self, prefill: WorkerId) -> frozenset[WorkerId]:
         """Return the decode workers that KV of this prefill worker does not reach."""

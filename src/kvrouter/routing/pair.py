@@ -159,8 +159,8 @@ def reaching(
     if not fleet.parted:
         return None
     cut_off = np.zeros(fleet.n_slots, np.bool_)
-    for slot in map(Slot, np.flatnonzero(senders.allowed).tolist()):
-        parted = fleet.parted_from(slot)
+    for slot in (slot for worker_id in fleet.parted.senders() for slot in fleet.slots_of(worker_id)):
+        parted = fleet.parted_from(slot) if senders.allowed[slot] else None
         if parted is None:
             continue
         constraint = constraint_of(fleet, slot, router_default)

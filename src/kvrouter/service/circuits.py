@@ -15,6 +15,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, mix64
 from kvrouter.service.circuits_observed import CircuitsObserved
+from kvrouter.service.due import DueTimes
 from kvrouter.service.placement import Placement
 
 PAIRS_MAX = 4096
@@ -57,7 +58,8 @@ class Circuits:
         self._tripped: set[WorkerId] = set()
         """Workers whose circuit is not closed."""
         self._pairs: dict[Pair, _Kept] = {}
-        self._due_s = inf
+        self._due: DueTimes[WorkerId | Pair] = DueTimes()
+        """When time alone changes something."""
 
     # Reading
 
@@ -75,16 +77,12 @@ class Circuits:
 
     def refresh(self) -> None:
         """Time has passed: let the next request in where a circuit is half open now."""
-        if self._due_s == inf or self._clock() < self._due_s:
+        if self._due.next_s == inf:
             return
-        now_s, self._due_s = self._clock(), inf
-        for worker_id in tuple(self._tripped):
-            self._show_worker(worker_id, now_s)
-        for pair, kept in tuple(self._pairs.items()):
-            if now_s >= self._forgotten_s(kept) and kept.circuit.lets_in(now_s):
-                self._forget_pair(pair)
-            else:
-                self._show_pair(pair, now_s)
+        now_s = self._clock()
+        shown = [self._show(subject, now_s) for subject in self._due.take(now_s)]
+        if any(shown):
+            self._on_let_in()
 
     def booked(self, placement: Placement) -> None:
         """An attempt is sent to its workers; it may be the one request that a half-open circuit lets in."""
@@ -163,11 +161,8 @@ class Circuits:
         now_s = self._clock()
         for subject, circuit in placement.tries:
             circuit.give_back()
-            if isinstance(subject, Pair):
-                if subject in self._pairs:
-                    self._show_pair(subject, now_s)
-            elif subject in self._tripped:
-                self._show_worker(subject, now_s)
+            if self._show(subject, now_s):
+                self._on_let_in()
         placement.tries.clear()
 
     def released(self, placement: Placement) -> None:
@@ -183,7 +178,7 @@ class Circuits:
         """What is known of workers that are gone goes; a new start is another worker."""
         for worker_id in tuple(self._tripped):
             if self._incarnations(worker_id) != self._workers[worker_id].incarnations:
-                self._tripped.discard(worker_id)
+                self._closed(worker_id)
                 del self._workers[worker_id]
         if len(self._workers) > len(self._fleet):
             here = {
@@ -205,7 +200,7 @@ class Circuits:
         if has_ended:
             circuit.ended()
         if was_open:
-            self._tripped.discard(worker_id)
+            self._closed(worker_id)
             self._fleet.set_circuit_open(worker_id, False)
             self._observed.closed(worker_id)
             self._on_let_in()
@@ -228,28 +223,42 @@ class Circuits:
             seed = mix64(seed ^ worker_id)
         return seed
 
-    def _show_worker(self, worker_id: WorkerId, now_s: float) -> None:
+    def _closed(self, worker_id: WorkerId) -> None:
+        self._tripped.discard(worker_id)
+        self._due.drop(worker_id)
+
+    def _show(self, subject: WorkerId | Pair, now_s: float) -> bool:
+        """Show the fleet what a circuit lets in, where it is not closed; return whether that is somebody."""
+        if isinstance(subject, Pair):
+            return subject in self._pairs and self._show_pair(subject, now_s)
+        return subject in self._tripped and self._show_worker(subject, now_s)
+
+    def _show_worker(self, worker_id: WorkerId, now_s: float) -> bool:
         circuit = self._workers[worker_id].circuit
         lets_in = circuit.lets_in(now_s)
         self._fleet.set_circuit_open(worker_id, not lets_in)
-        self._shown(lets_in, circuit.half_open_s, now_s)
+        self._look_again(worker_id, circuit.half_open_s, now_s)
+        return lets_in
 
-    def _show_pair(self, pair: Pair, now_s: float) -> None:
+    def _show_pair(self, pair: Pair, now_s: float) -> bool:
+        """Half open for long enough, it is forgotten."""
         kept = self._pairs[pair]
-        lets_in = kept.circuit.lets_in(now_s)
+        lets_in, forgotten_s = kept.circuit.lets_in(now_s), self._forgotten_s(kept)
+        if lets_in and now_s >= forgotten_s:
+            self._forget_pair(pair)
+            return True
         self._fleet.set_parted(pair.prefill, pair.decode, not lets_in)
-        due_s = self._forgotten_s(kept) if lets_in else kept.circuit.half_open_s
-        self._shown(lets_in, due_s, now_s)
+        self._look_again(pair, forgotten_s if lets_in else kept.circuit.half_open_s, now_s)
+        return lets_in
 
-    def _shown(self, lets_in: bool, due_s: float | None, now_s: float) -> None:
+    def _look_again(self, subject: WorkerId | Pair, due_s: float | None, now_s: float) -> None:
         """``due_s`` is when time alone changes something, once it comes."""
-        if due_s is not None and due_s > now_s:
-            self._due_s = min(self._due_s, due_s)
-        if lets_in:
-            self._on_let_in()
+        if due_s is not None and now_s < due_s < inf:
+            self._due.put(subject, due_s)
 
     def _forget_pair(self, pair: Pair) -> None:
         del self._pairs[pair]
+        self._due.drop(pair)
         self._fleet.set_parted(pair.prefill, pair.decode, False)
 
     def _forgotten_s(self, kept: _Kept) -> float:

@@ -1,0 +1,55 @@
+"""When something is due, by subject: what is due next is found however many wait."""
+
+from collections.abc import Hashable
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Generic, TypeVar
+
+Subject = TypeVar("Subject", bound=Hashable)
+
+_STALE_MIN = 64
+"""So many moments that were put off or dropped are kept in any case."""
+
+
+class DueTimes(Generic[Subject]):
+    """One moment for each subject, in seconds on any clock. Memory: a few entries for each that waits."""
+
+    def __init__(self) -> None:
+        self._due_s: dict[Subject, float] = {}
+        self._heap: list[tuple[float, int, Subject]] = []
+        self._number = 0
+
+    def __len__(self) -> int:
+        """How many moments are kept, with those that were put off."""
+        return len(self._heap)
+
+    @property
+    def next_s(self) -> float:
+        """Before this nothing is due; ``inf`` when nothing waits."""
+        return self._heap[0][0] if self._heap else inf
+
+    def put(self, subject: Subject, due_s: float) -> None:
+        """It is due then, and no longer when it was due before."""
+        if self._due_s.get(subject) == due_s:
+            return
+        self._due_s[subject] = due_s
+        self._number += 1
+        heappush(self._heap, (due_s, self._number, subject))
+        if len(self._heap) > 2 * len(self._due_s) + _STALE_MIN:
+            self._heap = [(due_s, at, each) for at, (each, due_s) in enumerate(self._due_s.items())]
+            self._number = len(self._heap)
+            heapify(self._heap)
+
+    def drop(self, subject: Subject) -> None:
+        """It is not due any more."""
+        self._due_s.pop(subject, None)
+
+    def take(self, now_s: float) -> list[Subject]:
+        """Return what is due by now, the first first; it is no longer due."""
+        taken = []
+        while self._heap and self._heap[0][0] <= now_s:
+            due_s, _, subject = heappop(self._heap)
+            if self._due_s.get(subject) == due_s:
+                del self._due_s[subject]
+                taken.append(subject)
+        return taken
