@@ -19,7 +19,8 @@ class CircuitMachine(RuleBasedStateMachine):
         self.failures = failures
         self.circuit = Circuit(CircuitSettings(failures, OPEN_S, OPEN_MAX_S), now_s=10.0, seed=seed)
         self.under_way: list[tuple[float, bool, bool]] = []  # sent at, has begun, is the one request
-        self.failed_in_a_row = 0
+        self.unanswered_in_a_row = 0
+        self.broken_in_a_row = 0
 
     @property
     def state(self) -> CircuitState:
@@ -49,6 +50,7 @@ class CircuitMachine(RuleBasedStateMachine):
         if is_probe:
             self.circuit.give_back()
         self.under_way[at] = (sent_s, True, False)
+        self.unanswered_in_a_row = 0
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), fault=FAULTS)
@@ -58,10 +60,14 @@ class CircuitMachine(RuleBasedStateMachine):
         opened = self.circuit.failed(self.now_s, fault, since_s=sent_s, has_begun=has_begun)
         if is_probe:
             self.circuit.give_back()
-        self.failed_in_a_row += 1
+        if has_begun:
+            self.broken_in_a_row += 1
+        else:
+            self.unanswered_in_a_row += 1
         if opened:
             assert before is not CircuitState.OPEN
-            assert before is CircuitState.HALF_OPEN or self.failed_in_a_row >= self.failures
+            in_a_row = max(self.broken_in_a_row, self.unanswered_in_a_row)
+            assert before is CircuitState.HALF_OPEN or in_a_row >= self.failures
             half_open_s = self.circuit.half_open_s
             assert half_open_s is not None
             assert 0.75 * OPEN_S <= half_open_s - self.now_s <= OPEN_MAX_S
@@ -77,7 +83,7 @@ class CircuitMachine(RuleBasedStateMachine):
         before = self.state
         if has_begun:
             self.circuit.ended()
-            self.failed_in_a_row = 0
+            self.broken_in_a_row = 0
         if is_probe:
             self.circuit.give_back()
         assert self.state is before

@@ -120,7 +120,7 @@ class Circuit:
         return was_open
 
     def ended(self) -> None:
-        """An answer came to its end: nothing before it counts any more. It has begun before."""
+        """An answer came to its end: those that broke off before do not count any more."""
         self._broken = 0
         self._opened = 0
 
