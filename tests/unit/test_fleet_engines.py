@@ -1,6 +1,7 @@
 """A fleet file's engines that run already, in one process: they join, are awaited, or contradict the file."""
 
 import json
+import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -84,7 +85,8 @@ def completion() -> Answer:
     return Answer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
 
 
-async def test_a_line_is_enough_and_what_the_engine_says_holds() -> None:
+async def test_a_line_is_enough_and_what_the_engine_says_holds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with scripted_engine() as engine:
         engine.answers.append(completion())
         async with up(file_of(VLLM.format(url=engine.url))) as here:
@@ -93,6 +95,9 @@ async def test_a_line_is_enough_and_what_the_engine_says_holds() -> None:
             assert [(each["id"], each["max_model_len"]) for each in models] == [("tiny", 2048)]
             (card,) = (worker.card for worker in here.workers.values())
             assert (card.worker_id, card.block_size, card.takes_calls) == (1, 32, True)
+            lines = [line for line in caplog.records if line.getMessage() == "engine_attached"]
+            (told,) = (vars(line)["kvrouter_fields"] for line in lines)
+            assert (told["worker"], told["url"], told["version"]) == ("1", engine.url, "vllm 0.32.0")
             answer = await here.http.post("/v1/completions", json=CALL)
             assert answer.content == page("vllm-0.32.0-completion.json")
             assert engine.calls[0].body == CALL

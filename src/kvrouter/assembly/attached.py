@@ -63,6 +63,26 @@ async def attach(at: EngineAt, worker_id: WorkerId, *, on_awaited: AwaitedSink =
         raise
 
 
+def tell(worker_logger: logging.Logger, worker_id: WorkerId, at: EngineAt, attached: Attached) -> None:
+    """Log which engine the worker stands beside, what it said of itself, and the warnings."""
+    worker = str(worker_id)
+    log_event(
+        worker_logger,
+        Event.ENGINE_ATTACHED,
+        worker=worker,
+        url=at.url,
+        version=attached.version,
+        model=attached.model,
+        block_size=attached.block_size,
+        context_length=attached.context_length,
+        dp_size=attached.dp_size,
+        total_kv_blocks=attached.total_kv_blocks,
+        publishes_kv_events=attached.publishes_kv_events,
+    )
+    for warning in attached.warnings:
+        log_event(worker_logger, Event.CONFIG_WARNING, worker=worker, detail=warning)
+
+
 async def _asked(
     ask: Callable[[EngineServer], Awaitable[Facts]],
     server: EngineServer,

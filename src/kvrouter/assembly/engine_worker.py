@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvrouter.assembly.attach_words import Attached, EngineAt
-from kvrouter.assembly.attached import attach
+from kvrouter.assembly.attached import attach, tell
 from kvrouter.assembly.standby import until_free
 from kvrouter.assembly.tls import LOOPBACK, advertised
 from kvrouter.assembly.worker_process import WorkerProcess, logger
@@ -17,7 +17,6 @@ from kvrouter.config import Settings
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.planes.discovery.port import GoneSink
-from kvrouter.telemetry import Event, log_event
 from kvrouter.worker import Worker, new_incarnation
 from kvrouter.worker.topology_env import parse_topology_env
 
@@ -63,8 +62,7 @@ async def engine_worker(
     topology = parse_topology_env(environ)
     attached = await attach(spec.at, spec.worker_id)
     try:
-        for warning in attached.warnings:
-            log_event(logger, Event.CONFIG_WARNING, worker=str(spec.worker_id), detail=warning)
+        tell(logger, spec.worker_id, spec.at, attached)
         async with worker_wires(
             settings,
             component="prefill" if spec.at.role is Role.PREFILL else "backend",

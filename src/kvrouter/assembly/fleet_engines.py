@@ -6,7 +6,7 @@ import math
 from typing import Self
 
 from kvrouter.assembly.attach_words import Attached
-from kvrouter.assembly.attached import attach
+from kvrouter.assembly.attached import attach, tell
 from kvrouter.assembly.described import contract_of
 from kvrouter.assembly.described_engines import EngineLine, engine_lines, worker_spec
 from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
@@ -147,8 +147,7 @@ class AttachedFleet:
         card = self._card_of(line, spec, attached)
         self._check(line, card, attached)
         self._cards[line.worker_id] = card, line
-        for warning in attached.warnings:
-            log_event(_log, Event.CONFIG_WARNING, worker=str(line.worker_id), detail=warning)
+        tell(_log, line.worker_id, spec.at, attached)
         return Worker(
             attached.engine,
             card,

@@ -54,6 +54,7 @@ class Event(StrEnum):
     ENGINE_LEFT = "engine_left"
     ENGINE_REFUSED = "engine_refused"
     ENGINE_AWAITED = "engine_awaited"
+    ENGINE_ATTACHED = "engine_attached"
     ENGINE_SILENT = "engine_silent"
     ENGINE_ANSWERS = "engine_answers"
     MOCK_ENDED = "mock_ended"
@@ -127,6 +128,12 @@ class Fields(TypedDict, total=False):
     plane: str
     address: str
     batches: int
+    url: str
+    block_size: int
+    context_length: int
+    dp_size: int
+    total_kv_blocks: int | None
+    publishes_kv_events: bool
     process: str
     exit_code: int
 
@@ -231,6 +238,9 @@ EVENTS: dict[Event, EventSpec] = {
     Event.ENGINE_REFUSED: EventSpec(logging.WARNING, "Who knocked at the engine door was not let in."),
     Event.ENGINE_AWAITED: EventSpec(
         logging.INFO, "The engine that this worker is to stand beside does not answer yet."
+    ),
+    Event.ENGINE_ATTACHED: EventSpec(
+        logging.INFO, "The engine beside this worker: where it is, and what it said of itself."
     ),
     Event.ENGINE_SILENT: EventSpec(
         logging.ERROR, "The engine beside this worker does not answer: the worker takes no new requests."
