@@ -57,7 +57,7 @@ async def test_it_joins_is_set_aside_while_its_engine_is_silent_and_leaves_when_
         await scripted.start()
         await eventually(is_back)
         lines = running.lines()
-        assert f" engine_attached worker=7 url={scripted.url} version=\"{kind} " in lines
+        assert f' engine_attached worker=7 url={scripted.url} version="{kind} ' in lines
         assert f" block_size={block_size} " in lines
         assert lines.index("engine_attached") < lines.index("engine_silent") < lines.index("engine_answers")
         assert await running.stop() == 0
