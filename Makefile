@@ -76,11 +76,13 @@ bench-limits: setup ## How many events, requests and workers one router takes
 replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per router mode
 	$(BIN)/python -m benchmarks.replay_sample
 
-docs: setup ## Write the generated pages
+docs: setup ## Write the generated pages, and the definitions that a cluster installs
 	$(BIN)/python -m scripts.write_docs
+	$(BIN)/python -m scripts.write_crds
 
-docs-check: setup ## See that the generated pages are fresh
+docs-check: setup ## See that the generated pages and definitions are fresh
 	$(BIN)/python -m scripts.write_docs --check
+	$(BIN)/python -m scripts.write_crds --check
 
 clean: ## Remove what was built
 	rm -rf $(VENV) native/target dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

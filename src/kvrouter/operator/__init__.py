@@ -1,0 +1,1 @@
+"""Kubernetes: one deployment across zones, admitted, planned, labelled, and told about."""

@@ -1,0 +1,116 @@
+"""AdmissionReview v1: the API server's question and our answer, as JSON."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from kvrouter.config.problems import Problem, dotted
+from kvrouter.core.errors import ProtocolError
+from kvrouter.operator.admission.validate import Verdict, validate
+from kvrouter.operator.api import GROUP, KIND
+from kvrouter.operator.facts import ClusterFacts
+
+API_VERSION = "admission.k8s.io/v1"
+REVIEW_KIND = "AdmissionReview"
+WARNING_CHARS_MAX = 256
+WARNINGS_CHARS_MAX = 4096
+"""The API server cuts a longer warning, and drops those that come after these characters of them."""
+
+JUDGED = frozenset({"CREATE", "UPDATE"})
+
+
+class Review(NamedTuple):
+    """One question: may ``new`` take the place of ``old``? ``is_ours`` when it is about a deployment."""
+
+    uid: str
+    operation: str
+    is_ours: bool
+    new: object
+    old: object
+
+
+def read_review(body: object) -> Review:
+    """Return what an AdmissionReview asks. Raises ProtocolError, naming the field, for what is none."""
+    review = _mapping(body, "")
+    if review.get("apiVersion") != API_VERSION or review.get("kind") != REVIEW_KIND:
+        raise ProtocolError(f"must be an {REVIEW_KIND} of {API_VERSION}", param="apiVersion")
+    request = _mapping(review.get("request"), "request")
+    uid, operation = request.get("uid"), request.get("operation")
+    if not isinstance(uid, str) or not uid:
+        raise ProtocolError("request.uid: must be there", param="request.uid")
+    if not isinstance(operation, str):
+        raise ProtocolError("request.operation: must be there", param="request.operation")
+    kind = _mapping(request.get("kind"), "request.kind")
+    return Review(
+        uid,
+        operation,
+        is_ours=kind.get("group") == GROUP and kind.get("kind") == KIND and not request.get("subResource"),
+        new=request.get("object"),
+        old=request.get("oldObject"),
+    )
+
+
+def judged(review: Review, facts: ClusterFacts) -> Verdict:
+    """Return the verdict on what the review asks; what is not about a deployment's spec is allowed."""
+    if not review.is_ours or review.operation not in JUDGED:
+        return Verdict()
+    return validate(review.new, review.old if review.operation == "UPDATE" else None, facts)
+
+
+def answer(uid: str, verdict: Verdict) -> dict[str, JsonValue]:
+    """Return the AdmissionReview that tells ``verdict``."""
+    response: dict[str, JsonValue] = {"uid": uid, "allowed": verdict.is_allowed}
+    if verdict.problems:
+        response["status"] = {
+            "status": "Failure",
+            "code": 422,
+            "reason": "Invalid",
+            "message": _message(verdict.problems),
+            "details": {"causes": [_cause(problem) for problem in verdict.problems]},
+        }
+    if verdict.warnings:
+        response["warnings"] = [*_fitting(verdict.warnings)]
+    return {"apiVersion": API_VERSION, "kind": REVIEW_KIND, "response": response}
+
+
+def _message(problems: Sequence[Problem]) -> str:
+    """One mistake is a line, several are a line each: kubectl shows them as they are."""
+    lines = [line(problem) for problem in problems]
+    return lines[0] if len(lines) == 1 else "".join(f"\n- {text}" for text in lines)
+
+
+def _cause(problem: Problem) -> JsonValue:
+    return {"reason": "FieldValueInvalid", "field": dotted(problem.path), "message": _printable(problem.must)}
+
+
+def line(problem: Problem) -> str:
+    """Return ``problem`` as one line: where, and what must be."""
+    at = dotted(problem.path)
+    return _printable(f"{at}: {problem.must}" if at else problem.must)
+
+
+def _printable(text: str) -> str:
+    """The text of a header cannot hold what is not printable."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _fitting(warnings: Sequence[Problem]) -> list[str]:
+    """The warnings that an API server passes on: each short enough, and together."""
+    fitting: list[str] = []
+    left = WARNINGS_CHARS_MAX
+    for warning in warnings:
+        text = line(warning)
+        if len(text) > WARNING_CHARS_MAX:
+            text = text[: WARNING_CHARS_MAX - 1] + "…"
+        left -= len(text)
+        if left < 0:
+            break
+        fitting.append(text)
+    return fitting
+
+
+def _mapping(found: object, at: str) -> Mapping[str, object]:
+    if not isinstance(found, dict):
+        raise ProtocolError(f"{at or 'body'}: must be an object", param=at or None)
+    return found

@@ -1,0 +1,249 @@
+"""DynamoGraphDeployment, ``nvidia.com/v1beta1``: what a user writes."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from pydantic import ConfigDict, Field, JsonValue, Strict
+
+from kvrouter.core.workers import Enforcement
+from kvrouter.operator.api.model import Part, Rule, list_map, rules
+from kvrouter.operator.api.names import ComponentName, DomainName, LabelKey, ObjectName
+from kvrouter.operator.api.status import DeploymentStatus
+from kvrouter.topology import MismatchPolicy
+
+GROUP = "nvidia.com"
+VERSION = "v1beta1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "DynamoGraphDeployment"
+PLURAL = "dynamographdeployments"
+
+COMPONENTS_MAX = 25
+REPLICAS_MAX = 10_000
+
+WEIGHT_NOT_YET = (
+    "is not supported yet: remove it, or give decode workers of the same domain a lower cost with "
+    "spec.experimental.kvTransferPolicy {enforcement: preferred, preferredWeight}"
+)
+TYPE_STAYS = "cannot change: add a component under another name, then remove this one"
+TOPOLOGY_STAYS = "cannot change once it is set: delete the deployment and create it again"
+
+
+class ComponentType(StrEnum):
+    """What a component's pods are; ``worker`` serves both legs of a request."""
+
+    FRONTEND = "frontend"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WORKER = "worker"
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether its pods run engines."""
+        return self is not ComponentType.FRONTEND
+
+
+class KvCacheTransferTopology(Part):
+    """The policy of KV transfers, on the frontend component."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(Rule("!has(self.kvTransferWeight)", f"kvTransferWeight {WEIGHT_NOT_YET}"))
+    )
+
+    level: DomainName
+    """Level of the topology that KV never leaves: a domain of the topology's spec.levels, or any name for
+    what ``label`` tells apart."""
+    mismatch_policy: MismatchPolicy = MismatchPolicy.FAIL
+    """What becomes of a request whose prefill worker has no decode worker in its own domain: ``fail`` refuses
+    it before prefill, ``fallback`` lets any decode worker take it."""
+    label: LabelKey | None = None
+    """Key of the node label that tells the domains apart, such as topology.kubernetes.io/zone. With it no
+    ClusterTopology is read, and Grove need not be there."""
+    kv_transfer_weight: Annotated[float, Strict(), Ge(0)] | None = None
+    """Reserved: how much the cost of a transfer weighs. Refused for now."""
+
+
+class KvTransferPolicy(Part):
+    """The policy of KV transfers, for the whole graph."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                "has(self.labelKey) != has(self.clusterTopologyName)",
+                "exactly one of labelKey and clusterTopologyName is needed",
+            ),
+            Rule(
+                "!has(self.preferredWeight) || (has(self.enforcement) && self.enforcement == 'preferred')",
+                "preferredWeight is only for enforcement: preferred",
+            ),
+            Rule(
+                "!has(self.enforcement) || self.enforcement != 'preferred' || has(self.preferredWeight)",
+                "enforcement: preferred needs preferredWeight, from 0 to 1",
+            ),
+        )
+    )
+
+    label_key: LabelKey | None = None
+    """Key of the node label that tells the domains apart. Exactly one of labelKey and clusterTopologyName."""
+    cluster_topology_name: ObjectName | None = None
+    """Name of Grove's ClusterTopologyBinding (or ClusterTopology) whose levels name the domains."""
+    domain: DomainName
+    """Domain that KV transfers keep to: a level of the topology, or any name for what ``labelKey`` tells
+    apart."""
+    enforcement: Enforcement = Enforcement.REQUIRED
+    """``required``: KV never leaves its domain. ``fallback``: only when no decode worker of the domain may
+    take it. ``preferred``: cost decides, and the domain's own decode workers cost less."""
+    preferred_weight: Annotated[float, Strict(), Ge(0), Le(1)] | None = None
+    """How much less under ``preferred``, from 0 (nothing) to 1."""
+
+
+class PodTopologyConstraint(Part):
+    """Where one component's pods are placed."""
+
+    pack_domain: DomainName
+    """Level of the deployment's topology that this component's pods are packed into."""
+
+
+class SpecTopologyConstraint(Part):
+    """The topology of a deployment, and where its pods are placed."""
+
+    cluster_topology_name: Annotated[
+        ObjectName,
+        Field(json_schema_extra=rules(Rule("self == oldSelf", f"clusterTopologyName {TOPOLOGY_STAYS}"))),
+    ]
+    """Name of Grove's ClusterTopologyBinding (or ClusterTopology). It cannot change once it is set."""
+    pack_domain: DomainName | None = None
+    """Level that pods are packed into, unless a component names its own."""
+
+
+class Component(Part):
+    """One set of equal pods."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                "!has(self.kvCacheTransferTopology) || self.type == 'frontend'",
+                "kvCacheTransferTopology belongs to the component of type frontend",
+            )
+        )
+    )
+
+    name: ComponentName
+    """Name of the component, unique in the deployment whatever its case."""
+    type: Annotated[
+        ComponentType, Field(json_schema_extra=rules(Rule("self == oldSelf", f"type {TYPE_STAYS}")))
+    ]
+    """What its pods are: ``frontend`` (HTTP and router), ``prefill``, ``decode``, or ``worker`` (both). It
+    cannot change."""
+    replicas: Annotated[
+        int, Strict(), Ge(0), Le(REPLICAS_MAX), Field(json_schema_extra={"format": "int32"})
+    ] = 1
+    """How many pods."""
+    pod_template: Annotated[
+        Mapping[str, JsonValue],
+        Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}),
+    ] = {}
+    """Template of its pods, as in a Deployment. The operator adds what topology and routing need."""
+    topology_constraint: PodTopologyConstraint | None = None
+    """Where its pods are placed; the deployment's own packDomain when it is left out."""
+    kv_cache_transfer_topology: KvCacheTransferTopology | None = None
+    """Policy of KV transfers; only on the component of type frontend."""
+
+
+class Experimental(Part):
+    """What may yet change its form."""
+
+    kv_transfer_policy: KvTransferPolicy | None = None
+    """Policy of KV transfers for the whole graph. It may be given instead of the frontend's
+    kvCacheTransferTopology; given both, they must say the same."""
+
+
+_UNIQUE = Rule(
+    "self.all(a, self.exists_one(b, a.name.lowerAscii() == b.name.lowerAscii()))",
+    "names of components must be unique, whatever their case",
+)
+
+
+class DeploymentSpec(Part):
+    """One fleet: its components, and where its KV may go."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            Rule(
+                "self.components.all(c, !has(c.kvCacheTransferTopology) || "
+                "has(c.kvCacheTransferTopology.label) || has(self.topologyConstraint))",
+                "kvCacheTransferTopology needs its own label, or spec.topologyConstraint.clusterTopologyName",
+            ),
+            Rule(
+                "self.components.all(c, !has(c.topologyConstraint) || has(self.topologyConstraint))",
+                "a component's topologyConstraint needs spec.topologyConstraint.clusterTopologyName",
+            ),
+            Rule(
+                "!has(oldSelf.topologyConstraint) || has(self.topologyConstraint)",
+                f"topologyConstraint.clusterTopologyName {TOPOLOGY_STAYS}",
+            ),
+        )
+    )
+
+    components: Annotated[
+        tuple[Component, ...],
+        MinLen(1),
+        MaxLen(COMPONENTS_MAX),
+        Field(json_schema_extra={**list_map("name"), **rules(_UNIQUE)}),
+    ]
+    """The sets of pods that make up the fleet."""
+    topology_constraint: SpecTopologyConstraint | None = None
+    """Topology of the deployment; kvCacheTransferTopology without a label reads its levels."""
+    experimental: Experimental | None = None
+    """What may yet change its form."""
+
+
+class ObjectMeta(Part):
+    """What is read of an object's metadata."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str = ""
+    """Name of the object; empty while the API server has still to make one up."""
+    namespace: str = ""
+    """Namespace of the object."""
+    uid: str = ""
+    """Identity of the object: another one if it is deleted and created again."""
+    generation: int = 0
+    """How often its spec was changed."""
+    labels: Mapping[str, str] = {}
+    """Labels of the object."""
+    annotations: Mapping[str, str] = {}
+    """Annotations of the object."""
+    deletion_timestamp: str | None = None
+    """When its deletion began."""
+
+
+NAME_RULES = (
+    Rule(
+        "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        "metadata.name becomes the name of Services: lower-case letters, digits and '-', first a letter",
+    ),
+    Rule(
+        "self.spec.components.all(c, size(self.metadata.name) + size(c.name) < 63)",
+        "metadata.name and the name of a component, joined by '-', must have at most 63 characters",
+    ),
+)
+
+
+class DynamoGraphDeployment(Part):
+    """One fleet of LLM engines behind one front door, which may span several zones."""
+
+    model_config = ConfigDict(json_schema_extra=rules(*NAME_RULES))
+
+    api_version: str = API_VERSION
+    """Version of this form: nvidia.com/v1beta1."""
+    kind: str = KIND
+    """Kind of the object: DynamoGraphDeployment."""
+    metadata: ObjectMeta = ObjectMeta()
+    """Name, namespace, labels and annotations."""
+    spec: DeploymentSpec
+    """What the fleet should be."""
+    status: DeploymentStatus | None = None
+    """What the fleet is; the operator writes it."""

@@ -1,0 +1,109 @@
+"""Names as Kubernetes allows them, each with the pattern that the API server checks too."""
+
+import re
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"
+
+DOMAIN_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+DOMAIN_CHARS_MAX = 63
+LABEL_KEY_PATTERN = rf"^({SUBDOMAIN}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{{0,61}}[A-Za-z0-9])?$"
+LABEL_PREFIX_CHARS_MAX = 253
+LABEL_KEY_CHARS_MAX = LABEL_PREFIX_CHARS_MAX + 1 + 63
+OBJECT_PATTERN = f"^{SUBDOMAIN}$"
+OBJECT_CHARS_MAX = 253
+COMPONENT_PATTERN = "^[A-Za-z]([-A-Za-z0-9]*[A-Za-z0-9])?$"
+SERVICE_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+SERVICE_CHARS_MAX = 63
+
+TOPOLOGY_LABEL_PREFIX = "grove.io/topology."
+"""A pod's label for one level of a topology is this and the level's domain."""
+
+LEVEL_CHARS_MAX = 63 - len("topology.")
+"""A label's name has 63 characters, and ``topology.`` takes some of those that a level could have."""
+
+
+def topology_label(domain: str) -> str:
+    """Return the key of the pod label that holds the value of ``domain``, a level of a topology."""
+    return f"{TOPOLOGY_LABEL_PREFIX}{domain}"
+
+
+def level_problem(domain: str) -> str | None:
+    """Why ``domain``, a level of a topology, cannot stand in a pod's label and be a file's name, or None."""
+    if re.fullmatch(DOMAIN_PATTERN, domain) is None:
+        return "is not of lower-case letters, digits and '-', from a letter to a letter or digit"
+    if len(domain) > LEVEL_CHARS_MAX:
+        return f"has more than the {LEVEL_CHARS_MAX} characters that fit into {topology_label('<domain>')}"
+    return None
+
+
+def _checked(pattern: str, chars_max: int, must: str) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if len(text) > chars_max or re.fullmatch(pattern, text) is None:
+            raise PydanticCustomError("kubernetes_name", "{must}", {"must": must})
+        return text
+
+    return check
+
+
+def _label_key(text: str) -> str:
+    check = _checked(
+        LABEL_KEY_PATTERN,
+        LABEL_KEY_CHARS_MAX,
+        "must be the key of a label, such as topology.kubernetes.io/zone",
+    )
+    if len(text.rpartition("/")[0]) > LABEL_PREFIX_CHARS_MAX:
+        raise PydanticCustomError(
+            "kubernetes_name",
+            "must have ≤ {chars} characters before its '/'",
+            {"chars": LABEL_PREFIX_CHARS_MAX},
+        )
+    return check(text)
+
+
+DomainName = Annotated[
+    str,
+    AfterValidator(
+        _checked(
+            DOMAIN_PATTERN,
+            DOMAIN_CHARS_MAX,
+            "must be a domain such as zone: ≤ 63 lower-case letters, digits and '-', first a letter",
+        )
+    ),
+    WithJsonSchema({"type": "string", "maxLength": DOMAIN_CHARS_MAX, "pattern": DOMAIN_PATTERN}),
+]
+
+LabelKey = Annotated[
+    str,
+    AfterValidator(_label_key),
+    WithJsonSchema({"type": "string", "maxLength": LABEL_KEY_CHARS_MAX, "pattern": LABEL_KEY_PATTERN}),
+]
+
+ObjectName = Annotated[
+    str,
+    AfterValidator(
+        _checked(
+            OBJECT_PATTERN,
+            OBJECT_CHARS_MAX,
+            "must be an object's name: ≤ 253 lower-case letters, digits, '-' and '.'",
+        )
+    ),
+    WithJsonSchema({"type": "string", "maxLength": OBJECT_CHARS_MAX, "pattern": OBJECT_PATTERN}),
+]
+
+ComponentName = Annotated[
+    str,
+    AfterValidator(
+        _checked(
+            COMPONENT_PATTERN,
+            SERVICE_CHARS_MAX,
+            "must be a component's name: ≤ 63 letters, digits and '-', first a letter",
+        )
+    ),
+    WithJsonSchema({"type": "string", "maxLength": SERVICE_CHARS_MAX, "pattern": COMPONENT_PATTERN}),
+]

@@ -1,0 +1,103 @@
+"""What the operator tells of a deployment: conditions, replicas, and the balance of its domains."""
+
+from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Ge, MaxLen
+from pydantic import Field
+
+from kvrouter.core.workers import Enforcement
+from kvrouter.operator.api.model import Part, list_map
+
+DOMAINS_MAX = 256
+BALANCE_CHARS_MAX = 256
+
+Count = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int32"})]
+Generation = Annotated[int, Ge(0), Field(json_schema_extra={"format": "int64"})]
+
+
+class ConditionStatus(StrEnum):
+    """Whether a condition holds."""
+
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class Condition(Part):
+    """One thing that holds or does not."""
+
+    type: Annotated[str, MaxLen(316)]
+    """Which condition: Ready, TopologyResolved or DomainBalanced."""
+    status: ConditionStatus
+    """Whether it holds."""
+    reason: Annotated[str, MaxLen(1024)]
+    """One stable word for machines."""
+    message: Annotated[str, MaxLen(32_768)]
+    """One sentence for people: what is so, and how to mend it."""
+    last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    """When its status last changed."""
+    observed_generation: Generation | None = None
+    """Generation of the deployment that it speaks of."""
+
+
+class ComponentStatus(Part):
+    """The pods of one component."""
+
+    name: Annotated[str, MaxLen(63)]
+    """Name of the component."""
+    type: Annotated[str, MaxLen(63)]
+    """Type of the component."""
+    replicas: Count = 0
+    """Pods that there are."""
+    ready_replicas: Count = 0
+    """Pods that are Ready."""
+    updated_replicas: Count = 0
+    """Pods of the latest template."""
+
+
+class DomainStatus(Part):
+    """The Ready pods whose labels place them in one domain."""
+
+    value: Annotated[str, MaxLen(63)]
+    """Value of the domain, such as us-east-1a."""
+    prefill: Count = 0
+    """Ready prefill workers there."""
+    decode: Count = 0
+    """Ready workers there that take decode legs."""
+
+
+class PolicyStatus(Part):
+    """The policy of KV transfers that is in force, however it was spelt."""
+
+    domain: Annotated[str, MaxLen(63)]
+    """Domain that KV transfers keep to."""
+    enforcement: Enforcement
+    """How strictly."""
+    preferred_weight: float | None = None
+    """Weight under ``preferred``."""
+    cluster_topology_name: Annotated[str, MaxLen(253)] | None = None
+    """Topology that the domain is a level of."""
+    label_key: Annotated[str, MaxLen(317)] | None = None
+    """Node label that the domain's values are read from."""
+
+
+class DeploymentStatus(Part):
+    """What the fleet is."""
+
+    observed_generation: Generation | None = None
+    """Generation of the spec that this status speaks of."""
+    conditions: Annotated[tuple[Condition, ...], MaxLen(16), Field(json_schema_extra=list_map("type"))] = ()
+    """Ready, TopologyResolved and DomainBalanced."""
+    components: Annotated[
+        tuple[ComponentStatus, ...], MaxLen(25), Field(json_schema_extra=list_map("name"))
+    ] = ()
+    """Pods of each component."""
+    policy: PolicyStatus | None = None
+    """Policy of KV transfers that is in force; absent when there is none."""
+    domains: Annotated[
+        tuple[DomainStatus, ...], MaxLen(DOMAINS_MAX), Field(json_schema_extra=list_map("value"))
+    ] = ()
+    """Ready pods of each value of the policy's domain; of more than 256, those out of balance come first."""
+    balance: Annotated[str, MaxLen(BALANCE_CHARS_MAX)] | None = None
+    """Ready prefill and decode workers by domain, in short: ``us-east-1a 4/8, us-east-1b 4/0``."""

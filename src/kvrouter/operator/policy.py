@@ -1,0 +1,215 @@
+"""Both spellings of the policy of KV transfers, read as one."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvrouter.config.problems import Path, Problem, dotted
+from kvrouter.core.workers import Enforcement
+from kvrouter.operator.api.deployment import (
+    WEIGHT_NOT_YET,
+    Component,
+    ComponentType,
+    DeploymentSpec,
+    KvTransferPolicy,
+)
+from kvrouter.topology import Fallback, MismatchPolicy, Preferred, Required, TransferPolicy
+
+GRAPH_POLICY: Path = ("spec", "experimental", "kvTransferPolicy")
+TOPOLOGY_NAME: Path = ("spec", "topologyConstraint", "clusterTopologyName")
+A_LABEL = "the key of a node label such as topology.kubernetes.io/zone"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTopology:
+    """The domain is a level of the topology of this name, which Grove's kinds describe."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"clusterTopologyName {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class RawLabel:
+    """The domain's values are those of the node label with this key; no topology is read."""
+
+    key: str
+
+    def __str__(self) -> str:
+        return f"label {self.key}"
+
+
+LabelSource = NamedTopology | RawLabel
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentPolicy:
+    """A deployment's transfer policy, and where the values of its domain come from."""
+
+    transfer: TransferPolicy
+    source: LabelSource
+
+    @property
+    def domain(self) -> str:
+        """The domain that KV transfers keep to."""
+        return self.transfer.domain
+
+    @property
+    def enforcement(self) -> Enforcement:
+        """How strictly."""
+        match self.transfer:
+            case Required():
+                return Enforcement.REQUIRED
+            case Fallback():
+                return Enforcement.FALLBACK
+            case Preferred():
+                return Enforcement.PREFERRED
+
+    @property
+    def preferred_weight(self) -> float | None:
+        """The weight under ``preferred``; else None."""
+        return self.transfer.weight if isinstance(self.transfer, Preferred) else None
+
+    def __str__(self) -> str:
+        weight = "" if self.preferred_weight is None else f" {self.preferred_weight:g}"
+        return f"{self.enforcement}{weight} in {self.domain} of {self.source}"
+
+
+class Declared(NamedTuple):
+    """One place where a policy is written: ``at``, with its domain and its source in fields of their own."""
+
+    policy: DeploymentPolicy
+    at: Path
+    domain_at: Path
+    source_at: Path
+
+
+class PolicyReading(NamedTuple):
+    """What a spec says: its policy, if it has one that is whole and not contradicted, and what is wrong."""
+
+    declared: Declared | None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def policy(self) -> DeploymentPolicy | None:
+        """The policy; None where there is none, or where it cannot be told."""
+        return None if self.declared is None or self.problems else self.declared.policy
+
+
+def read_policy(spec: DeploymentSpec) -> PolicyReading:
+    """Return the policy of ``spec``, in either spelling; in both, or on several frontends, only where all
+    agree.
+    """
+    declared: list[Declared] = []
+    problems: list[Problem] = []
+    for index, component in enumerate(spec.components):
+        if component.kv_cache_transfer_topology is not None:
+            _read(_of_component(component, ("spec", "components", index), spec), declared, problems)
+    graph_policy = None if spec.experimental is None else spec.experimental.kv_transfer_policy
+    if graph_policy is not None:
+        _read(_of_graph(graph_policy), declared, problems)
+    problems += [
+        Problem(
+            other.at,
+            f"says {other.policy}, but {dotted(declared[0].at)} says {declared[0].policy}: "
+            "remove one of them, or make them say the same",
+        )
+        for other in declared[1:]
+        if other.policy != declared[0].policy
+    ]
+    return PolicyReading(declared[0] if declared else None, tuple(problems))
+
+
+def _read(found: Declared | list[Problem], declared: list[Declared], problems: list[Problem]) -> None:
+    if isinstance(found, Declared):
+        declared.append(found)
+    else:
+        problems += found
+
+
+def _of_component(component: Component, place: Path, spec: DeploymentSpec) -> Declared | list[Problem]:
+    """The frontend's spelling; its topology is the deployment's own unless it names a label."""
+    field = component.kv_cache_transfer_topology
+    if field is None:
+        return []
+    at = (*place, "kvCacheTransferTopology")
+    problems = []
+    if component.type is not ComponentType.FRONTEND:
+        problems.append(
+            Problem(
+                at,
+                f"belongs to the component of type frontend, and {component.name} is of type "
+                f"{component.type}: move it there",
+            )
+        )
+    if field.kv_transfer_weight is not None:
+        problems.append(Problem((*at, "kvTransferWeight"), WEIGHT_NOT_YET))
+    constraint = spec.topology_constraint
+    source: LabelSource
+    if field.label is not None:
+        source, source_at = RawLabel(field.label), (*at, "label")
+    elif constraint is not None:
+        source, source_at = NamedTopology(constraint.cluster_topology_name), TOPOLOGY_NAME
+    else:
+        problems.append(
+            Problem(
+                at,
+                f"{_no_source(field.level)}: set {dotted(TOPOLOGY_NAME)} to one of Grove's topologies, or "
+                f"{dotted((*at, 'label'))} to {A_LABEL}",
+            )
+        )
+        return problems
+    if problems:
+        return problems
+    fail = field.mismatch_policy is MismatchPolicy.FAIL
+    transfer = Required(field.level) if fail else Fallback(field.level)
+    return Declared(DeploymentPolicy(transfer, source), at, (*at, "level"), source_at)
+
+
+def _of_graph(field: KvTransferPolicy) -> Declared | list[Problem]:
+    """The whole graph's spelling, which names its own source."""
+    problems = []
+    source: LabelSource | None = None
+    source_at = GRAPH_POLICY
+    if field.label_key is not None and field.cluster_topology_name is not None:
+        problems.append(
+            Problem(GRAPH_POLICY, "has both labelKey and clusterTopologyName: remove one of them")
+        )
+    elif field.label_key is not None:
+        source, source_at = RawLabel(field.label_key), (*GRAPH_POLICY, "labelKey")
+    elif field.cluster_topology_name is not None:
+        source = NamedTopology(field.cluster_topology_name)
+        source_at = (*GRAPH_POLICY, "clusterTopologyName")
+    else:
+        problems.append(
+            Problem(
+                GRAPH_POLICY,
+                f"{_no_source(field.domain)}: set clusterTopologyName to one of Grove's topologies, "
+                f"or labelKey to {A_LABEL}",
+            )
+        )
+    transfer = _transfer(field)
+    if isinstance(transfer, Problem):
+        problems.append(transfer)
+    elif source is not None:
+        at = GRAPH_POLICY
+        return Declared(DeploymentPolicy(transfer, source), at, (*at, "domain"), source_at)
+    return problems
+
+
+def _no_source(domain: str) -> str:
+    return f"does not say where the values of {domain!r} come from"
+
+
+def _transfer(field: KvTransferPolicy) -> TransferPolicy | Problem:
+    at = (*GRAPH_POLICY, "preferredWeight")
+    weight = field.preferred_weight
+    if field.enforcement is Enforcement.PREFERRED:
+        if weight is None:
+            return Problem(at, "is required when enforcement is preferred: a number from 0 to 1")
+        return Preferred(field.domain, weight)
+    if weight is not None:
+        return Problem(
+            at, f"is only for enforcement: preferred, not {field.enforcement}: remove it, or say preferred"
+        )
+    return Required(field.domain) if field.enforcement is Enforcement.REQUIRED else Fallback(field.domain)

@@ -1,0 +1,47 @@
+"""Deployments as users write them, and clusters to judge them in."""
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+
+Document = dict[str, JsonValue]
+
+FABRIC = ClusterTopology(
+    "fabric",
+    (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack")),
+)
+GROVE = ClusterFacts(grove=Grove.PRESENT, topologies=by_name([FABRIC, ClusterTopology("lab", ())]))
+NO_GROVE = ClusterFacts()
+
+PAIR = ("frontend", "prefill", "decode")
+AGGREGATED = ("frontend", "worker")
+
+
+def deployment(
+    *,
+    frontend: Mapping[str, JsonValue] | None = None,
+    graph: Mapping[str, JsonValue] | None = None,
+    topology: str | None = None,
+    types: tuple[str, ...] = PAIR,
+    name: str = "my-llm",
+) -> Document:
+    """Return a deployment with one component of each type: ``frontend`` is its kvCacheTransferTopology,
+    ``graph`` the whole graph's kvTransferPolicy, ``topology`` the name of the topology that it is in.
+    """
+    components: list[JsonValue] = [{"name": kind, "type": kind} for kind in types]
+    if frontend is not None:
+        components[0] = {"name": types[0], "type": types[0], "kvCacheTransferTopology": dict(frontend)}
+    spec: Document = {"components": components}
+    if graph is not None:
+        spec["experimental"] = {"kvTransferPolicy": dict(graph)}
+    if topology is not None:
+        spec["topologyConstraint"] = {"clusterTopologyName": topology}
+    return {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": {"name": name, "namespace": "default"},
+        "spec": spec,
+    }

@@ -1,0 +1,315 @@
+"""The table of what admission refuses, warns of and leaves alone."""
+
+from copy import deepcopy
+from itertools import pairwise
+
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.config.problems import Problem, dotted
+from kvrouter.operator.admission import Verdict, validate
+from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+from tests.support.operator_deployments import AGGREGATED, GROVE, NO_GROVE, Document, deployment
+
+Fields = dict[str, JsonValue]
+ZONE = "topology.kubernetes.io/zone"
+ON_FRONTEND: Fields = {"level": "zone"}
+ON_GRAPH: Fields = {"clusterTopologyName": "fabric", "domain": "zone"}
+UNREAD = ClusterFacts(grove=Grove.UNREAD, unread_because="403 from the API server")
+ODD = ClusterFacts(
+    grove=Grove.PRESENT,
+    topologies=by_name([ClusterTopology("fabric", (Level("zone", ZONE),), oddities=("level 2 is odd",))]),
+)
+
+
+def lines(problems: tuple[Problem, ...]) -> list[str]:
+    return [f"{dotted(problem.path)}: {problem.must}" for problem in problems]
+
+
+def refused(document: Document, facts: ClusterFacts = GROVE) -> str:
+    verdict = validate(document, None, facts)
+    assert not verdict.is_allowed
+    (line,) = lines(verdict.problems)
+    return line
+
+
+@pytest.mark.parametrize("facts", [NO_GROVE, GROVE, UNREAD])
+@pytest.mark.parametrize("types", [("frontend", "prefill", "decode"), AGGREGATED])
+def test_without_a_policy_a_deployment_is_untouched(facts: ClusterFacts, types: tuple[str, ...]) -> None:
+    assert validate(deployment(types=types), None, facts) == Verdict()
+
+
+@pytest.mark.parametrize("facts", [NO_GROVE, GROVE, UNREAD])
+@pytest.mark.parametrize(
+    "document",
+    [
+        deployment(frontend={**ON_FRONTEND, "label": ZONE}),
+        deployment(graph={"labelKey": ZONE, "domain": "zone"}),
+    ],
+)
+def test_a_label_needs_nothing_of_grove(facts: ClusterFacts, document: Document) -> None:
+    assert validate(document, None, facts) == Verdict()
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        deployment(frontend=ON_FRONTEND, topology="fabric"),
+        deployment(graph=ON_GRAPH),
+        deployment(frontend=ON_FRONTEND, graph=ON_GRAPH, topology="fabric"),
+    ],
+)
+def test_a_level_of_a_topology_that_is_there_is_admitted(document: Document) -> None:
+    assert validate(document, None, GROVE) == Verdict()
+
+
+def test_grove_absent() -> None:
+    assert refused(deployment(frontend=ON_FRONTEND, topology="fabric"), NO_GROVE) == (
+        "spec.topologyConstraint.clusterTopologyName: 'fabric' cannot be read: this cluster knows no "
+        "ClusterTopologyBinding and no ClusterTopology (grove.io). Install Grove, or set "
+        "kvCacheTransferTopology.label to the key of a node label, which needs no Grove"
+    )
+    assert refused(deployment(graph=ON_GRAPH), NO_GROVE) == (
+        "spec.experimental.kvTransferPolicy.clusterTopologyName: 'fabric' cannot be read: this cluster knows "
+        "no ClusterTopologyBinding and no ClusterTopology (grove.io). Install Grove, or replace "
+        "clusterTopologyName by labelKey, the key of a node label, which needs no Grove"
+    )
+
+
+def test_grove_that_cannot_be_read_is_not_taken_for_absent() -> None:
+    assert refused(deployment(graph=ON_GRAPH), UNREAD).startswith(
+        "spec.experimental.kvTransferPolicy.clusterTopologyName: 'fabric' could not be read just now (403 "
+        "from the API server): try again, or replace clusterTopologyName by labelKey"
+    )
+
+
+def test_a_topology_that_is_not_there() -> None:
+    assert refused(deployment(frontend=ON_FRONTEND, topology="fabrik")) == (
+        "spec.topologyConstraint.clusterTopologyName: no ClusterTopologyBinding or ClusterTopology "
+        "'fabrik' is in this cluster; there are fabric, lab (did you mean fabric?). Name one that is "
+        "there, create it, or set kvCacheTransferTopology.label to the key of a node label, which needs no "
+        "Grove"
+    )
+    line = refused(deployment(graph=ON_GRAPH), ClusterFacts(grove=Grove.PRESENT))
+    assert "there is none" in line
+
+
+def test_of_many_topologies_some_are_listed() -> None:
+    many = [ClusterTopology(f"t{number:02}", ()) for number in range(40)]
+    line = refused(deployment(graph=ON_GRAPH), ClusterFacts(Grove.PRESENT, by_name(many)))
+    assert "there are t00, t01, t02, t03, t04, t05, t06, t07, t08, t09 and 30 more." in line
+
+
+def test_a_level_that_is_not_there() -> None:
+    assert refused(deployment(frontend={"level": "zones"}, topology="fabric")) == (
+        "spec.components[0].kvCacheTransferTopology.level: 'zones' is no level of ClusterTopologyBinding "
+        "fabric, which has zone, rack (did you mean zone?)"
+    )
+    assert refused(deployment(graph={**ON_GRAPH, "domain": "host"})) == (
+        "spec.experimental.kvTransferPolicy.domain: 'host' is no level of ClusterTopologyBinding fabric, "
+        "which has zone, rack"
+    )
+    assert refused(deployment(graph={"clusterTopologyName": "lab", "domain": "zone"})).endswith(
+        "ClusterTopologyBinding lab, which has none that can be used"
+    )
+    assert refused(deployment(graph={**ON_GRAPH, "domain": "rack"}), ODD).endswith("(level 2 is odd)")
+
+
+@pytest.mark.parametrize(
+    ("document", "where"),
+    [
+        (deployment(frontend=ON_FRONTEND), "spec.components[0].kvCacheTransferTopology: does not say"),
+        (
+            deployment(frontend={**ON_FRONTEND, "label": ZONE}, types=("worker", "prefill")),
+            "spec.components[0].kvCacheTransferTopology: belongs to the component of type frontend",
+        ),
+        (
+            deployment(frontend=ON_FRONTEND, graph={**ON_GRAPH, "domain": "rack"}, topology="fabric"),
+            "spec.experimental.kvTransferPolicy: says required in rack",
+        ),
+        (
+            deployment(graph={**ON_GRAPH, "preferredWeight": 0.5}),
+            "spec.experimental.kvTransferPolicy.preferredWeight: is only for enforcement: preferred",
+        ),
+        (
+            deployment(graph={**ON_GRAPH, "enforcement": "preferred", "preferredWeight": 1.5}),
+            "spec.experimental.kvTransferPolicy.preferredWeight: must be ≤ 1, not 1.5",
+        ),
+        (
+            deployment(frontend={**ON_FRONTEND, "kvTransferWeight": 50}, topology="fabric"),
+            "spec.components[0].kvCacheTransferTopology.kvTransferWeight: is not supported yet",
+        ),
+        (deployment(name="my.llm"), "metadata.name: becomes the name of Services"),
+        (
+            deployment(name="x" * 55),
+            f"spec.components[0].name: {'x' * 55}-frontend would be a Service's name of 64 characters: 63 "
+            "are",
+        ),
+    ],
+)
+def test_what_is_written_wrong_is_refused(document: Document, where: str) -> None:
+    assert refused(document).startswith(where)
+
+
+def test_names_that_differ_in_case_alone_are_refused() -> None:
+    document = deployment()
+    document["spec"] = {
+        "components": [{"name": "Decode", "type": "decode"}, {"name": "decode", "type": "prefill"}]
+    }
+    assert refused(document).startswith("spec.components[1].name: 'decode' is the name of spec.components[0]")
+
+
+def test_a_component_cannot_be_packed_without_a_topology() -> None:
+    document = deployment()
+    component: Fields = {"name": "a", "type": "worker", "topologyConstraint": {"packDomain": "rack"}}
+    document["spec"] = {"components": [component]}
+    assert refused(document).startswith("spec.components[0].topologyConstraint: needs a topology")
+
+
+@pytest.mark.parametrize(
+    ("document", "facts", "warning"),
+    [
+        (
+            deployment(graph=ON_GRAPH, types=AGGREGATED),
+            GROVE,
+            "spec.experimental.kvTransferPolicy: has no effect: no component is of type prefill",
+        ),
+        (
+            deployment(graph=ON_GRAPH, types=("frontend", "prefill")),
+            GROVE,
+            "spec.components: has prefill workers, and none that decode",
+        ),
+        (
+            deployment(graph=ON_GRAPH, topology="lab"),
+            GROVE,
+            "spec.experimental.kvTransferPolicy.clusterTopologyName: is 'fabric', but pods are placed by "
+            "'lab'",
+        ),
+        (
+            deployment(graph={**ON_GRAPH, "enforcement": "preferred", "preferredWeight": 0}),
+            GROVE,
+            "spec.experimental.kvTransferPolicy: prefers nothing",
+        ),
+        (
+            deployment(graph=ON_GRAPH),
+            ODD,
+            "spec.experimental.kvTransferPolicy.clusterTopologyName: not all of it can be used: level 2 is "
+            "odd",
+        ),
+        (
+            deployment(topology="other"),
+            GROVE,
+            "spec.topologyConstraint.clusterTopologyName: 'other' is not in this cluster: nothing is packed",
+        ),
+    ],
+)
+def test_what_is_odd_is_admitted_with_a_warning(
+    document: Document, facts: ClusterFacts, warning: str
+) -> None:
+    verdict = validate(document, None, facts)
+    assert verdict.is_allowed
+    (line,) = lines(verdict.warnings)
+    assert line.startswith(warning)
+
+
+def test_prefill_workers_may_have_aggregated_workers_decode() -> None:
+    document = deployment(graph=ON_GRAPH, types=("frontend", "prefill", "worker"))
+    assert validate(document, None, GROVE) == Verdict()
+
+
+def test_levels_to_pack_by_that_are_not_there_are_warnings() -> None:
+    document = deployment()
+    document["spec"] = {
+        "topologyConstraint": {"clusterTopologyName": "fabric", "packDomain": "zone"},
+        "components": [{"name": "a", "type": "worker", "topologyConstraint": {"packDomain": "host"}}],
+    }
+    verdict = validate(document, None, GROVE)
+    assert lines(verdict.warnings) == [
+        "spec.components[0].topologyConstraint.packDomain: 'host' is no level of fabric, which has zone, "
+        "rack: pods are not packed by it"
+    ]
+    assert verdict.is_allowed
+
+
+def test_fields_without_effect_are_warnings() -> None:
+    document = deployment()
+    document["spec"] = {
+        "components": [{"name": "a", "type": "worker"}],
+        "experimental": {"kvTransferPolcy": {}},
+    }
+    verdict = validate(document, None, GROVE)
+    assert verdict.is_allowed
+    (line,) = lines(verdict.warnings)
+    assert line.startswith("spec.experimental.kvTransferPolcy: ")
+    assert line.endswith("(did you mean kvTransferPolicy?)")
+
+
+def test_a_type_cannot_change() -> None:
+    old, new = deployment(), deployment()
+    new["spec"] = {
+        "components": [{"name": "frontend", "type": "frontend"}, {"name": "decode", "type": "prefill"}]
+    }
+    assert lines(validate(new, old, GROVE).problems) == [
+        "spec.components[1].type: of decode cannot change: add a component under another name, then remove "
+        "this one (it is decode, not prefill)"
+    ]
+
+
+@pytest.mark.parametrize("topology", ["lab", None])
+def test_a_topology_cannot_change_or_go(topology: str | None) -> None:
+    verdict = validate(deployment(topology=topology), deployment(topology="fabric"), GROVE)
+    assert lines(verdict.problems) == [
+        "spec.topologyConstraint.clusterTopologyName: cannot change once it is set: delete the deployment "
+        f"and create it again (it is 'fabric', not {topology!r})"
+    ]
+
+
+def test_a_topology_may_come_and_a_policy_may_come_change_and_go() -> None:
+    bare = deployment()
+    placed = deployment(topology="fabric")
+    required = deployment(topology="fabric", frontend=ON_FRONTEND)
+    rack = deployment(topology="fabric", frontend={"level": "rack", "mismatchPolicy": "fallback"})
+    other = deployment(topology="fabric", graph={"labelKey": ZONE, "domain": "zone"})
+    steps = [bare, placed, required, rack, other, placed]
+    for old, new in pairwise(steps):
+        assert validate(new, old, GROVE) == Verdict()
+
+
+def test_components_may_come_go_and_grow() -> None:
+    old, new = deployment(), deployment(types=("frontend", "worker"))
+    assert validate(new, old, GROVE) == Verdict()
+    assert validate(old, new, GROVE) == Verdict()
+
+
+@pytest.mark.parametrize("facts", [NO_GROVE, UNREAD, ClusterFacts(grove=Grove.PRESENT)])
+def test_what_the_cluster_lost_since_does_not_stop_other_changes(facts: ClusterFacts) -> None:
+    """Somebody deleted the topology: the fleet can still be scaled, and is told."""
+    old = deployment(graph=ON_GRAPH)
+    new = deepcopy(old)
+    new["metadata"] = {"name": "my-llm", "labels": {"team": "a"}}
+    verdict = validate(new, old, facts)
+    assert verdict.is_allowed
+    (line,) = lines(verdict.warnings)
+    assert line.startswith("spec.experimental.kvTransferPolicy.clusterTopologyName: ")
+
+
+def test_a_policy_that_changes_is_judged_afresh() -> None:
+    old = deployment(graph=ON_GRAPH)
+    new = deployment(graph={**ON_GRAPH, "domain": "rack"})
+    for gone in (NO_GROVE, ClusterFacts(grove=Grove.PRESENT), ODD):
+        assert not validate(new, old, gone).is_allowed
+
+
+def test_what_is_being_deleted_is_left_alone() -> None:
+    leaving = deployment(frontend=ON_FRONTEND)
+    leaving["metadata"] = {"name": "my-llm", "deletionTimestamp": "2026-11-21T00:00:00Z", "finalizers": []}
+    assert validate(leaving, deployment(topology="fabric"), NO_GROVE) == Verdict()
+
+
+def test_an_old_deployment_that_cannot_be_read_stops_no_mend() -> None:
+    assert validate(deployment(), {"spec": {"components": "none"}}, GROVE) == Verdict()
+
+
+def test_what_is_no_deployment_is_refused() -> None:
+    assert lines(validate("text", None, GROVE).problems) == [": must be an object"]

@@ -1,0 +1,127 @@
+"""The definition that clusters install: fresh, structural, and telling on every field."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from kvrouter.operator.api.crd import CRD_FILE, crd_yaml, deployment_crd
+from kvrouter.operator.api.schema import Schema, structural
+from scripts.write_crds import main
+
+
+def schema_of(crd: Schema) -> Schema:
+    spec = cast(Schema, crd["spec"])
+    (version,) = cast(list[Schema], spec["versions"])
+    return cast(Schema, cast(Schema, version["schema"])["openAPIV3Schema"])
+
+
+def fields_of(node: Schema, path: str = "") -> Iterator[tuple[str, Schema]]:
+    for name, field in cast(dict[str, Schema], node.get("properties", {})).items():
+        yield f"{path}.{name}", field
+        yield from fields_of(field, f"{path}.{name}")
+    if "items" in node:
+        yield f"{path}[]", cast(Schema, node["items"])
+        yield from fields_of(cast(Schema, node["items"]), f"{path}[]")
+
+
+FIELDS = dict(fields_of(schema_of(deployment_crd())))
+
+
+def test_the_definition_in_the_repository_is_fresh() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_a_stale_or_missing_definition_fails_the_check_and_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crds = tmp_path / "deploy" / "crds"
+    assert main(["--check"], crds) == 1
+    assert main([], crds) == 0
+    assert main(["--check"], crds) == 0
+    (crds / CRD_FILE).write_text("kind: Other\n")
+    capsys.readouterr()
+    assert main(["--check"], crds) == 1
+    assert capsys.readouterr().err == f"deploy/crds/{CRD_FILE}: stale, run make docs\n"
+    assert main(["--chekc"], crds) == 2
+
+
+def test_its_text_is_the_definition_and_has_no_anchors() -> None:
+    assert yaml.safe_load(crd_yaml()) == deployment_crd()
+    assert "&id" not in crd_yaml()
+
+
+def test_every_field_is_described() -> None:
+    silent = [path for path, field in FIELDS.items() if not field.get("description")]
+    assert silent == [".metadata"]
+
+
+def test_the_schema_is_structural() -> None:
+    """Every value has a type; nothing refers, unites, or allows fields that are not named."""
+    for path, field in FIELDS.items():
+        assert "type" in field, path
+        assert not {"$ref", "anyOf", "oneOf", "allOf", "title", "additionalProperties"} & set(field), path
+        if field["type"] == "array":
+            assert "maxItems" in field, path
+
+
+def test_lists_merge_by_their_keys() -> None:
+    keys = {
+        path: field["x-kubernetes-list-map-keys"]
+        for path, field in FIELDS.items()
+        if field["type"] == "array"
+    }
+    assert keys == {
+        ".spec.components": ["name"],
+        ".status.conditions": ["type"],
+        ".status.components": ["name"],
+        ".status.domains": ["value"],
+    }
+
+
+def test_a_pod_template_keeps_what_the_definition_does_not_know() -> None:
+    template = FIELDS[".spec.components[].podTemplate"]
+    assert template["x-kubernetes-preserve-unknown-fields"] is True
+    preserving = [path for path, field in FIELDS.items() if "x-kubernetes-preserve-unknown-fields" in field]
+    assert preserving == [".spec.components[].podTemplate"]
+
+
+def test_the_api_server_checks_what_cel_can_say() -> None:
+    rules = {
+        path: [rule["rule"] for rule in cast(list[dict[str, str]], field["x-kubernetes-validations"])]
+        for path, field in FIELDS.items()
+        if "x-kubernetes-validations" in field
+    }
+    assert rules[".spec.components[].type"] == ["self == oldSelf"]
+    assert rules[".spec.topologyConstraint.clusterTopologyName"] == ["self == oldSelf"]
+    assert rules[".spec.components[].kvCacheTransferTopology"] == ["!has(self.kvTransferWeight)"]
+    assert (
+        "has(self.labelKey) != has(self.clusterTopologyName)" in rules[".spec.experimental.kvTransferPolicy"]
+    )
+    assert "!has(oldSelf.topologyConstraint) || has(self.topologyConstraint)" in rules[".spec"]
+
+
+def test_columns_answer_the_first_question() -> None:
+    (version,) = cast(list[Schema], cast(Schema, deployment_crd()["spec"])["versions"])
+    columns = cast(list[Schema], version["additionalPrinterColumns"])
+    shown = [column["name"] for column in columns if not column.get("priority")]
+    assert shown == ["Ready", "Domain", "Enforcement", "Prefill/Decode", "Age"]
+    for column in columns:
+        path = str(column["jsonPath"]).partition("[?")[0]
+        assert path in FIELDS or path == ".metadata.creationTimestamp", path
+
+
+def test_what_no_structural_schema_can_say_is_refused() -> None:
+    class Either(BaseModel):
+        value: int | str
+
+    class Anything(BaseModel):
+        value: object
+
+    with pytest.raises(TypeError, match="union"):
+        structural(Either)
+    with pytest.raises(TypeError, match="no structural schema says this"):
+        structural(Anything)

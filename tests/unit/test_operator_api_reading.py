@@ -1,0 +1,129 @@
+"""From JSON to a deployment, and every mistake in words."""
+
+from typing import cast
+
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.config.problems import dotted
+from kvrouter.core.workers import Enforcement
+from kvrouter.operator.api import ComponentStatus, ComponentType, DeploymentStatus, read_deployment
+from kvrouter.topology import MismatchPolicy
+from tests.support.operator_deployments import Document, deployment
+
+
+def told(document: object) -> list[str]:
+    return [f"{dotted(problem.path)}: {problem.must}" for problem in read_deployment(document).problems]
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    found = read_deployment(
+        deployment(frontend={"level": "zone"}, graph={"domain": "zone", "labelKey": "a.b/c"})
+    ).deployment
+    assert found is not None
+    frontend, prefill, decode = found.spec.components
+    assert [component.type for component in found.spec.components] == [
+        ComponentType.FRONTEND,
+        ComponentType.PREFILL,
+        ComponentType.DECODE,
+    ]
+    assert (prefill.replicas, decode.pod_template, prefill.type.is_worker) == (1, {}, True)
+    assert frontend.kv_cache_transfer_topology is not None
+    assert frontend.kv_cache_transfer_topology.mismatch_policy is MismatchPolicy.FAIL
+    assert not frontend.type.is_worker
+    assert found.spec.experimental is not None
+    assert found.spec.experimental.kv_transfer_policy is not None
+    assert found.spec.experimental.kv_transfer_policy.enforcement is Enforcement.REQUIRED
+
+
+def test_a_pod_template_is_kept_whole() -> None:
+    document = deployment()
+    template: JsonValue = {"spec": {"containers": [{"name": "main", "x": [1, {"y": None}]}]}}
+    document["spec"] = {"components": [{"name": "a", "type": "worker", "podTemplate": template}]}
+    found = read_deployment(document).deployment
+    assert found is not None
+    assert found.spec.components[0].pod_template == template
+
+
+def change(path: str, value: JsonValue) -> Document:
+    """A whole deployment in which one field is another."""
+    document: Document = deployment(
+        frontend={"level": "zone"},
+        graph={"domain": "zone", "labelKey": "a.b/c"},
+        topology="fabric",
+    )
+    here: JsonValue = document
+    *way, last = path.split(".")
+    for part in way:
+        here = here[int(part)] if isinstance(here, list) else cast(Document, here)[part]
+    cast(Document, here)[last] = value
+    return document
+
+
+POLICY = "spec.experimental.kvTransferPolicy"
+TRANSFER = "spec.components.0.kvCacheTransferTopology"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("spec.components.1.replicas", -1, "must be ≥ 0, not -1"),
+        ("spec.components.1.replicas", "8", "must be a whole number, not '8'"),
+        ("spec.components.1.replicas", True, "must be a whole number, not true"),
+        ("spec.components.1.type", "decoder", "must be 'frontend', 'prefill', 'decode' or 'worker', not"),
+        ("spec.components.1.name", "a_b", "must be a component's name: ≤ 63 letters, digits and '-'"),
+        ("spec.components.1.name", "x" * 64, "must be a component's name"),
+        ("spec.components", [], "must not be empty"),
+        ("spec.topologyConstraint.clusterTopologyName", "Fabric", "must be an object's name"),
+        (f"{TRANSFER}.level", "Zone", "must be a domain such as zone"),
+        (f"{TRANSFER}.level", "rack-", "must be a domain such as zone"),
+        (f"{TRANSFER}.level", "zone\n", "must be a domain such as zone"),
+        (f"{TRANSFER}.mismatchPolicy", "ignore", "must be 'fail' or 'fallback', not 'ignore'"),
+        (f"{TRANSFER}.label", "topology.kubernetes.io/", "must be the key of a label"),
+        (f"{TRANSFER}.label", "a." * 130 + "a/b", "must have ≤ 253 characters before its '/'"),
+        (f"{POLICY}.labelKey", "x/" + "y" * 64, "must be the key of a label"),
+        (f"{POLICY}.enforcement", "soft", "must be 'required', 'preferred' or 'fallback', not 'soft'"),
+        (f"{POLICY}.preferredWeight", 1.5, "must be ≤ 1, not 1.5"),
+        (f"{POLICY}.preferredWeight", float("nan"), "must be a finite number"),
+        (f"{POLICY}.domain", None, "must be text"),
+    ],
+)
+def test_a_mistake_names_its_field_and_what_it_must_be(path: str, value: JsonValue, message: str) -> None:
+    (line,) = told(change(path, value))
+    where = path.replace("components.0", "components[0]").replace("components.1", "components[1]")
+    assert line.startswith(f"{where}: {message}")
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    assert told({"spec": {"components": [{"type": "prefill"}, {"name": "b"}]}}) == [
+        "spec.components[0].name: is required",
+        "spec.components[1].type: is required",
+    ]
+    assert told({}) == ["spec: is required"]
+    assert told([]) == [": must be an object"]
+
+
+def test_names_in_our_own_spelling_are_no_fields() -> None:
+    document = deployment()
+    document["spec"] = {"components": [{"name": "a", "type": "worker", "pod_template": {"x": 1}}]}
+    reading = read_deployment(document)
+    assert reading.deployment is not None
+    assert reading.deployment.spec.components[0].pod_template == {}
+    (unknown,) = reading.unknown
+    assert dotted(unknown.path) == "spec.components[0].pod_template"
+    assert unknown.must.endswith("has no effect (did you mean podTemplate?)")
+
+
+def test_a_status_is_no_matter_of_a_spec() -> None:
+    """The operator writes it and reads its own: whatever is in it, the spec is read."""
+    assert read_deployment({**deployment(), "status": {"conditions": "none"}}).problems == ()
+
+
+def test_a_status_is_written_as_kubernetes_spells_it() -> None:
+    status = DeploymentStatus(
+        observed_generation=3, components=(ComponentStatus(name="a", type="decode", ready_replicas=2),)
+    )
+    assert status.model_dump(by_alias=True, mode="json", exclude_none=True, exclude_defaults=True) == {
+        "observedGeneration": 3,
+        "components": [{"name": "a", "type": "decode", "readyReplicas": 2}],
+    }
