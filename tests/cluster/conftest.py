@@ -2,7 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -11,42 +12,32 @@ import pytest_asyncio
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import new_client_from_config
 
-from tests.cluster.control_plane import ControlPlane
+from tests.cluster.control_plane import AS_BEFORE_1_35, ControlPlane
+from tests.cluster.nodes import add_nodes
 
-KEPT_LOGS = pytest.StashKey[Path]()
-ZONES = ("zone-a", "zone-b", "zone-c")
-NODES_PER_ZONE = 2
+KEPT_LOGS = pytest.StashKey[list[Path]]()
 _numbers = count(1)
 
 
 @pytest.fixture(scope="session")
 def plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
     """The control plane, ready. Its logs outlive the run when a test fails."""
-    folder = Path(tempfile.mkdtemp(prefix="kvrouter-cluster-"))
-    plane = ControlPlane(folder)
-    keeps_logs = True
-    try:
-        plane.start()
-        _add_nodes(plane)
+    with _running(request) as plane:
         yield plane
-        keeps_logs = request.session.testsfailed > 0
-    finally:
-        plane.kill()
-        if keeps_logs:
-            plane.keep_only_logs()
-            request.config.stash[KEPT_LOGS] = folder / "logs"
-        else:
-            shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def older_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
+    """Another one, without what older clusters do not have."""
+    with _running(request, flags=AS_BEFORE_1_35) as plane:
+        yield plane
 
 
 @pytest.fixture
 def namespace(plane: ControlPlane) -> Iterator[str]:
     """A namespace of the test's own, where pods may be made; it is deleted at the end."""
-    name = f"test-{next(_numbers)}"
-    plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    plane.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", name, "--timeout=60s")
-    yield name
-    plane.kubectl("delete", "namespace", name, "--wait=false")
+    with new_namespace(plane) as name:
+        yield name
 
 
 @pytest_asyncio.fixture
@@ -57,16 +48,41 @@ async def api(plane: ControlPlane) -> AsyncIterator[ApiClient]:
         yield api
 
 
+@contextmanager
+def new_namespace(plane: ControlPlane) -> Iterator[str]:
+    """A namespace of this plane, where pods may be made; it is deleted at the end."""
+    name = f"test-{next(_numbers)}"
+    plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    plane.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", name, "--timeout=60s")
+    yield name
+    plane.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Remember which logs are kept."""
+    config.stash[KEPT_LOGS] = []
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Tell where the logs of the servers are."""
-    if KEPT_LOGS in config.stash:
-        terminalreporter.write_line(f"The logs of the control plane: {config.stash[KEPT_LOGS]}")
+    for folder in config.stash[KEPT_LOGS]:
+        terminalreporter.write_line(f"The logs of a control plane: {folder}")
 
 
-def _add_nodes(plane: ControlPlane) -> None:
-    for zone in ZONES:
-        for i in range(NODES_PER_ZONE):
-            rack = {"example.com/rack": f"{zone}-rack-{i}"}
-            place = {"topology.kubernetes.io/region": "region-1", "topology.kubernetes.io/zone": zone}
-            plane.add_node(f"{zone}-{i}", {**place, **rack})
-    plane.kubectl("wait", "--for=condition=Ready", "nodes", "--all", "--timeout=120s")
+@contextmanager
+def _running(request: pytest.FixtureRequest, *, flags: Sequence[str] = ()) -> Iterator[ControlPlane]:
+    folder = Path(tempfile.mkdtemp(prefix="kvrouter-cluster-"))
+    plane = ControlPlane(folder, flags=flags)
+    keeps_logs = True
+    try:
+        plane.start()
+        add_nodes(plane)
+        yield plane
+        keeps_logs = request.session.testsfailed > 0
+    finally:
+        plane.kill()
+        if keeps_logs:
+            plane.keep_only_logs()
+            request.config.stash[KEPT_LOGS].append(folder / "logs")
+        else:
+            shutil.rmtree(folder)

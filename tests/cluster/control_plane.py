@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -29,10 +29,20 @@ from tests.support.processes import free_ports
 READY_WITHIN_S = 240.0
 """Far above what a busy machine needs: alone, the plane is ready in seconds."""
 
+APISERVER_STARTS = 3
+"""It gives up when its own admission is not ready within ten seconds, which a busy machine may need."""
+
 LOOK_EVERY_S = 0.05
 LOG_TAIL_CHARS = 2000
-KUBECTL_WITHIN_S = 120.0
+KUBECTL_WITHIN_S = 300.0
 ADMINISTRATORS = "system:masters"
+_POLICIES = "admissionregistration.k8s.io/v1/mutatingadmissionpolicies=false"
+AS_BEFORE_1_35 = (
+    "--feature-gates=PodTopologyLabelsAdmission=false,MutatingAdmissionPolicy=false",
+    f"--runtime-config={_POLICIES},{_POLICIES.replace('policies', 'policybindings')}",
+)
+"""Flags of an API server that has neither of :class:`Features`, as older ones."""
+
 KWOK_NODE = "kvrouter.test/kwok"
 """The annotation of nodes that KWOK plays."""
 
@@ -57,10 +67,14 @@ class Features:
 
 
 class ControlPlane:
-    """One control plane. Its folder holds its keys, its store, its logs and the clients' kubeconfigs."""
+    """One control plane. Its folder holds its keys, its store, its logs and the clients' kubeconfigs.
 
-    def __init__(self, folder: Path) -> None:
+    ``flags`` go to the API server, beside its others.
+    """
+
+    def __init__(self, folder: Path, *, flags: Sequence[str] = ()) -> None:
         self.folder = folder
+        self._flags = flags
         self.authority = Authority()
         self._together = Together()
         self._port = free_ports(4)
@@ -91,8 +105,7 @@ class ControlPlane:
         (keys / "ca.crt").write_bytes(self.authority.certificate_pem)
         (keys / "accounts.key").write_bytes(signing_key_pem())
         self._start("etcd", *self._etcd_flags())
-        self._start("kube-apiserver", *self._apiserver_flags())
-        self._until_ready("kube-apiserver", f"{self.url}/readyz")
+        self._start_apiserver()
         for name, more in (("kube-scheduler", ()), ("kube-controller-manager", self._controllers_flags())):
             self._start(name, *self._client_flags(name), *more)
         self._start("kwok", *self._kwok_flags())
@@ -175,13 +188,15 @@ class ControlPlane:
         """Which of the features in :class:`Features` are on."""
         served = self.kubectl("get", "--raw", "/apis/admissionregistration.k8s.io/v1")
         gates = self.kubectl("get", "--raw", "/metrics").splitlines()
+
+        def is_on(gate: str) -> bool:
+            told = f'kubernetes_feature_enabled{{name="{gate}",'
+            return any(line.startswith(told) and line.endswith(" 1") for line in gates)
+
         return Features(
-            mutating_admission_policy='"mutatingadmissionpolicies"' in served,
-            copies_binding_labels=any(
-                line.startswith('kubernetes_feature_enabled{name="PodTopologyLabelsAdmission"')
-                and line.endswith(" 1")
-                for line in gates
-            ),
+            mutating_admission_policy='"mutatingadmissionpolicies"' in served
+            and is_on("MutatingAdmissionPolicy"),
+            copies_binding_labels=is_on("PodTopologyLabelsAdmission"),
         )
 
     def logs(self) -> list[Path]:
@@ -198,6 +213,17 @@ class ControlPlane:
         log = self.folder / "logs" / f"{name}.log"
         environ = {"HOME": str(self.folder), "PATH": os.environ["PATH"]}
         self._pids[name] = self._together.start([server(name), *flags], log=log, environ=environ)
+
+    def _start_apiserver(self) -> None:
+        for starts_left in reversed(range(APISERVER_STARTS)):
+            self._start("kube-apiserver", *self._apiserver_flags())
+            try:
+                self._until_ready("kube-apiserver", f"{self.url}/readyz")
+            except ChildProcessError:
+                if not starts_left:
+                    raise
+            else:
+                return
 
     def _until_ready(self, name: str, url: str) -> None:
         trust = ssl.create_default_context(cafile=self.folder / "keys" / "ca.crt")
@@ -258,6 +284,7 @@ class ControlPlane:
             "--service-cluster-ip-range=10.0.0.0/16",
             # A loopback address may be nobody's endpoint.
             "--endpoint-reconciler-type=none",
+            *self._flags,
         ]
 
     def _client_flags(self, name: str) -> list[str]:

@@ -16,14 +16,10 @@ from kubernetes.aio.client import ApiClient, ApiException
 from kubernetes.aio.dynamic import DynamicClient
 
 from tests.cluster.certificates import LOOPBACK
-from tests.cluster.conftest import ZONES
 from tests.cluster.control_plane import ControlPlane, Features, KubectlError
-from tests.cluster.pods import BY_HAND, bound, pod, pod_spec
+from tests.cluster.nodes import RACK, REGION, ZONE, ZONES
+from tests.cluster.pods import BY_HAND, bound, bound_by_hand, pod, pod_spec
 from tests.support.processes import eventually
-
-RACK = "example.com/rack"
-ZONE = "topology.kubernetes.io/zone"
-REGION = "topology.kubernetes.io/region"
 
 
 def test_both_features_for_labels_at_binding_are_on(plane: ControlPlane) -> None:
@@ -114,6 +110,11 @@ async def test_zone_and_region_are_on_a_pod_in_the_event_that_tells_its_node(
         node = plane.read("node", seen["spec"]["nodeName"])
         for name in (ZONE, REGION):
             assert seen["metadata"]["labels"][name] == node["metadata"]["labels"][name]
+
+
+def test_a_bindings_labels_and_annotations_come_to_its_pod(plane: ControlPlane, namespace: str) -> None:
+    metadata = bound_by_hand(plane, namespace)["metadata"]
+    assert (metadata["labels"][RACK], metadata["annotations"][RACK]) == ("said", "said")
 
 
 async def test_a_policy_copies_a_nodes_rack_in_the_write_that_binds(
