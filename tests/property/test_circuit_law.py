@@ -21,6 +21,7 @@ class CircuitMachine(RuleBasedStateMachine):
         self.under_way: list[tuple[float, bool, bool]] = []  # sent at, has begun, is the one request
         self.unanswered_in_a_row = 0
         self.broken_in_a_row = 0
+        self.opened_s = 10.0
 
     @property
     def state(self) -> CircuitState:
@@ -72,8 +73,10 @@ class CircuitMachine(RuleBasedStateMachine):
             assert half_open_s is not None
             assert 0.75 * OPEN_S <= half_open_s - self.now_s <= OPEN_MAX_S
         assert opened == (self.state is CircuitState.OPEN and before is not CircuitState.OPEN)
-        if before is CircuitState.HALF_OPEN and is_probe and fault is Fault.LOST:
-            assert opened, "the one request failed"
+        if before is CircuitState.HALF_OPEN and is_probe and fault is Fault.LOST and sent_s >= self.opened_s:
+            assert opened, "the one request failed, and no leg of a last resort before it"
+        if opened:
+            self.opened_s = self.now_s
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data())
