@@ -1,5 +1,6 @@
 """Two real engines, one of which is killed in mid-answer."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,9 +43,7 @@ class Killing:
 
 async def killing(engines: Mapping[int, RealEngine], kvrouter: Fleet) -> Killing:
     """Start those that do not run, and attach both."""
-    for engine in engines.values():
-        if not engine.is_running:
-            await engine.start()
+    await asyncio.gather(*(engine.start() for engine in engines.values() if not engine.is_running))
     return Killing(engines, await attached(kvrouter, engines))
 
 
