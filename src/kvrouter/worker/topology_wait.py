@@ -103,7 +103,7 @@ def _never_came(wanted: Awaited, missing: list[str], reading: Reading, timeout_s
             f"no value for {_files(wanted, missing)} after {timeout_s:g} s; found {reading.describe()}",
             "the engine is not started, since nobody would know where its KV is. The usual causes:",
             "1. the pod's node lacks the node label of this level: kubectl get node NODE --show-labels",
-            f"2. nothing copied it to the pod as {' and '.join(labels)} (kubectl get pod POD --show-labels); "
+            f"2. nothing copied it to the pod as {' and '.join(labels)} (kubectl get pod POD --show-labels): "
             "the operator or its policy on pods/binding does not run, or leaves this namespace out",
             f"3. the pod's volume has no such file in {wanted.folder}: the level is not in the cluster's "
             "topology, or the mount path is another one",

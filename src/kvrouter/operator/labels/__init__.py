@@ -1,0 +1,24 @@
+"""What a pod is told of the node that it is bound to: labels, in the very write that binds it."""
+
+from kvrouter.operator.labels.binding import PolicyScope, binding_patch, binding_policy
+from kvrouter.operator.labels.copies import Copy, Resolution, Source, copies_of, pod_labels, resolve
+from kvrouter.operator.labels.late import LateLabels, late_labels
+from kvrouter.operator.labels.seen import Node, Pod, read_node, read_pod
+
+__all__ = [
+    "Copy",
+    "LateLabels",
+    "Node",
+    "Pod",
+    "PolicyScope",
+    "Resolution",
+    "Source",
+    "binding_patch",
+    "binding_policy",
+    "copies_of",
+    "late_labels",
+    "pod_labels",
+    "read_node",
+    "read_pod",
+    "resolve",
+]

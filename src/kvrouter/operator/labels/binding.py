@@ -1,0 +1,124 @@
+"""Labels in the write that binds a pod: a MutatingAdmissionPolicy, or the patch of a webhook in its place."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from kvrouter.operator.labels.copies import Copy
+
+API_VERSION = "admissionregistration.k8s.io/v1"
+POD_NAME_STEM_CHARS_MAX = 58
+"""A ReplicaSet's pods are named by it, cut to these characters, and five more of chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyScope:
+    """Whose bindings are changed: a Binding knows its pod's namespace and name, and none of its labels.
+
+    Without ``namespaces`` all but those of Kubernetes itself. ``workloads`` are names of Deployments; without
+    them every pod of the namespaces.
+    """
+
+    namespaces: tuple[str, ...] = ()
+    workloads: tuple[str, ...] = ()
+
+
+def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tuple[dict[str, JsonValue], ...]:
+    """Return the MutatingAdmissionPolicy ``name`` and its binding: what pods on a node get, in CEL.
+
+    Every node is a parameter, and the one that the pod is bound to counts. Should the policy fail, pods are
+    bound all the same: their labels then come late, and engines wait for them.
+    """
+    labels: dict[str, JsonValue] = {"app.kubernetes.io/managed-by": "kvrouter-operator"}
+    policy: dict[str, JsonValue] = {
+        "apiVersion": API_VERSION,
+        "kind": "MutatingAdmissionPolicy",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "paramKind": {"apiVersion": "v1", "kind": "Node"},
+            "matchConstraints": {
+                "namespaceSelector": {"matchExpressions": [_namespaces(scope.namespaces)]},
+                "resourceRules": [
+                    {
+                        "apiGroups": [""],
+                        "apiVersions": ["v1"],
+                        "operations": ["CREATE"],
+                        "resources": ["pods/binding"],
+                    }
+                ],
+            },
+            "matchConditions": _conditions(scope.workloads),
+            "variables": [
+                {"name": "isItsNode", "expression": "params.metadata.name == object.target.name"},
+                {"name": "labels", "expression": "has(params.metadata.labels) ? params.metadata.labels : {}"},
+            ],
+            "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": _mutation(copies)}}],
+            "failurePolicy": "Ignore",
+            "reinvocationPolicy": "IfNeeded",
+        },
+    }
+    bound: dict[str, JsonValue] = {
+        "apiVersion": API_VERSION,
+        "kind": "MutatingAdmissionPolicyBinding",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"policyName": name, "paramRef": {"selector": {}, "parameterNotFoundAction": "Allow"}},
+    }
+    return policy, bound
+
+
+def binding_patch(binding: Mapping[str, JsonValue], labels: Mapping[str, str]) -> list[JsonValue]:
+    """Return the JSON patch that puts ``labels`` onto a Binding; empty when they are there already.
+
+    The API server copies a Binding's labels onto its pod since 1.35, whatever the pod had under those keys.
+    """
+    metadata = binding.get("metadata")
+    present = metadata.get("labels") if isinstance(metadata, dict) else None
+    if not isinstance(present, dict):
+        return [{"op": "add", "path": "/metadata/labels", "value": {**labels}}] if labels else []
+    return [
+        {"op": "add", "path": f"/metadata/labels/{_escaped(key)}", "value": value}
+        for key, value in labels.items()
+        if present.get(key) != value
+    ]
+
+
+def _escaped(key: str) -> str:
+    """``key`` as one step of a JSON pointer (RFC 6901)."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _namespaces(names: tuple[str, ...]) -> dict[str, JsonValue]:
+    key = "kubernetes.io/metadata.name"
+    if names:
+        return {"key": key, "operator": "In", "values": [*sorted(names)]}
+    return {"key": key, "operator": "NotIn", "values": ["kube-node-lease", "kube-public", "kube-system"]}
+
+
+def _conditions(workloads: tuple[str, ...]) -> list[JsonValue]:
+    if not workloads:
+        return []
+    stems = sorted({f"{name}-"[:POD_NAME_STEM_CHARS_MAX] for name in workloads})
+    starts = " || ".join(f"object.metadata.name.startsWith({_quoted(stem)})" for stem in stems)
+    return [{"name": "is-a-worker", "expression": starts}]
+
+
+def _mutation(copies: Sequence[Copy]) -> str:
+    """The patch in CEL, as :func:`binding_patch` makes it."""
+    adds = ",\n  ".join(
+        f'JSONPatch{{op: "add", path: "/metadata/labels/" + jsonpatch.escapeKey({_quoted(copy.pod_label)}), '
+        f"value: {_value(_quoted(copy.node_label))}}}"
+        for copy in copies
+    )
+    first = 'JSONPatch{op: "add", path: "/metadata/labels", value: {}}'
+    return f"!variables.isItsNode ? [] :\n(has(object.metadata.labels) ? [] : [{first}]) + [\n  {adds}\n]"
+
+
+def _value(key: str) -> str:
+    return f'{key} in variables.labels ? variables.labels[{key}] : ""'
+
+
+def _quoted(text: str) -> str:
+    """``text`` as a string of CEL, whose escapes are those of JSON."""
+    return json.dumps(text)

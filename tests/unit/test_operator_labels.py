@@ -1,0 +1,222 @@
+"""What pods get of their nodes' labels: which, in the write that binds them, and later."""
+
+import json
+
+import pytest
+
+from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.labels import (
+    Copy,
+    Node,
+    Pod,
+    PolicyScope,
+    Source,
+    binding_patch,
+    binding_policy,
+    copies_of,
+    late_labels,
+    pod_labels,
+    read_node,
+    read_pod,
+    resolve,
+)
+from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
+from kvrouter.topology import Required
+
+ZONE = Copy("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
+RACK = Copy("rack", "nvidia.com/rack", "grove.io/topology.rack")
+LEVELS = (Level("zone", ZONE.node_label), Level("rack", RACK.node_label))
+FABRIC = {"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS)}
+FACTS = ClusterFacts(grove=Grove.PRESENT, topologies=FABRIC)
+OF_FABRIC = DeploymentPolicy(Required("zone"), NamedTopology("gpu-fabric"))
+
+
+# Which labels.
+
+
+def test_a_topology_gives_each_level_a_label_of_its_own() -> None:
+    assert resolve(OF_FABRIC, FACTS) == ((ZONE, RACK), Source.TOPOLOGY)
+
+
+def test_a_raw_label_keeps_its_key_and_asks_for_no_topology() -> None:
+    policy = DeploymentPolicy(Required("zone"), RawLabel("example.com/zone"))
+    raw = Copy("zone", "example.com/zone", "example.com/zone")
+    assert resolve(policy, ClusterFacts()) == ((raw,), Source.LABEL)
+
+
+@pytest.mark.parametrize(
+    ("facts", "source"),
+    [
+        (ClusterFacts(), Source.GROVE_ABSENT),
+        (ClusterFacts(grove=Grove.UNREAD), Source.TOPOLOGY_UNREAD),
+        (ClusterFacts(grove=Grove.PRESENT), Source.TOPOLOGY_ABSENT),
+    ],
+)
+def test_a_topology_that_is_gone_is_remembered_or_else_its_domain_stays_unknown(
+    facts: ClusterFacts, source: Source
+) -> None:
+    assert resolve(OF_FABRIC, facts, LEVELS) == ((ZONE, RACK), source)
+    ((only,), found) = resolve(OF_FABRIC, facts)
+    assert (only.pod_label, found) == (ZONE.pod_label, source)
+    assert pod_labels({ZONE.node_label: "us-east-1a"}, (only,)) == {ZONE.pod_label: ""}
+
+
+def test_a_level_that_left_the_topology_is_none_of_the_others() -> None:
+    racks = {"gpu-fabric": ClusterTopology("gpu-fabric", LEVELS[1:])}
+    found = resolve(OF_FABRIC, ClusterFacts(grove=Grove.PRESENT, topologies=racks), LEVELS)
+    assert found == ((ZONE, RACK), Source.LEVEL_ABSENT)
+
+
+def test_a_node_without_a_label_gives_an_empty_one() -> None:
+    assert pod_labels({ZONE.node_label: "a", "other": "x"}, (ZONE, RACK)) == {
+        ZONE.pod_label: "a",
+        RACK.pod_label: "",
+    }
+
+
+# In the write that binds.
+
+
+def test_the_policy_is_about_every_node_and_the_binding_of_workers() -> None:
+    scope = PolicyScope(namespaces=("fleet",), workloads=("llm-prefill", "llm-decode"))
+    policy, binding = binding_policy("kvrouter-llm", (ZONE,), scope)
+    assert policy["spec"] == {
+        "paramKind": {"apiVersion": "v1", "kind": "Node"},
+        "matchConstraints": {
+            "namespaceSelector": {
+                "matchExpressions": [
+                    {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["fleet"]}
+                ]
+            },
+            "resourceRules": [
+                {
+                    "apiGroups": [""],
+                    "apiVersions": ["v1"],
+                    "operations": ["CREATE"],
+                    "resources": ["pods/binding"],
+                }
+            ],
+        },
+        "matchConditions": [
+            {
+                "name": "is-a-worker",
+                "expression": 'object.metadata.name.startsWith("llm-decode-") || '
+                'object.metadata.name.startsWith("llm-prefill-")',
+            }
+        ],
+        "variables": [
+            {"name": "isItsNode", "expression": "params.metadata.name == object.target.name"},
+            {"name": "labels", "expression": "has(params.metadata.labels) ? params.metadata.labels : {}"},
+        ],
+        "mutations": [
+            {
+                "patchType": "JSONPatch",
+                "jsonPatch": {
+                    "expression": "!variables.isItsNode ? [] :\n"
+                    "(has(object.metadata.labels) ? [] : "
+                    '[JSONPatch{op: "add", path: "/metadata/labels", value: {}}]) + [\n'
+                    '  JSONPatch{op: "add", path: "/metadata/labels/" + '
+                    'jsonpatch.escapeKey("grove.io/topology.zone"), '
+                    'value: "topology.kubernetes.io/zone" in variables.labels ? '
+                    'variables.labels["topology.kubernetes.io/zone"] : ""}\n]'
+                },
+            }
+        ],
+        "failurePolicy": "Ignore",
+        "reinvocationPolicy": "IfNeeded",
+    }
+    assert binding["spec"] == {
+        "policyName": "kvrouter-llm",
+        "paramRef": {"selector": {}, "parameterNotFoundAction": "Allow"},
+    }
+
+
+def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:
+    name = "a" * 63
+    policy, _ = binding_policy("p", (ZONE,), PolicyScope(workloads=(name,)))
+    assert f'startsWith("{"a" * 58}")' in json.dumps(policy).replace('\\"', '"')
+
+
+def test_without_namespaces_all_but_those_of_kubernetes_are_meant() -> None:
+    policy, _ = binding_policy("p", (ZONE,), PolicyScope())
+    assert '"operator": "NotIn"' in json.dumps(policy)
+    assert '"matchConditions": []' in json.dumps(policy)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "patch"),
+    [
+        ({}, [{"op": "add", "path": "/metadata/labels", "value": {"grove.io/topology.zone": "a"}}]),
+        (
+            {"labels": {"grove.io/topology.zone": "forged"}},
+            [{"op": "add", "path": "/metadata/labels/grove.io~1topology.zone", "value": "a"}],
+        ),
+        ({"labels": {"grove.io/topology.zone": "a"}}, []),
+    ],
+)
+def test_a_webhook_patches_the_binding(metadata: dict[str, dict[str, str]], patch: list[object]) -> None:
+    binding = json.loads(json.dumps({"metadata": metadata}))
+    assert binding_patch(binding, {"grove.io/topology.zone": "a"}) == patch
+
+
+# Late.
+
+NODE = Node("n1", {ZONE.node_label: "us-east-1a"})
+
+
+def pod(**labels: str) -> Pod:
+    return Pod(
+        "p", "fleet", "uid-1", "n1", {f"grove.io/topology.{key}": value for key, value in labels.items()}
+    )
+
+
+def test_late_or_changed_labels_are_patched_and_the_patch_is_for_this_pod_alone() -> None:
+    for found in (pod(), pod(zone="old"), pod(zone="", rack="")):
+        assert late_labels(found, NODE, (ZONE,)).patch == {
+            "metadata": {"uid": "uid-1", "labels": {ZONE.pod_label: "us-east-1a"}}
+        }
+
+
+def test_a_forged_label_of_a_level_that_the_node_lacks_is_emptied() -> None:
+    decided = late_labels(pod(zone="us-east-1a", rack="forged"), NODE, (ZONE, RACK))
+    assert decided.patch == {"metadata": {"uid": "uid-1", "labels": {RACK.pod_label: ""}}}
+    assert decided.missing == (RACK,)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        pod(zone="us-east-1a"),
+        Pod("p", node_name="n2"),
+        Pod("p"),
+        Pod("p", node_name="n1", is_over=True),
+    ],
+)
+def test_nothing_is_done_where_labels_are_right_or_the_pod_is_not_there(found: Pod) -> None:
+    assert late_labels(found, NODE, (ZONE,)).patch is None
+
+
+def test_a_missing_level_that_no_pod_label_contradicts_is_told_and_not_written() -> None:
+    assert late_labels(pod(), Node("n1"), copies_of(LEVELS)) == (None, (ZONE, RACK))
+
+
+# As the API server tells of them.
+
+
+def test_pods_and_nodes_are_read_from_json() -> None:
+    document = {
+        "metadata": {"name": "p", "namespace": "fleet", "uid": "u", "labels": {"a": "b", "odd": 1}},
+        "spec": {"nodeName": "n1"},
+        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+    assert read_pod(document) == Pod("p", "fleet", "u", "n1", {"a": "b"}, is_ready=True)
+    assert read_node(document) == Node("p", {"a": "b"})
+    gone = {"metadata": {"name": "p", "deletionTimestamp": "2026-11-21T20:00:00Z"}}
+    assert read_pod(gone) == Pod("p", is_over=True)
+
+
+@pytest.mark.parametrize("document", [None, 3, [], {}, {"metadata": []}, {"metadata": {"name": ""}}])
+def test_what_is_no_object_is_none(document: object) -> None:
+    assert read_pod(document) is None
+    assert read_node(document) is None
