@@ -260,6 +260,7 @@ PLAIN = {"temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "u
         ({"tools": [{"type": "function"}]}, False),
         ({"response_format": {"type": "json_object"}}, False),
         ({"max_tokens": 0}, False),
+        ({"kv_transfer_params": None, "disaggregated_params": None}, True),
         ({"stop": ["a"] * 5}, False),
         ({"include_stop_str_in_output": True}, False),
         ({"a_field_of_next_year": 1}, False),
@@ -281,6 +282,9 @@ def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_
         (b'{"model":"m","messages":"hi"}', "messages"),
         (b'{"model":"m","messages":[{}],"max_tokens":-1}', "max_tokens"),
         (b'{"model":"m","messages":[{}],"nvext":{"odd":1}}', "nvext"),
+        (b'{"model":"m","messages":[{}],"kv_transfer_params":{"remote_host":"h"}}', "kv_transfer_params"),
+        (b'{"model":"m","messages":[{}],"disaggregated_params":{}}', "disaggregated_params"),
+        (b'{"model":"m","messages":[{}],"bootstrap_host": "h"}', "bootstrap_host"),
     ],
 )
 def test_what_routing_needs_is_checked_by_name(body: bytes, param: str | None) -> None:

@@ -108,6 +108,16 @@ _HARMLESS: Mapping[str, Sequence[bytes]] = {
 }
 """The values, beside null, with which other fields change nothing."""
 
+_BETWEEN_ENGINES = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "disaggregated_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+)
+"""What tells engines where to fetch KV: hosts that they connect to, and blocks that may be anybody's."""
+
 
 def parse_passed(route: CallRoute, data: bytes) -> PassedCall:
     """Return the call in ``data``; raise :class:`InvalidRequest` naming the field."""
@@ -118,6 +128,7 @@ def parse_passed(route: CallRoute, data: bytes) -> PassedCall:
     nvext = body.nvext or NvExt()
     check_wishes(nvext)
     fields = decode_body(_FIELDS, data)
+    _refuse_between_engines(fields)
     written = {name: value for name, value in fields.items() if name != "nvext"}
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None
@@ -151,6 +162,14 @@ _MODEL = msgspec.json.Decoder(_Model)
 def model_of(data: bytes) -> str:
     """Return the model that a body names; raise :class:`InvalidRequest` naming the field."""
     return decode_body(_MODEL, data).model
+
+
+def _refuse_between_engines(fields: Mapping[str, Raw]) -> None:
+    for name in _BETWEEN_ENGINES:
+        if bytes(fields.get(name, b"null")) != b"null":
+            raise InvalidRequest(
+                f"{name}: where KV is fetched from is the router's to say, not its clients'", param=name
+            )
 
 
 def _is_resumable(fields: Mapping[str, Raw]) -> bool:
