@@ -77,7 +77,7 @@ class Circuits:
 
     def refresh(self) -> None:
         """Time has passed: let the next request in where a circuit is half open now."""
-        if self._due.next_s == inf:
+        if not self._tripped and not self._pairs:
             return
         now_s = self._clock()
         shown = [self._show(subject, now_s) for subject in self._due.take(now_s)]
@@ -92,12 +92,12 @@ class Circuits:
         for worker_id in _workers_of(placement):
             kept = self._workers.get(worker_id)
             if kept is not None and kept.circuit.take(now_s):
-                placement.tries.append((worker_id, kept.circuit))
+                placement.tries += ((worker_id, kept.circuit),)
                 self._show_worker(worker_id, now_s)
         pair = pair_of(placement)
         kept_pair = None if pair is None else self._pairs.get(pair)
         if pair is not None and kept_pair is not None and kept_pair.circuit.take(now_s):
-            placement.tries.append((pair, kept_pair.circuit))
+            placement.tries += ((pair, kept_pair.circuit),)
             self._show_pair(pair, now_s)
 
     def prefilled(self, placement: Placement) -> None:
@@ -159,15 +159,16 @@ class Circuits:
         if not placement.tries:
             return
         now_s = self._clock()
-        for subject, circuit in placement.tries:
+        tries, placement.tries = placement.tries, ()
+        for subject, circuit in tries:
             circuit.give_back()
             if self._show(subject, now_s):
                 self._on_let_in()
-        placement.tries.clear()
 
     def released(self, placement: Placement) -> None:
         """The attempt is over. Idempotent."""
-        self.give_back(placement)
+        if placement.tries:
+            self.give_back(placement)
         if placement.has_begun:  # and did not fail: its client got all that it wanted
             placement.has_begun = False
             kept = self._workers.get(placement.decision.decode.rank.worker_id)

@@ -139,7 +139,7 @@ class ModelRouter:
             while True:
                 started_s = time.perf_counter()
                 try:
-                    wish, decision = decide_one_of(wishes, lambda wish: self.decide(wish, prompt))
+                    wish, decision = decide_one_of(wishes, self.decide, prompt)
                 except RoutingRefused as refused:
                     await wait.for_change(refused)
                     continue

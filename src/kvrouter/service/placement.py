@@ -36,7 +36,7 @@ class Placement:
     bootstrap: Bootstrap | None = None
     has_begun: bool = False
     """Whether its answer brought something, and has not failed."""
-    tries: list[tuple[WorkerId | Pair, Circuit]] = field(default_factory=list)
+    tries: tuple[tuple[WorkerId | Pair, Circuit], ...] = ()
     """The half-open circuits that let it in, to see whether their workers are well."""
     decode_domains: Mapping[str, str] = field(default_factory=dict)
     prefill_domains: Mapping[str, str] = field(default_factory=dict)

@@ -25,7 +25,7 @@ def wish_in(way: Way, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) ->
 
 
 def decide_one_of(
-    wishes: Mapping[Way, RouteRequest], decide: Callable[[RouteRequest], Decision]
+    wishes: Mapping[Way, RouteRequest], decide: Callable[[RouteRequest, Prompt], Decision], prompt: Prompt
 ) -> tuple[RouteRequest, Decision]:
     """Decide for the first wish that is not refused, a last resort only where all others are; else raise the
     refusal of the usual one.
@@ -34,7 +34,7 @@ def decide_one_of(
     last_resorts: list[tuple[RouteRequest, Decision]] = []
     for way, wish in wishes.items():
         try:
-            decision = decide(wish)
+            decision = decide(wish, prompt)
         except RoutingRefused as refused:
             refusals[way] = refused
             continue
