@@ -197,11 +197,6 @@ def test_a_component_cannot_be_packed_without_a_topology() -> None:
             "spec.experimental.kvTransferPolicy.clusterTopologyName: not all of it can be used: level 2 is "
             "odd",
         ),
-        (
-            deployment(topology="other"),
-            GROVE,
-            "spec.topologyConstraint.clusterTopologyName: 'other' is not in this cluster: nothing is packed",
-        ),
     ],
 )
 def test_what_is_odd_is_admitted_with_a_warning(
@@ -224,6 +219,10 @@ def test_levels_to_pack_by_that_are_not_there_are_warnings() -> None:
         "topologyConstraint": {"clusterTopologyName": "fabric", "packDomain": "zone"},
         "components": [{"name": "a", "type": "worker", "topologyConstraint": {"packDomain": "host"}}],
     }
+    gone = validate(document, None, ClusterFacts(grove=Grove.PRESENT))
+    assert [line.partition(":")[2] for line in lines(gone.warnings)] == [
+        " has no effect: topology 'fabric' is not in this cluster"
+    ] * 2
     verdict = validate(document, None, GROVE)
     assert lines(verdict.warnings) == [
         "spec.components[0].topologyConstraint.packDomain: 'host' is no level of fabric, which has zone, "

@@ -58,21 +58,21 @@ def _packing(spec: DeploymentSpec, facts: ClusterFacts) -> Iterator[Problem]:
     constraint = spec.topology_constraint
     if constraint is None or facts.grove is not Grove.PRESENT:
         return
-    topology = facts.topologies.get(constraint.cluster_topology_name)
-    if topology is None:
-        yield Problem(
-            TOPOLOGY_NAME, f"{constraint.cluster_topology_name!r} is not in this cluster: nothing is packed"
-        )
-        return
-    wanted: list[tuple[Path, str | None]] = [(TOPOLOGY_NAME[:-1], constraint.pack_domain)]
+    wanted: dict[Path, str] = {}
+    if constraint.pack_domain is not None:
+        wanted[(*TOPOLOGY_NAME[:-1], "packDomain")] = constraint.pack_domain
     for index, component in enumerate(spec.components):
         if component.topology_constraint is not None:
-            at = (*COMPONENTS, index, "topologyConstraint")
-            wanted.append((at, component.topology_constraint.pack_domain))
-    for at, domain in wanted:
-        if domain is not None and domain not in topology.domains:
+            at = (*COMPONENTS, index, "topologyConstraint", "packDomain")
+            wanted[at] = component.topology_constraint.pack_domain
+    topology = facts.topologies.get(constraint.cluster_topology_name)
+    for at, domain in wanted.items():
+        if topology is None:
+            name = constraint.cluster_topology_name
+            yield Problem(at, f"has no effect: topology {name!r} is not in this cluster")
+        elif domain not in topology.domains:
             yield Problem(
-                (*at, "packDomain"),
+                at,
                 f"{domain!r} is no level of {topology.name}, which has {listed(topology.domains)}: "
                 "pods are not packed by it",
             )

@@ -1,0 +1,269 @@
+"""The admission door over real HTTPS: questions, limits, probes, and a certificate that changes."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import aiohttp
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.operator.admission import Verdict
+from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
+from kvrouter.operator.admission.server import AdmissionDoor, Facts
+from kvrouter.operator.admission.shown import ShownCertificate
+from kvrouter.operator.facts import ClusterFacts
+from tests.support.operator_deployments import GROVE, Document, deployment
+
+NAMES = ("localhost", "127.0.0.1")
+Data = dict[str, bytes]
+POLICY: Document = {"clusterTopologyName": "fabric", "domain": "zone"}
+SOON_S = 60.0
+
+
+def secret() -> Data:
+    data = renewed(datetime.now(UTC), {}, NAMES)
+    assert data is not None
+    return data
+
+
+def write(folder: Path, data: Data) -> tuple[Path, Path]:
+    """As a Secret's volume does: what is there is exchanged at once."""
+    for name in (SERVING_CERT, SERVING_KEY):
+        (folder / f".{name}").write_bytes(data[name])
+        (folder / f".{name}").replace(folder / name)
+    return folder / SERVING_CERT, folder / SERVING_KEY
+
+
+@dataclass
+class Heard:
+    verdicts: list[Verdict] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    certificates: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+    def judged(self, verdict: Verdict) -> None:
+        self.verdicts.append(verdict)
+
+    def not_answered(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def certificate_changed(self) -> None:
+        self.certificates.put_nowait("changed")
+
+    def certificate_refused(self, reason: str) -> None:
+        self.certificates.put_nowait(reason)
+
+
+@dataclass
+class Opened:
+    url: str
+    heard: Heard
+    data: Data
+    folder: Path
+    not_ready: str | None = None
+
+    @asynccontextmanager
+    async def client(self, data: Data | None = None) -> AsyncIterator[aiohttp.ClientSession]:
+        trusted = (data or self.data)[AUTHORITY_CERT].decode()
+        connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cadata=trusted))
+        async with aiohttp.ClientSession(self.url, connector=connector) as session:
+            yield session
+
+
+async def known() -> ClusterFacts:
+    return GROVE
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path,
+    *,
+    facts: Facts = known,
+    facts_s: float = SOON_S,
+    body_s: float = SOON_S,
+    body_bytes_max: int = 100_000,
+    reviews_max: int = 8,
+) -> AsyncIterator[Opened]:
+    data = secret()
+    certificate = ShownCertificate(*write(folder, data))
+    found = Opened("", Heard(), data, folder)
+    door = AdmissionDoor(
+        facts=facts,
+        certificate=certificate,
+        listener=found.heard,
+        not_ready=lambda: found.not_ready,
+        facts_s=facts_s,
+        body_s=body_s,
+        reread_s=0.01,
+        body_bytes_max=body_bytes_max,
+        reviews_max=reviews_max,
+    )
+    port = await door.start("127.0.0.1", 0)
+    found.url = f"https://localhost:{port}"
+    try:
+        yield found
+    finally:
+        await door.stop()
+
+
+def review(document: JsonValue) -> Document:
+    kind: JsonValue = {"group": "nvidia.com", "version": "v1beta1", "kind": "DynamoGraphDeployment"}
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {"uid": "1-2", "kind": kind, "operation": "CREATE", "object": document},
+    }
+
+
+async def test_a_question_is_answered(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
+            assert answer.status == 200
+            assert (await answer.json())["response"] == {"uid": "1-2", "allowed": True}
+        async with client.post("/validate", json=review({})) as answer:
+            response = (await answer.json())["response"]
+            assert (response["allowed"], response["status"]["message"]) == (False, "spec: is required")
+    assert [verdict.is_allowed for verdict in door.heard.verdicts] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[" * 50_000, "no JSON"),
+        (b"{}", "must be an AdmissionReview of admission.k8s.io/v1"),
+    ],
+)
+async def test_what_is_no_question_is_told_so(tmp_path: Path, body: bytes, reason: str) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        async with client.post("/validate", data=body) as answer:
+            assert answer.status == 400
+            assert reason in await answer.text()
+        assert reason in door.heard.reasons[0]
+
+
+async def test_a_body_has_a_limit(tmp_path: Path) -> None:
+    async with opened(tmp_path, body_bytes_max=1_000) as door, door.client() as client:
+        async with client.post("/validate", json=review("x" * 1_000)) as answer:
+            assert answer.status == 413
+        async with client.post("/validate", json=review("x")) as answer:
+            assert answer.status == 200
+
+
+async def test_a_body_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with (
+        opened(tmp_path, body_s=0.05) as door,
+        door.client() as client,
+        client.post("/validate", data=slow()) as answer,
+    ):
+        assert answer.status == 408
+
+
+async def test_a_cluster_that_does_not_answer_counts_as_unread(tmp_path: Path) -> None:
+    """What needs no topology is admitted all the same."""
+
+    async def never() -> ClusterFacts:
+        await asyncio.Event().wait()
+        return GROVE
+
+    async def refused() -> ClusterFacts:
+        raise ConnectionRefusedError("nobody is there")
+
+    for facts, facts_s, why in (
+        (never, 0.05, "no answer within 0.05 s"),
+        (refused, SOON_S, "nobody is there"),
+    ):
+        async with opened(tmp_path, facts=facts, facts_s=facts_s) as door, door.client() as client:
+            async with client.post("/validate", json=review(deployment(graph=POLICY))) as answer:
+                response = (await answer.json())["response"]
+                assert f"could not be read just now ({why})" in response["status"]["message"]
+            async with client.post("/validate", json=review(deployment())) as answer:
+                assert (await answer.json())["response"]["allowed"]
+
+
+async def test_more_questions_than_it_takes_are_refused(tmp_path: Path) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def held() -> ClusterFacts:
+        entered.set()
+        await go.wait()
+        return GROVE
+
+    async with opened(tmp_path, facts=held, reviews_max=1) as door, door.client() as client:
+
+        async def ask() -> int:
+            async with client.post("/validate", json=review(deployment())) as answer:
+                return answer.status
+
+        first = asyncio.create_task(ask())
+        await entered.wait()
+        assert await ask() == 503
+        go.set()
+        assert await first == 200
+        assert await ask() == 200
+
+
+async def test_probes(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        door.not_ready = "the cluster was not read yet"
+        async with client.get("/readyz") as answer:
+            assert (answer.status, await answer.text()) == (503, "the cluster was not read yet\n")
+        door.not_ready = None
+        for path in ("/readyz", "/healthz"):
+            async with client.get(path) as answer:
+                assert answer.status == 200
+
+
+async def test_another_certificate_is_shown_when_its_files_change(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as before:
+        async with before.get("/healthz") as answer:
+            assert answer.status == 200
+        other = secret()
+        write(tmp_path, other)
+        while await asyncio.wait_for(door.heard.certificates.get(), SOON_S) != "changed":
+            pass
+        async with door.client(other) as after, after.get("/healthz") as answer:
+            assert answer.status == 200
+        async with door.client() as stranger:
+            with pytest.raises(aiohttp.ClientConnectorCertificateError):
+                await stranger.get("/healthz")
+        async with before.get("/healthz") as answer:
+            assert answer.status == 200
+
+
+async def test_files_that_do_not_fit_leave_what_is_shown(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        (tmp_path / SERVING_KEY).write_bytes(secret()[SERVING_KEY])
+        reason = await asyncio.wait_for(door.heard.certificates.get(), SOON_S)
+        assert str(tmp_path / SERVING_CERT) in reason
+        async with door.client() as client, client.get("/healthz") as answer:
+            assert answer.status == 200
+
+
+def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=os.fspath(tmp_path / "none.crt")):
+        ShownCertificate(tmp_path / "none.crt", tmp_path / "none.key")
+
+
+async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door:
+        taken = int(door.url.rpartition(":")[2])
+        other = AdmissionDoor(
+            facts=known,
+            certificate=ShownCertificate(*write(tmp_path, secret())),
+            listener=Heard(),
+            not_ready=lambda: None,
+        )
+        with pytest.raises(OSError, match=str(taken)):
+            await other.start("127.0.0.1", taken)
