@@ -1,0 +1,37 @@
+"""The page on the policy: what it shows is admitted, and what it calls the same is the same."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from kvrouter.operator.admission import Verdict, validate
+from kvrouter.operator.api import read_deployment
+from kvrouter.operator.api.crd import COLUMNS
+from kvrouter.operator.api.names import LEVEL_CHARS_MAX
+from kvrouter.operator.policy import read_policy
+from tests.support.operator_deployments import GROVE, NO_GROVE
+
+PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes-policy.md").read_text("utf-8")
+SHOWN = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)]
+
+
+def test_what_is_shown_is_admitted() -> None:
+    assert [validate(document, None, GROVE) for document in SHOWN] == [Verdict()] * 3
+    assert validate(SHOWN[2], None, NO_GROVE) == Verdict()
+
+
+def test_what_is_called_the_same_policy_is_the_same() -> None:
+    first, second = (read_deployment(document).deployment for document in SHOWN[:2])
+    assert first is not None
+    assert second is not None
+    assert read_policy(first.spec).policy == read_policy(second.spec).policy is not None
+
+
+def test_every_column_is_told() -> None:
+    untold = [column["name"] for column in COLUMNS if f"`{str(column['name']).upper()}`" not in PAGE]
+    assert untold == []
+
+
+def test_the_longest_level_is_told() -> None:
+    assert f"at most {LEVEL_CHARS_MAX} characters" in " ".join(PAGE.split())
