@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from msgspec import structs
 
+from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import (
     DeadlineExceeded,
@@ -17,12 +18,13 @@ from kvrouter.core.errors import (
     ShuttingDown,
     WorkerFailed,
 )
-from kvrouter.core.ids import RequestId, WorkerId
+from kvrouter.core.ids import DpRank, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.core.workers import Enforcement, Role, WorkerCard
-from kvrouter.fleet import CircuitState
+from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
+from kvrouter.fleet import CircuitState, Fault
 from kvrouter.service.bookings import Bookings, RequestInUse
 from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.placement import Placement
 from kvrouter.service.prefills import Prefilled, Prefills, PrefillsFull, UnknownPrefill
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
@@ -47,6 +49,16 @@ class Place:
     async def prefill(self, request_id: str = "r1") -> Prefilled:
         return await self.prefills.prefill(self.bench.model, generate_request(request_id=request_id))
 
+    def faults(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Fault]]:
+        """What is counted against workers from now on, by their addresses."""
+        found: list[tuple[str, Fault]] = []
+
+        def failed(placement: Placement, leg: Leg, fault: Fault, **_: float) -> None:
+            found.append((placement.decode_address, fault))
+
+        monkeypatch.setattr(self.bench.model.circuits, "failed", failed)
+        return found
+
     @property
     def is_clean(self) -> bool:
         return self.bench.booked() == len(self.prefills) == len(self.bench.model.ledger) == 0
@@ -54,10 +66,14 @@ class Place:
 
 @asynccontextmanager
 async def place(
-    *cards: WorkerCard, script: Script | None = None, prefills_max: int = 10, limit_s: float = 60.0
+    *cards: WorkerCard,
+    script: Script | None = None,
+    prefills_max: int = 10,
+    limit_s: float = 60.0,
+    config: KvRouterConfig | None = None,
 ) -> AsyncIterator[Place]:
     plane = ScriptedPlane(script)
-    bench = Bench(plane, prefill_alone=True)
+    bench = Bench(plane, config, prefill_alone=True)
     await bench.start(*cards)
     bookings = Bookings()
     prefills = Prefills(
@@ -296,4 +312,33 @@ async def test_a_prefill_worker_that_says_nothing_is_passed_over_too(bootstrap: 
             else:
                 await fails_at(here, 1, f"r{number}", DeadlineExceeded)
         assert state_of(WorkerId(1)) is CircuitState.OPEN
+        assert here.is_clean
+
+
+async def test_whoever_gets_a_leg_late_is_not_silent_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(stream: ScriptedStream) -> None:
+        if stream is here.plane.opened[0]:
+            asyncio.get_running_loop().call_later(0.3, stream.die)
+
+    async with place(prefill_card(1), prefill_card(2), limit_s=0.4, script=script) as here:
+        faults = here.faults(monkeypatch)
+        with pytest.raises(DeadlineExceeded):
+            await here.prefill()
+        assert [fault for _, fault in faults] in ([Fault.LOST], [Fault.SILENT]), "one worker's, whose it was"
+        assert {address for address, _ in faults} == {here.plane.opened[0].address}
+        assert here.is_clean
+
+
+async def test_who_lost_a_leg_is_not_silent_too_while_that_waits_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = KvRouterConfig(admission_queue_max=8, admission_wait_s=60.0, active_prefill_tokens_threshold=100)
+    async with place(
+        prefill_card(1), prefill_card(2), limit_s=0.3, script=ScriptedStream.die, config=config
+    ) as here:
+        here.bench.load(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 0, 1024, active_prefill_tokens=5000))
+        faults = here.faults(monkeypatch)
+        with pytest.raises(DeadlineExceeded):
+            await here.prefill()
+        assert faults == [(address_of(1), Fault.LOST)]
         assert here.is_clean

@@ -8,6 +8,9 @@ from kvrouter.journey.words import LegLost, State
 from kvrouter.service.attempt import Attempt
 from kvrouter.service.circuits import Circuits
 
+SILENT_SHARE = 0.5
+"""Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
+
 
 def blame_loss(circuits: Circuits, attempt: Attempt, lost: LegLost, state: State) -> None:
     """A leg was lost. That a worker is full, had the leg already or is leaving is no failure of its own."""

@@ -43,7 +43,7 @@ from kvrouter.journey.words import (
 )
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.attempt import Attempt, Times
-from kvrouter.service.blame import blame_loss, blame_silence
+from kvrouter.service.blame import SILENT_SHARE, blame_loss, blame_silence
 from kvrouter.service.legs import last_leg, lost_leg, open_decode, prefill_leg, read_prefill
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.output import Output
@@ -56,9 +56,6 @@ PREFILL_LAST_WORD_S = 0.25
 PREFILL_NEWS_LOOKS = 25
 PREFILL_NEWS_LOOK_S = 0.01
 """How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
-
-SILENT_SHARE = 0.5
-"""Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
 
 
 class Dispatch:

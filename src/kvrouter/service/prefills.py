@@ -34,7 +34,7 @@ from kvrouter.journey.words import (
 )
 from kvrouter.planes.requests.port import EngineStream, RequestPlane
 from kvrouter.service.attempt import Attempt
-from kvrouter.service.blame import blame_loss
+from kvrouter.service.blame import SILENT_SHARE, blame_loss
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.legs import lost_leg, prefill_leg, read_prefill, taken_in
 from kvrouter.service.model_router import ModelRouter
@@ -123,7 +123,7 @@ class Prefills:
                     Journey(request.sampling, redispatches_max=self._redispatches_max)
                 )
         except TimeoutError:
-            run.note_silence()
+            run.note_silence(self._limit_s)
             self._forget(request_id)
             raise DeadlineExceeded(f"the prefill took longer than {self._limit_s:g} s") from None
         except BaseException:
@@ -172,7 +172,7 @@ class Prefills:
         except (KvrouterError, TimeoutError) as error:
             why = error.message if isinstance(error, KvrouterError) else f"longer than {self._limit_s:g} s"
             if not run.is_let_go:
-                run.note_failure(error)
+                run.note_failure(error, self._limit_s)
             run.abandon(why)
             if not run.is_let_go:
                 self._observed.prefill_failed(run.request, run.worker_id, why)
@@ -271,16 +271,16 @@ class _Run:
         self._room.prefill_done(placement)
         self._room.release(placement)
 
-    def note_failure(self, error: KvrouterError | TimeoutError) -> None:
+    def note_failure(self, error: KvrouterError | TimeoutError, limit_s: float) -> None:
         """The leg failed while it ran on."""
         if isinstance(error, TimeoutError):
-            self.note_silence()
+            self.note_silence(limit_s)
         else:
             self._blame(lost_leg(self._placed().prefill_pick, error))
 
-    def note_silence(self) -> None:
-        """The leg was not done in time."""
-        if self._placement is not None:
+    def note_silence(self, limit_s: float) -> None:
+        """The leg was not done in time: a worker that had a good part of ``limit_s`` seconds is silent."""
+        if self._placement is not None and self._sent_s < time.monotonic() - SILENT_SHARE * limit_s:
             self._room.circuits.failed(self._placement, Leg.PREFILL, Fault.SILENT, since_s=self._sent_s)
 
     def _blame(self, lost: LegLost) -> None:
@@ -301,6 +301,7 @@ class _Run:
 
     async def _place(self, command: Place) -> Placed | NotPlaced:
         request = self.request
+        self._placement = None  # while it waits for a worker nobody has it
         try:
             self._placement = await self._room.place(
                 request, request.token_ids, attempt=command.attempt, excluded=command.excluded
