@@ -77,7 +77,10 @@ class Ways:
 class ClientLaw:
     """The tests."""
 
+    messages: ClassVar[list[Any]] = MESSAGES
     cases: ClassVar[Mapping[str, dict[str, Any]]] = CASES
+    unforeseen: ClassVar[frozenset[str]] = frozenset()
+    """The cases whose prompts routing does not know to the token."""
 
     @pytest_asyncio.fixture(loop_scope="module")
     async def ways(self, engine: RealEngine, kvrouter: Fleet) -> AsyncIterator[Ways]:
@@ -90,14 +93,15 @@ class ClientLaw:
 
     async def test_whole_answers_are_the_same(self, ways: Ways) -> None:
         for name, extra in self.cases.items():
-            asked = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24, **extra}
+            asked = {"model": MODEL, "messages": self.messages, "temperature": 0, "max_tokens": 24, **extra}
             direct = await ways.direct.chat.completions.create(**asked)
             raw = await ways.through.chat.completions.with_raw_response.create(**asked)
             through = raw.parse()
             assert _without_names(through) == _without_names(direct), name
             assert through.usage is not None
             seen_tokens = _isl_tokens(ways.frontend, raw.headers["x-request-id"])
-            assert seen_tokens == through.usage.prompt_tokens, f"{name}: routing saw another prompt"
+            is_exact = seen_tokens == through.usage.prompt_tokens
+            assert is_exact is (name not in self.unforeseen), f"{name}: routing saw {seen_tokens} tokens"
 
     async def test_streamed_answers_are_the_same(self, ways: Ways) -> None:
         for name, extra in self.cases.items():
@@ -105,7 +109,7 @@ class ClientLaw:
                 continue  # two answers are interleaved as they come
             asked = {
                 "model": MODEL,
-                "messages": MESSAGES,
+                "messages": self.messages,
                 "temperature": 0,
                 "max_tokens": 24,
                 "stream": True,
@@ -144,7 +148,7 @@ class ClientLaw:
         assert {_shape(event) for event in through} == {_shape(event) for event in direct}
 
     async def test_what_the_engine_refuses_is_refused_with_its_words(self, ways: Ways) -> None:
-        asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 100_000}
+        asked: dict[str, Any] = {"model": MODEL, "messages": self.messages, "max_tokens": 100_000}
         with pytest.raises(BadRequestError) as direct:
             await ways.direct.chat.completions.create(**asked)
         for stream in (False, True):

@@ -1,12 +1,13 @@
 """The ``openai`` client asks a real SGLang engine through kvrouter and directly: the same answers."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import pytest_asyncio
 
-from tests.engines.client_law import ClientLaw
+from tests.engines.client_law import CASES, ClientLaw
 from tests.engines.sglang_server import SglangServer
 from tests.engines.words import stopped
 
@@ -22,4 +23,13 @@ async def engine(engine_folder: Path) -> AsyncIterator[SglangServer]:
 
 
 class TestSglang(ClientLaw):
-    """SGLang keeps the law."""
+    """SGLang keeps the law, but for two forms of prompts that it writes otherwise than vLLM, whom routing
+    follows: of texts in several parts, and of tools.
+    """
+
+    messages: ClassVar[list[Any]] = [
+        {"role": "system", "content": "You route requests."},
+        {"role": "user", "content": [{"type": "text", "text": "Where is my cache?"}]},
+    ]
+    cases: ClassVar[Mapping[str, dict[str, Any]]] = {**CASES, "several": {"n": 2}}  # it draws by no seed
+    unforeseen = frozenset({"tools", "tools in the prompt"})
