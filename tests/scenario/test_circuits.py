@@ -83,6 +83,8 @@ async def test_a_worker_that_fails_three_times_in_a_row_is_passed_over(
     fields = getattr(line, "kvrouter_fields", {})
     assert (fields["worker"], fields["reason"]) == ("1", "lost")
     assert 750 <= fields["duration_s"] <= 1000
+    bench.discovery.drop(1)
+    assert bench.telemetry.circuits_opened.value("mock", "1", "lost") == 0, "it left the page with its worker"
 
 
 async def test_a_worker_that_cannot_be_reached_is_one_too() -> None:

@@ -189,10 +189,16 @@ async def test_what_an_engine_told_is_forgotten_with_its_worker() -> None:
         await house.complete([5] * 40)
         report = LoadReport(rank, 7, 1000, kv_transfers=KvTransfers(1, 1, 1.0))
         house.bench.events.load(msgspec.structs.replace(report, kv_events_skipped={"orphan": 1}))
+        house.bench.telemetry.index_wrong.inc(MODEL, "1", "0")
         house.bench.discovery.put(card(1, incarnation=2))
         (worker,) = (await house.http.get("/v1/fleet")).json()["workers"]
         metrics = await metrics_of(house)
     (shown,) = worker["ranks"]
     assert [shown[field] for field in ("predictions", "kv_transfers", "kv_events_skipped")] == [None] * 3
-    told = ("kvrouter_index_predictions", "kvrouter_kv_transfer", "kvrouter_kv_events_skipped")
+    told = (
+        "kvrouter_index_predictions",
+        "kvrouter_index_wrong",
+        "kvrouter_kv_transfer",
+        "kvrouter_kv_events_skipped",
+    )
     assert [key for key in metrics if key[0].startswith(told)] == []

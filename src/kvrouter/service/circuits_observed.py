@@ -33,6 +33,11 @@ class CircuitsObserved:
         """A worker brought something again."""
         log_event(logger, Event.CIRCUIT_CLOSED, model=self._model, worker=str(worker_id))
 
+    def gone(self, worker_id: WorkerId) -> None:
+        """A worker left: its counters go with it, or those of all that ever were would fill the page."""
+        for fault in Fault:
+            self._telemetry.circuits_opened.forget(self._model, str(worker_id), fault.value)
+
     def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
         """KV of a pair was lost, or lost again."""
         log_event(

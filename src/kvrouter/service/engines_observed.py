@@ -52,7 +52,7 @@ class EnginesObserved:
         all ranks that ever were would fill the page in the end.
         """
         labels = self._labels(rank)
-        for counter in self._transfer_counters:
+        for counter in (*self._transfer_counters, self._telemetry.index_wrong):
             counter.forget(*labels)
         for prediction in Prediction:
             self._telemetry.index_predictions.forget(*labels, prediction.value)

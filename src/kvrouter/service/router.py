@@ -293,6 +293,7 @@ class RouterService:
         for slot in model.fleet.leave(worker_id, card.incarnation):
             model.freed(slot)
         self._parts.observed.worker_gone(card)
+        model.observed.circuits.gone(worker_id)
         model.fleet_changed()
 
     def _on_batch(self, batch: KvBatch) -> None:
