@@ -1,5 +1,6 @@
 """From JSON to a deployment, and every mistake in words."""
 
+import json
 from typing import cast
 
 import pytest
@@ -101,6 +102,14 @@ def test_all_mistakes_are_told_at_once() -> None:
     ]
     assert told({}) == ["spec: is required"]
     assert told([]) == [": must be an object"]
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+def test_a_pod_template_without_end_is_told_in_one_line(depth: int) -> None:
+    deep = cast(JsonValue, json.loads('{"a":' * depth + "1" + "}" * depth))
+    assert told(change("spec.components.1.podTemplate", deep)) == [
+        "spec.components[1].podTemplate: has too many parts inside each other"
+    ]
 
 
 def test_names_in_our_own_spelling_are_no_fields() -> None:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from kvrouter.config.problems import Path, Problem, did_you_mean, innermost, problem_of
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
@@ -28,9 +29,16 @@ def read_deployment(document: object) -> Reading:
         deployment = DynamoGraphDeployment.model_validate(content, by_alias=True, by_name=False)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        problems = innermost([problem_of(found, DynamoGraphDeployment) for found in errors])
+        problems = innermost([_problem(found) for found in errors])
         return Reading(None, tuple(problems[:PROBLEMS_MAX]))
     return Reading(deployment, unknown=tuple(_unknown(deployment, ())))
+
+
+def _problem(error: ErrorDetails) -> Problem:
+    path = error["loc"]
+    if "podTemplate" in path[:-1]:  # any JSON is right inside, so only its depth can be wrong
+        return Problem(path[: path.index("podTemplate") + 1], "has too many parts inside each other")
+    return problem_of(error, DynamoGraphDeployment)
 
 
 def _unknown(part: BaseModel, path: Path) -> list[Problem]:
