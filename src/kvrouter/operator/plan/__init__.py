@@ -1,0 +1,34 @@
+"""From a deployment to manifests: what the cluster should hold for it."""
+
+from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
+from kvrouter.operator.plan.hashes import TEMPLATE_HASH, template_hash
+from kvrouter.operator.plan.manifest import Manifest
+from kvrouter.operator.plan.names import (
+    COMPONENT_LABEL,
+    DEPLOYMENT_LABEL,
+    MANAGER,
+    TYPE_LABEL,
+    fleet_name,
+    object_name,
+    selector,
+)
+from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, Plan, plan, read_levels
+
+__all__ = [
+    "COMPONENT_LABEL",
+    "DEPLOYMENT_LABEL",
+    "LEVELS_ANNOTATION",
+    "MANAGER",
+    "TEMPLATE_HASH",
+    "TYPE_LABEL",
+    "Manifest",
+    "Plan",
+    "PlanDefaults",
+    "SecretKey",
+    "fleet_name",
+    "object_name",
+    "plan",
+    "read_levels",
+    "selector",
+    "template_hash",
+]

@@ -1,0 +1,61 @@
+"""Names and labels of what belongs to a deployment."""
+
+import hashlib
+import re
+
+from kvrouter.operator.api import Component, DynamoGraphDeployment
+from kvrouter.operator.plan.manifest import Manifest, strings
+
+MANAGER = "kvrouter-operator"
+"""Who applies the manifests: their field manager, and their ``managed-by``."""
+
+DEPLOYMENT_LABEL = "kvrouter.dev/deployment"
+COMPONENT_LABEL = "kvrouter.dev/component"
+TYPE_LABEL = "kvrouter.dev/component-type"
+
+NAME_CHARS_MAX = 63
+_HASH_CHARS = 8
+_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def object_name(deployment: str, component: str) -> str:
+    """Return the name of a component's objects: ``<deployment>-<component>`` in lower case.
+
+    What is too long for a Service or no DNS label is cut and ends in a hash, so that two never share a name.
+    """
+    return _fitted(f"{deployment}-{component.lower()}", "-")
+
+
+def fleet_name(namespace: str, deployment: str) -> str:
+    """Return the name that a deployment's processes know each other by: one fleet in the whole cluster."""
+    return _fitted(f"{namespace or 'default'}_{deployment}", "_")
+
+
+def selector(deployment: str, component: str) -> dict[str, str]:
+    """Return the labels by which a component's pods are found; they never change."""
+    return {DEPLOYMENT_LABEL: _fitted(deployment, "-"), COMPONENT_LABEL: component}
+
+
+def labels_of(deployment: DynamoGraphDeployment, component: Component) -> Manifest:
+    """Return the labels of a component's objects and pods."""
+    found = selector(deployment.metadata.name, component.name)
+    return strings(
+        {
+            "app.kubernetes.io/name": "kvrouter",
+            "app.kubernetes.io/instance": found[DEPLOYMENT_LABEL],
+            "app.kubernetes.io/component": component.type.value,
+            "app.kubernetes.io/managed-by": MANAGER,
+            **found,
+            TYPE_LABEL: component.type.value,
+        }
+    )
+
+
+def _fitted(name: str, joint: str) -> str:
+    plain = name.replace(joint, "-", 1)
+    if len(name) <= NAME_CHARS_MAX and _DNS_LABEL.fullmatch(plain):
+        return name
+    stem = re.sub(r"[^-a-z0-9]", "-", name.lower().replace(joint, "-"))[: NAME_CHARS_MAX - _HASH_CHARS - 1]
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
+    stem = stem.strip("-")
+    return f"{stem}-{digest}" if _DNS_LABEL.fullmatch(stem) else f"d{stem}-{digest}"[:NAME_CHARS_MAX]

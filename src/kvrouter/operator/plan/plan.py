@@ -1,0 +1,86 @@
+"""The plan: every manifest of one deployment, in one order, from arguments alone."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvrouter.config.problems import Path, Problem
+from kvrouter.operator.api import ComponentType, DynamoGraphDeployment, Level
+from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.labels import Copy, Resolution, resolve
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.manifest import Manifest
+from kvrouter.operator.plan.names import labels_of
+from kvrouter.operator.plan.pod import read_pod_template
+from kvrouter.operator.plan.service import service
+from kvrouter.operator.plan.serving import complete, http_port
+from kvrouter.operator.plan.wiring import wire_frontend, wire_worker
+from kvrouter.operator.plan.workload import workload
+from kvrouter.operator.policy import DeploymentPolicy, read_policy
+
+LEVELS_ANNOTATION = "kvrouter.dev/topology-levels"
+"""Annotation of worker Deployments: the levels that they were planned with, ``domain=node label,…``."""
+
+
+class Plan(NamedTuple):
+    """What the cluster should hold. With problems there are no manifests: nothing that is there is changed.
+
+    ``warnings`` are about what a user wrote and does not get. Without a policy ``policy`` and ``resolution``
+    are None.
+    """
+
+    manifests: tuple[Manifest, ...]
+    warnings: tuple[Problem, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    policy: DeploymentPolicy | None = None
+    resolution: Resolution | None = None
+
+
+def plan(
+    deployment: DynamoGraphDeployment,
+    facts: ClusterFacts,
+    defaults: PlanDefaults,
+    *,
+    last_levels: Sequence[Level] = (),
+) -> Plan:
+    """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend.
+
+    A policy that cannot be told plans nothing, since without it KV would go anywhere. ``last_levels`` are
+    those of :data:`LEVELS_ANNOTATION` on what is there; they hold while the topology cannot be found, so that
+    nothing rolls because somebody deleted it.
+    """
+    reading = read_policy(deployment.spec)
+    policy = reading.policy
+    resolution = None if policy is None else resolve(policy, facts, last_levels)
+    problems, warnings, manifests = [*reading.problems], list[Problem](), list[Manifest]()
+    for index, component in enumerate(deployment.spec.components):
+        at: Path = ("spec", "components", index)
+        draft = read_pod_template(component, at)
+        if isinstance(draft, list):
+            problems += draft
+            continue
+        problems += complete(draft, deployment, component, defaults)
+        annotations: Manifest = {}
+        if policy is not None and resolution is not None:
+            if component.type is ComponentType.FRONTEND:
+                wire_frontend(draft, policy)
+            else:
+                wire_worker(draft, component.type, policy, resolution.copies, defaults)
+                annotations = {LEVELS_ANNOTATION: _levels(resolution.copies)}
+        draft.labels = {**draft.labels, **labels_of(deployment, component)}
+        manifests.append(workload(deployment, component, draft.template(), annotations))
+        if component.type is ComponentType.FRONTEND:
+            manifests.append(service(deployment, component, http_port(draft.main)))
+        warnings += draft.warnings
+    if problems:
+        return Plan((), tuple(warnings), tuple(problems), policy, resolution)
+    return Plan(tuple(manifests), tuple(warnings), (), policy, resolution)
+
+
+def read_levels(annotation: str | None) -> tuple[Level, ...]:
+    """Return the levels of :data:`LEVELS_ANNOTATION`, broadest first; what is no level is passed over."""
+    pairs = [entry.partition("=") for entry in (annotation or "").split(",")]
+    return tuple(Level(domain, key) for domain, _, key in pairs if domain and key)
+
+
+def _levels(copies: Sequence[Copy]) -> str:
+    return ",".join(f"{copy.domain}={copy.node_label}" for copy in copies)

@@ -1,0 +1,131 @@
+"""What a component's containers need to serve: image, command, variables, ports, probes, time to leave."""
+
+from pydantic import JsonValue
+
+from kvrouter.config.problems import Problem
+from kvrouter.operator.api import Component, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.environment import offered, value_of, variable
+from kvrouter.operator.plan.manifest import Manifest, listed, objects
+from kvrouter.operator.plan.names import fleet_name
+from kvrouter.operator.plan.pod import PodDraft
+
+HTTP_PORT = 8000
+HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"
+GRACE_S = 60
+"""Above a drain's own limit of 30 s and the time before it."""
+
+LEAVING_S = 5
+"""A frontend that is to end keeps taking requests so long: until then Services still send it some."""
+
+RUN_AS_USER = 65_532
+
+
+def restricted() -> Manifest:
+    """Return the security context of a container that is ours: Kubernetes' restricted standard."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "runAsNonRoot": True,
+        "runAsUser": RUN_AS_USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def complete(
+    draft: PodDraft, deployment: DynamoGraphDeployment, component: Component, defaults: PlanDefaults
+) -> list[Problem]:
+    """Complete the containers of ``draft``; return what keeps its pods from ever running."""
+    is_frontend = component.type is ComponentType.FRONTEND
+    at = (*draft.at, "spec", "containers")
+    if not draft.containers:
+        if not is_frontend:
+            return [Problem(at, f"is needed: the container of {component.name}'s engine, called main")]
+        draft.containers = [{"name": "main"}]
+    problems: list[Problem] = []
+    for index, container in enumerate(draft.containers):
+        if container.get("image"):
+            continue
+        if not is_frontend and not container.get("command") and not container.get("args"):
+            must = "needs an image, or args for kvrouter's own, such as [worker, vllm, --url, …]"
+            problems.append(Problem((*at, index), must))
+            continue
+        draft.containers[index] = _of_our_image(container, defaults)
+    entries = _variables(deployment, component, defaults)
+    draft.containers = [offered(container, entries) for container in draft.containers]
+    draft.init_containers = [
+        offered(container, entries) if is_sidecar(container) else container
+        for container in draft.init_containers
+    ]
+    if is_frontend:
+        _open_door(draft)
+    draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
+    return problems
+
+
+def is_sidecar(container: Manifest) -> bool:
+    """Whether an init container runs beside the others, and is not waited for."""
+    return container.get("restartPolicy") == "Always"
+
+
+def http_port(container: Manifest) -> int:
+    """Return the port that a frontend listens on: what its variable says, else the default."""
+    text = value_of(container, HTTP_PORT_VARIABLE) or ""
+    return int(text) if text.isascii() and text.isdigit() and 0 < int(text) < 65_536 else HTTP_PORT
+
+
+def _of_our_image(container: Manifest, defaults: PlanDefaults) -> Manifest:
+    """``container`` with our image, and kvrouter as what it runs: of a frontend without a word, itself."""
+    runs: Manifest = {} if container.get("command") else {"command": ["kvrouter"]}
+    if not container.get("command") and not container.get("args"):
+        runs["args"] = ["frontend"]
+    return {"securityContext": restricted(), **container, "image": defaults.image, **runs}
+
+
+def _variables(
+    deployment: DynamoGraphDeployment, component: Component, defaults: PlanDefaults
+) -> list[Manifest]:
+    metadata = deployment.metadata
+    found = [
+        variable("DYN_NAMESPACE", fleet_name(metadata.namespace, metadata.name)),
+        variable("DYN_DISCOVERY_BACKEND", defaults.discovery.value),
+        variable("DYN_REQUEST_PLANE", defaults.request_plane.value),
+        variable("NATS_SERVER", defaults.nats_server),
+    ]
+    if defaults.plane_token is not None:
+        token: JsonValue = {"name": defaults.plane_token.name, "key": defaults.plane_token.key}
+        found.append({"name": "KVROUTER_PLANE_TOKEN", "valueFrom": {"secretKeyRef": token}})
+    if component.type is ComponentType.FRONTEND:
+        found.append(variable("DYN_HTTP_HOST", "0.0.0.0"))  # noqa: S104 - a pod's door is for the cluster
+        found.append(variable(HTTP_PORT_VARIABLE, str(HTTP_PORT)))
+    else:
+        found.append(variable("KVROUTER_LISTEN_HOST", "0.0.0.0"))  # noqa: S104 - as above
+        pod_ip: JsonValue = {"fieldRef": {"fieldPath": "status.podIP"}}
+        found.append({"name": "KVROUTER_ADVERTISE_HOST", "valueFrom": pod_ip})
+    return found
+
+
+def _open_door(draft: PodDraft) -> None:
+    """Give a frontend its port, its probes and time to leave, each unless the user gave it."""
+    container = draft.main
+    port = http_port(container)
+    ports = objects(container.get("ports"))
+    if port not in [entry.get("containerPort") for entry in ports]:
+        ports.append({"name": "http", "containerPort": port, "protocol": "TCP"})
+    draft.containers[draft.main_index] = {
+        "startupProbe": _probe("/health", port, period_s=2, failures=60),
+        "readinessProbe": _probe("/ready", port, period_s=5, failures=2),
+        "livenessProbe": _probe("/health", port, period_s=10, failures=6),
+        "lifecycle": {"preStop": {"sleep": {"seconds": LEAVING_S}}},
+        **container,
+        "ports": listed(ports),
+    }
+
+
+def _probe(path: str, port: int, *, period_s: int, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": port},
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }

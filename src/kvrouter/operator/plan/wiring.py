@@ -1,0 +1,160 @@
+"""What a policy of KV transfers adds to pods: topology files, the wait for them, and variables."""
+
+from collections.abc import Sequence
+
+from pydantic import JsonValue
+
+from kvrouter.config.problems import Problem
+from kvrouter.core.workers import Enforcement
+from kvrouter.operator.api import ComponentType
+from kvrouter.operator.labels import Copy
+from kvrouter.operator.plan import environment
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.environment import OWNED_ON_FRONTENDS, OWNED_ON_WORKERS, owned, value_of, variable
+from kvrouter.operator.plan.manifest import Manifest, listed, objects
+from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.operator.plan.serving import is_sidecar, restricted
+from kvrouter.operator.policy import DeploymentPolicy
+from kvrouter.topology import MismatchPolicy
+
+VOLUME = "topology-labels"
+WAIT = "topology-wait"
+MOUNT_PATH = "/etc/dynamo/topology"
+
+
+def wire_frontend(draft: PodDraft, policy: DeploymentPolicy) -> None:
+    """Tell a frontend the policy, for workers that publish none: it is their own that counts.
+
+    ``preferred`` has no spelling on a router; there the workers' own policies are the only ones.
+    """
+    entries = [variable(environment.ROUTER_MODE, "kv")]
+    if policy.enforcement is not Enforcement.PREFERRED:
+        fails = policy.enforcement is Enforcement.REQUIRED
+        mismatch = MismatchPolicy.FAIL if fails else MismatchPolicy.FALLBACK
+        entries.append(variable(environment.ROUTER_LEVEL, policy.domain))
+        entries.append(variable(environment.ROUTER_MISMATCH, mismatch.value))
+    for index, container in enumerate(draft.containers):
+        at = (*draft.at, "spec", "containers", index)
+        draft.containers[index], warnings = owned(container, entries, OWNED_ON_FRONTENDS, at)
+        draft.warnings += warnings
+
+
+def wire_worker(
+    draft: PodDraft,
+    kind: ComponentType,
+    policy: DeploymentPolicy,
+    copies: Sequence[Copy],
+    defaults: PlanDefaults,
+) -> None:
+    """Give a worker's pod its files, hold its engine until they are there, and tell it the policy.
+
+    Every container is told, since any of them may be the one that speaks for the worker.
+    """
+    _take_back(draft, copies)
+    entries = _variables(kind, policy, copies)
+    for name, containers in (("initContainers", draft.init_containers), ("containers", draft.containers)):
+        for index, container in enumerate(containers):
+            if name == "containers" or is_sidecar(container):
+                at = (*draft.at, "spec", name, index)
+                mount_path, problems = _mount_path(container, at)
+                mine = [*entries, variable(environment.TOPOLOGY_MOUNT_PATH, mount_path)]
+                told, warnings = owned(container, mine, OWNED_ON_WORKERS, at)
+                containers[index], mounts = _mounted(told, mount_path, at)
+                draft.warnings += [*problems, *warnings, *mounts]
+    draft.volumes.append({"name": VOLUME, "downwardAPI": {"items": listed([_file(copy) for copy in copies])}})
+    draft.init_containers.insert(0, _wait(policy, copies, defaults))
+
+
+def _take_back(draft: PodDraft, copies: Sequence[Copy]) -> None:
+    """Remove what a user put in the places that are the operator's."""
+    for copy in copies:
+        if draft.labels.pop(copy.pod_label, None) is not None:
+            at = (*draft.at, "metadata", "labels", copy.pod_label)
+            draft.warnings.append(Problem(at, "is the node's to say, and is left out: remove it here"))
+    for name, entries, ours in (
+        ("volumes", draft.volumes, VOLUME),
+        ("initContainers", draft.init_containers, WAIT),
+    ):
+        if ours in [entry.get("name") for entry in entries]:
+            at = (*draft.at, "spec", name)
+            draft.warnings.append(
+                Problem(at, f"{ours!r} is the operator's own, and yours is left out: rename it")
+            )
+            entries[:] = [entry for entry in entries if entry.get("name") != ours]
+
+
+def _variables(kind: ComponentType, policy: DeploymentPolicy, copies: Sequence[Copy]) -> list[Manifest]:
+    """The policy is the prefill worker's to publish. A decode worker only says where it is, so that another
+    enforcement rolls none of those.
+    """
+    found = [
+        variable(environment.TOPOLOGY_ENABLED, "true"),
+        variable(environment.TOPOLOGY_LEVELS, ",".join(copy.domain for copy in copies)),
+        variable(environment.TRANSFER_DOMAIN, policy.domain),
+    ]
+    if kind is not ComponentType.DECODE:
+        found.append(variable(environment.TRANSFER_ENFORCEMENT, policy.enforcement.value))
+        if policy.preferred_weight is not None:
+            found.append(variable(environment.TRANSFER_WEIGHT, str(policy.preferred_weight)))
+    return found
+
+
+def _mount_path(container: Manifest, at: tuple[str | int, ...]) -> tuple[str, list[Problem]]:
+    """Where a container has its files: where it says itself, if a volume can be mounted there."""
+    stated = value_of(container, environment.TOPOLOGY_MOUNT_PATH)
+    if stated is None:
+        return MOUNT_PATH, []
+    if stated.startswith("/") and stated.strip("/") and ":" not in stated and "$(" not in stated:
+        return stated, []
+    must = f"{environment.TOPOLOGY_MOUNT_PATH} must be an absolute path without ':', not {stated!r}"
+    return MOUNT_PATH, [Problem((*at, "env"), f"{must}; {MOUNT_PATH} is taken")]
+
+
+def _mounted(
+    container: Manifest, mount_path: str, at: tuple[str | int, ...]
+) -> tuple[Manifest, list[Problem]]:
+    """``container`` with the volume at ``mount_path``, and without what a user has in the same place."""
+    own = objects(container.get("volumeMounts"))
+    place = mount_path.rstrip("/")
+    kept = [
+        mount
+        for mount in own
+        if mount.get("name") != VOLUME and str(mount.get("mountPath", "")).rstrip("/") != place
+    ]
+    warnings = []
+    if len(kept) < len(own):
+        must = f"{mount_path} is where the topology files are; what you mount there is left out"
+        warnings.append(Problem((*at, "volumeMounts"), must))
+    mount: Manifest = {"name": VOLUME, "mountPath": mount_path, "readOnly": True}
+    return {**container, "volumeMounts": listed([*kept, mount])}, warnings
+
+
+def _file(copy: Copy) -> Manifest:
+    """One file: its name is the domain, its content the pod's label."""
+    field: JsonValue = {"fieldPath": f"metadata.labels['{copy.pod_label}']"}
+    return {"path": copy.domain, "fieldRef": field}
+
+
+def _wait(policy: DeploymentPolicy, copies: Sequence[Copy], defaults: PlanDefaults) -> Manifest:
+    """The init container. It waits for the policy's own level: a narrower one that a node lacks holds nobody
+    up, and all levels come in one write.
+    """
+    label = next(copy.pod_label for copy in copies if copy.domain == policy.domain)
+    return {
+        "name": WAIT,
+        "image": defaults.image,
+        "command": ["kvrouter", "topology", "wait"],
+        "args": [
+            f"--mount-path={MOUNT_PATH}",
+            f"--levels={policy.domain}",
+            f"--label={policy.domain}={label}",
+            f"--timeout-s={defaults.wait_timeout_s}",
+        ],
+        "resources": {
+            "requests": {"cpu": "10m", "memory": "64Mi"},
+            "limits": {"memory": "256Mi"},
+        },
+        "securityContext": {**restricted(), "readOnlyRootFilesystem": True},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": VOLUME, "mountPath": MOUNT_PATH, "readOnly": True}],
+    }
