@@ -1,0 +1,1 @@
+"""What drives a cluster to what its deployments say: watches, writes, and the lease of who writes."""

@@ -1,0 +1,263 @@
+"""The API server, in plain JSON: the official client signs in and keeps connections, and types nothing."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Sequence
+from enum import StrEnum
+from typing import NamedTuple, cast
+
+import aiohttp
+from kubernetes.aio.client import ApiClient
+from pydantic import JsonValue
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, version_of
+
+MANAGER = "kvrouter-operator"
+"""The field manager of everything that the operator writes."""
+CALL_S = 10.0
+"""How long one call may take."""
+PAGE_OBJECTS = 500
+ANSWER_QUIET_S = 20.0
+"""How much longer than asked for a watch may be silent before its connection counts as lost."""
+
+JSON = "application/json"
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+
+Query = Sequence[tuple[str, str]]
+
+
+class ClusterError(KvrouterError):
+    """The API server did not do what it was asked."""
+
+    code = "cluster_error"
+
+
+class ClusterLost(ClusterError):
+    """It could not be asked, or did not answer in time."""
+
+    code = "cluster_lost"
+
+
+class Refused(ClusterError):
+    """It answered with an error: ``status`` is HTTP's, ``reason`` its own word, such as ``Conflict``."""
+
+    code = "cluster_refused"
+
+    def __init__(self, message: str, *, status: int, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+NOT_FOUND = 404
+CONFLICT = 409
+GONE = 410
+
+
+class Found(NamedTuple):
+    """The objects of a list, and the version from which a watch goes on."""
+
+    objects: list[Manifest]
+    version: str
+
+
+class Change(StrEnum):
+    """What a watch tells of an object."""
+
+    ADDED = "ADDED"
+    MODIFIED = "MODIFIED"
+    DELETED = "DELETED"
+    BOOKMARK = "BOOKMARK"
+
+
+class Cluster:
+    """Calls to the API server. Every one raises ClusterLost or Refused when it was not done."""
+
+    def __init__(self, api: ApiClient, *, call_s: float = CALL_S) -> None:
+        self._api = api
+        self._call_s = call_s
+
+    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+        """Return one object; None when it is not there."""
+        try:
+            return await self._call("GET", kind.path(*key))
+        except Refused as refused:
+            if refused.status == NOT_FOUND:
+                return None
+            raise
+
+    async def served(self, group_version: str) -> frozenset[str]:
+        """Return the plurals that are served in a group's version; none where it is not served at all."""
+        try:
+            answer = await self._call("GET", f"/apis/{group_version}")
+        except Refused as refused:
+            if refused.status == NOT_FOUND:
+                return frozenset()
+            raise
+        found = answer.get("resources")
+        entries = found if isinstance(found, list) else []
+        return frozenset(str(entry.get("name")) for entry in entries if isinstance(entry, dict))
+
+    async def version(self) -> tuple[int, int]:
+        """Return the version of Kubernetes: (1, 36); zeros for what cannot be read as one."""
+        answer = await self._call("GET", "/version")
+        major, minor = (re.match(r"\d{1,4}", str(answer.get(part))) for part in ("major", "minor"))
+        return (int(major[0]) if major else 0, int(minor[0]) if minor else 0)
+
+    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
+        """Return all objects that ``labels``, a selector, picks; page by page."""
+        objects: list[Manifest] = []
+        rest = ""
+        while True:
+            query = [("limit", str(PAGE_OBJECTS)), ("labelSelector", labels), ("continue", rest)]
+            page = await self._call("GET", kind.path(namespace), query=query)
+            items = page.get("items")
+            objects += [
+                {"apiVersion": kind.api_version, "kind": kind.name, **item}
+                for item in (items if isinstance(items, list) else [])
+                if isinstance(item, dict)
+            ]
+            metadata = page.get("metadata")
+            rest = str(metadata.get("continue") or "") if isinstance(metadata, dict) else ""
+            if not rest:
+                return Found(objects, version_of(page))
+
+    async def watch(
+        self, kind: Kind, version: str, *, namespace: str = "", labels: str = "", for_s: int
+    ) -> AsyncIterator[tuple[Change, Manifest]]:
+        """Yield what changes after ``version``, for about ``for_s`` seconds.
+
+        Raises Refused with 410 when the server no longer knows that version.
+        """
+        query = [
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", str(for_s)),
+            ("labelSelector", labels),
+        ]
+        quiet = aiohttp.ClientTimeout(sock_connect=self._call_s, sock_read=for_s + ANSWER_QUIET_S)
+        response = await self._send("GET", kind.path(namespace), query=query, limits=quiet)
+        try:
+            async for line in response.content:
+                yield _change(json.loads(line))
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ClusterLost(f"watch of {kind.plural}: {_told(error)}") from error
+        finally:
+            response.close()
+
+    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        """Make the fields of ``manifest`` so, by server-side apply, whoever wrote them before."""
+        path = kind.path(*key_of(manifest), subresource)
+        return await self._call("PATCH", path, query=_FORCED, body=manifest, content_type=APPLY)
+
+    async def merge(self, kind: Kind, key: Key, patch: Manifest) -> Manifest:
+        """Change one object by a JSON merge patch."""
+        return await self._call("PATCH", kind.path(*key), query=_MANAGED, body=patch, content_type=MERGE)
+
+    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+        """Create an object; Refused with 409 when it is there."""
+        path = kind.path(key_of(manifest).namespace)
+        return await self._call("POST", path, query=_MANAGED, body=manifest)
+
+    async def replace(self, kind: Kind, manifest: Manifest) -> Manifest:
+        """Replace an object; Refused with 409 when it is not of the ``resourceVersion`` that is named."""
+        return await self._call("PUT", kind.path(*key_of(manifest)), query=_MANAGED, body=manifest)
+
+    async def delete(self, kind: Kind, key: Key, *, uid: str) -> None:
+        """Delete the object of this uid, and what it owns after it; done when it is not there."""
+        options: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        try:
+            await self._call("DELETE", kind.path(*key), body=options)
+        except Refused as refused:
+            if refused.status not in (NOT_FOUND, CONFLICT):
+                raise
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query = (),
+        body: Manifest | None = None,
+        content_type: str = JSON,
+    ) -> Manifest:
+        limits = aiohttp.ClientTimeout(total=self._call_s)
+        response = await self._send(
+            method, path, query=query, body=body, content_type=content_type, limits=limits
+        )
+        try:
+            answer: JsonValue = json.loads(await response.read())
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ClusterLost(f"{method} {path}: {_told(error)}") from error
+        finally:
+            response.release()
+        return answer if isinstance(answer, dict) else {}
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        limits: aiohttp.ClientTimeout,
+        query: Query = (),
+        body: Manifest | None = None,
+        content_type: str = JSON,
+    ) -> aiohttp.ClientResponse:
+        given = [(key, value) for key, value in query if value]
+        signed = await self._api.param_serialize(
+            method,
+            path,
+            query_params=given,
+            header_params={"Accept": JSON, "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        method, url, headers, content, _ = signed
+        try:
+            answered = await self._api.call_api(
+                method, url, header_params=headers, body=content, _request_timeout=limits
+            )
+            response = cast(aiohttp.ClientResponse, answered.response)
+            if response.status >= 400:
+                raise _refusal(response.status, f"{method} {path}", await response.read())
+        except (aiohttp.ClientError, OSError) as error:
+            raise ClusterLost(f"{method} {path}: {_told(error)}") from error
+        return response
+
+
+_MANAGED = (("fieldManager", MANAGER),)
+_FORCED = (*_MANAGED, ("force", "true"))
+
+
+def _change(told: JsonValue) -> tuple[Change, Manifest]:
+    """Return one line of a watch; raises Refused for an error in it, and ValueError for what is none."""
+    event = told if isinstance(told, dict) else {}
+    thing = event.get("object")
+    if not isinstance(thing, dict):
+        raise ValueError("a line of a watch without an object")
+    if event.get("type") == "ERROR":
+        code = thing.get("code")
+        raise Refused(
+            str(thing.get("message")),
+            status=code if isinstance(code, int) else 500,
+            reason=str(thing.get("reason") or ""),
+        )
+    return Change(str(event.get("type"))), thing
+
+
+def _told(error: Exception) -> str:
+    """Errors of a connection often say nothing."""
+    return str(error) or type(error).__name__
+
+
+def _refusal(status: int, what: str, body: bytes) -> Refused:
+    try:
+        told: JsonValue = json.loads(body)
+    except ValueError:
+        told = None
+    fields = told if isinstance(told, dict) else {}
+    message = str(fields.get("message") or body[:200].decode(errors="replace"))
+    return Refused(f"{what}: {message}", status=status, reason=str(fields.get("reason") or ""))

@@ -1,0 +1,123 @@
+"""What the cluster holds of one kind, kept up to date by a list and a watch."""
+
+import asyncio
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, TypeVar
+
+from kvrouter.operator.reconcile.cluster import GONE, Change, Cluster, ClusterError, ClusterLost, Refused
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, version_of
+
+WATCH_S = 300
+RETRY_S = 1.0
+RETRY_MAX_S = 30.0
+
+G = TypeVar("G", bound=Hashable)
+
+
+class Watched(Generic[G]):
+    """The objects of a kind that ``labels`` picks, by place and by group.
+
+    ``changed`` is called with every object that came, changed or went, and once for each at the start.
+    ``lost`` is called with the reason when the cluster cannot be watched, and with None when it can again:
+    until then what was seen last is kept.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        kind: Kind,
+        *,
+        labels: str = "",
+        namespace: str = "",
+        group_of: Callable[[Manifest], G],
+        changed: Callable[[Manifest], None],
+        lost: Callable[[ClusterError | None], None],
+        watch_s: int = WATCH_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._cluster, self._kind = cluster, kind
+        self._labels, self._namespace = labels, namespace
+        self._group_of, self._changed, self._lost = group_of, changed, lost
+        self._watch_s, self._retry_s = watch_s, retry_s
+        self._objects: dict[Key, Manifest] = {}
+        self._groups: dict[G, dict[Key, Manifest]] = {}
+        self._version = ""
+        self.synced = asyncio.Event()
+        """Set once all that is there was seen."""
+
+    def get(self, key: Key) -> Manifest | None:
+        """Return the object at ``key``; None when there is none."""
+        return self._objects.get(key)
+
+    def all(self) -> Iterable[Manifest]:
+        """Return every object."""
+        return list(self._objects.values())
+
+    def of_group(self, group: G) -> list[Manifest]:
+        """Return the objects of one group."""
+        return list(self._groups.get(group, {}).values())
+
+    async def run(self) -> None:
+        """Keep up to date until cancelled; whatever the cluster says, it is asked again."""
+        delay_s = self._retry_s
+        is_lost = False
+        while True:
+            try:
+                if not self._version:
+                    await self._list()
+                if is_lost:
+                    self._lost(None)
+                    is_lost, delay_s = False, self._retry_s
+                await self._follow()
+            except ClusterError as error:
+                if not isinstance(error, ClusterLost):
+                    self._version = ""  # what a watch was refused for, a new list may mend
+                if isinstance(error, Refused) and error.status == GONE:
+                    continue
+                if not is_lost:
+                    self._lost(error)
+                is_lost = True
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    async def _list(self) -> None:
+        found = await self._cluster.find(self._kind, namespace=self._namespace, labels=self._labels)
+        there = {key_of(manifest): manifest for manifest in found.objects}
+        for key in [key for key in self._objects if key not in there]:
+            self._remove(self._objects[key])
+        for key, manifest in there.items():
+            known = self._objects.get(key)
+            if known is None or version_of(known) != version_of(manifest):
+                self._put(manifest)
+        self._version = found.version
+        self.synced.set()
+
+    async def _follow(self) -> None:
+        seen = self._cluster.watch(
+            self._kind, self._version, namespace=self._namespace, labels=self._labels, for_s=self._watch_s
+        )
+        async for change, manifest in seen:
+            if change is Change.DELETED:
+                self._remove(manifest)
+            elif change is not Change.BOOKMARK:
+                self._put(manifest)
+            self._version = version_of(manifest)
+
+    def _put(self, manifest: Manifest) -> None:
+        self._forget(manifest)
+        self._objects[key_of(manifest)] = manifest
+        self._groups.setdefault(self._group_of(manifest), {})[key_of(manifest)] = manifest
+        self._changed(manifest)
+
+    def _remove(self, manifest: Manifest) -> None:
+        self._forget(manifest)
+        self._changed(manifest)
+
+    def _forget(self, manifest: Manifest) -> None:
+        known = self._objects.pop(key_of(manifest), None)
+        if known is None:
+            return
+        group = self._group_of(known)
+        del self._groups[group][key_of(known)]
+        if not self._groups[group]:
+            del self._groups[group]

@@ -1,0 +1,259 @@
+"""The operator's own calls, watches and lease on a real API server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from kubernetes.aio.client import ApiClient
+
+from kvrouter.operator.facts import Grove
+from kvrouter.operator.reconcile.cluster import (
+    CONFLICT,
+    GONE,
+    Change,
+    Cluster,
+    ClusterError,
+    ClusterLost,
+    Refused,
+)
+from kvrouter.operator.reconcile.election import LeaseTimes
+from kvrouter.operator.reconcile.kinds import LEASES, Key, Kind, Manifest, key_of, metadata_of, uid_of
+from kvrouter.operator.reconcile.known import read_facts
+from kvrouter.operator.reconcile.leader import Leader
+from kvrouter.operator.reconcile.watched import Watched
+from tests.support.processes import eventually
+
+CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
+OURS = {"kvrouter.test/set": "ours"}
+SOON = LeaseTimes(lease_s=6.0, renew_s=4.0, retry_s=0.2)
+WITHIN_S = 120.0
+
+
+@pytest.fixture
+def cluster(api: ApiClient) -> Cluster:
+    return Cluster(api)
+
+
+async def test_an_object_is_applied_changed_and_deleted_once(cluster: Cluster, namespace: str) -> None:
+    key = Key(namespace, "settings")
+    assert await cluster.read(CONFIG_MAPS, key) is None
+    first = await cluster.apply(CONFIG_MAPS, settings(key, "one"))
+    again = await cluster.apply(CONFIG_MAPS, settings(key, "one"))
+    assert metadata_of(again)["resourceVersion"] == metadata_of(first)["resourceVersion"]
+    await cluster.merge(CONFIG_MAPS, key, {"data": {"more": "1"}})
+    found = await cluster.read(CONFIG_MAPS, key)
+    assert found is not None
+    assert found["data"] == {"value": "one", "more": "1"}
+    with pytest.raises(Refused) as refused:
+        await cluster.create(CONFIG_MAPS, settings(key, "two"))
+    assert (refused.value.status, refused.value.reason) == (CONFLICT, "AlreadyExists")
+    await cluster.delete(CONFIG_MAPS, key, uid="of-another-object")
+    assert await cluster.read(CONFIG_MAPS, key) is not None
+    for _ in range(2):
+        await cluster.delete(CONFIG_MAPS, key, uid=uid_of(found))
+    assert await cluster.read(CONFIG_MAPS, key) is None
+
+
+async def test_a_list_of_many_pages_is_whole(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrouter.operator.reconcile.cluster.PAGE_OBJECTS", 2)
+    keys = {Key(namespace, f"settings-{i}") for i in range(5)}
+    for key in keys:
+        await cluster.apply(CONFIG_MAPS, settings(key, "one"))
+    found = await cluster.find(CONFIG_MAPS, namespace=namespace, labels="kvrouter.test/set=ours")
+    assert {key_of(manifest) for manifest in found.objects} == keys
+
+
+async def test_a_server_that_is_not_there_is_lost() -> None:
+    from kubernetes.aio.client import Configuration
+
+    async with ApiClient(Configuration(host="http://127.0.0.1:1")) as api:
+        with pytest.raises(ClusterLost, match="GET /version"):
+            await Cluster(api).version()
+
+
+async def test_the_facts_of_a_cluster_without_grove(cluster: Cluster) -> None:
+    facts = await read_facts(cluster)
+    assert facts.grove is Grove.ABSENT
+    assert facts.has_mutating_policies
+    assert facts.copies_binding_labels
+
+
+async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: Cluster, namespace: str) -> None:
+    keys = [Key(namespace, f"settings-{i}") for i in range(3)]
+    await cluster.apply(CONFIG_MAPS, settings(keys[0], "a"))
+    seen: list[Manifest] = []
+    async with watching(cluster, namespace, seen.append, watch_s=1) as watched:
+        await watched.synced.wait()
+        assert watched.of_group("a") == [watched.get(keys[0])]
+        await cluster.apply(CONFIG_MAPS, settings(keys[1], "a"))
+        await cluster.apply(CONFIG_MAPS, settings(keys[0], "b"))
+        await until(lambda: len(watched.of_group("a")) == len(watched.of_group("b")) == 1)
+        found = watched.get(keys[1])
+        assert found is not None
+        await cluster.delete(CONFIG_MAPS, keys[1], uid=uid_of(found))
+        await until(lambda: watched.get(keys[1]) is None)
+        assert watched.of_group("a") == []
+        assert [key_of(manifest) for manifest in seen] == [keys[0], keys[1], keys[0], keys[1]]
+
+
+async def test_a_watch_that_was_cut_off_for_too_long_lists_anew(api: ApiClient, namespace: str) -> None:
+    cluster = Forgetful(api)
+    stays, goes = Key(namespace, "stays"), Key(namespace, "goes")
+    for key in (stays, goes):
+        await cluster.apply(CONFIG_MAPS, settings(key, "a"))
+    losses: list[ClusterError | None] = []
+    async with watching(cluster, namespace, lambda _: None, losses.append) as watched:
+        await watched.synced.wait()
+
+    found = watched.get(goes)
+    assert found is not None
+    await cluster.delete(CONFIG_MAPS, goes, uid=uid_of(found))
+    cluster.forget()
+    going_on = asyncio.create_task(watched.run())
+    await until(lambda: watched.get(goes) is None)
+    assert watched.get(stays) is not None
+    assert losses == []
+    await ended(going_on)
+
+
+async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: Cluster, namespace: str) -> None:
+    told: list[str] = []
+    first, second = (replica(cluster, namespace, name, told) for name in ("first", "second"))
+    leading = asyncio.create_task(first.run(forever))
+    await until(lambda: first.is_leading)
+    following = asyncio.create_task(second.run(forever))
+    spec = await lease(cluster, namespace)
+    await eventually(lambda: renewed(cluster, namespace, spec["renewTime"]))
+    assert not second.is_leading
+    await ended(leading)
+    assert (await lease(cluster, namespace))["holderIdentity"] in ("", "second")
+    await until(lambda: second.is_leading)
+    spec = await lease(cluster, namespace)
+    assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("second", 1)
+    await ended(following)
+    assert told == ["first leads", "second leads"]
+
+
+async def test_a_leader_whose_lease_was_taken_stops_its_work(cluster: Cluster, namespace: str) -> None:
+    told: list[str] = []
+    first = replica(cluster, namespace, "first", told)
+    stopped = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await forever()
+        finally:
+            stopped.set()
+
+    leading = asyncio.create_task(first.run(work))
+    await until(lambda: first.is_leading)
+    taken: Manifest = {"spec": {"holderIdentity": "another", "renewTime": "2030-01-01T00:00:00.000000Z"}}
+    await cluster.merge(LEASES, Key(namespace, "operator"), taken)
+    async with asyncio.timeout(WITHIN_S):
+        await stopped.wait()
+    await until(lambda: told[1:] == ["first follows: another replica took the lease"])
+    await until(lambda: first.is_leading)  # the other one never renews it
+    await ended(leading)
+
+
+class Forgetful(Cluster):
+    """The API server as it is once it no longer knows the version that the next watch goes on from."""
+
+    _forgets = False
+
+    def forget(self) -> None:
+        self._forgets = True
+
+    async def watch(
+        self, kind: Kind, version: str, *, namespace: str = "", labels: str = "", for_s: int
+    ) -> AsyncIterator[tuple[Change, Manifest]]:
+        if self._forgets:
+            self._forgets = False
+            raise Refused("too old resource version", status=GONE, reason="Expired")
+        async for told in super().watch(kind, version, namespace=namespace, labels=labels, for_s=for_s):
+            yield told
+
+
+class Told:
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def leads(self, identity: str) -> None:
+        self._told.append(f"{identity} leads")
+
+    def follows(self, identity: str, reason: str) -> None:
+        self._told.append(f"{identity} follows: {reason}")
+
+    def not_renewed(self, error: ClusterError) -> None:
+        self._told.append(f"not renewed: {error}")
+
+
+def replica(cluster: Cluster, namespace: str, name: str, told: list[str]) -> Leader:
+    return Leader(cluster, Key(namespace, "operator"), name, times=SOON, listener=Told(told))
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def lease(cluster: Cluster, namespace: str) -> dict[str, Any]:
+    found = await cluster.read(LEASES, Key(namespace, "operator"))
+    assert found is not None
+    spec = found["spec"]
+    assert isinstance(spec, dict)
+    return spec
+
+
+async def renewed(cluster: Cluster, namespace: str, before: str) -> bool:
+    return bool((await lease(cluster, namespace))["renewTime"] != before)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async def looked() -> bool:
+        return is_so()
+
+    await eventually(looked)
+
+
+async def ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def settings(key: Key, value: str) -> Manifest:
+    metadata: Manifest = {"namespace": key.namespace, "name": key.name, "labels": {**OURS}}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"value": value}}
+
+
+def value_of(manifest: Manifest) -> str:
+    data = manifest["data"]
+    assert isinstance(data, dict)
+    return str(data["value"])
+
+
+@asynccontextmanager
+async def watching(
+    cluster: Cluster,
+    namespace: str,
+    changed: Callable[[Manifest], None],
+    lost: Callable[[ClusterError | None], None] = lambda _: None,
+    watch_s: int = 300,
+) -> AsyncIterator[Watched[str]]:
+    watched = Watched(
+        cluster,
+        CONFIG_MAPS,
+        labels="kvrouter.test/set=ours",
+        namespace=namespace,
+        group_of=value_of,
+        changed=changed,
+        lost=lost,
+        watch_s=watch_s,
+    )
+    task = asyncio.create_task(watched.run())
+    yield watched
+    await ended(task)

@@ -1,0 +1,138 @@
+"""The backlog of a reconciler, and the lease of its leader: decisions without a cluster."""
+
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.operator.reconcile.backlog import FIRST_RETRY_S, RETRY_MAX_S, Backlog
+from kvrouter.operator.reconcile.election import Candidate, LeaseTimes
+from kvrouter.operator.reconcile.kinds import Key, Manifest
+
+TODAY = datetime(2026, 1, 1, tzinfo=UTC)
+PLACE = Key("kvrouter", "operator")
+
+
+def test_what_is_added_twice_is_looked_at_once_at_the_earlier_time() -> None:
+    backlog = Backlog[str]()
+    backlog.add("a", 5.0)
+    backlog.add("a", 2.0)
+    backlog.add("a", 9.0)
+    assert (len(backlog), backlog.next_due_s()) == (1, 2.0)
+    assert backlog.take(1.9) is None
+    assert backlog.take(2.0) == "a"
+    backlog.done("a")
+    assert (backlog.take(99.0), backlog.next_due_s()) == (None, None)
+
+
+def test_what_changes_while_it_is_worked_on_comes_again_and_never_twice_at_a_time() -> None:
+    backlog = Backlog[str]()
+    backlog.add("a", 0.0)
+    assert backlog.take(0.0) == "a"
+    backlog.add("a", 1.0)
+    assert backlog.take(9.0) is None
+    backlog.done("a")
+    assert backlog.take(9.0) == "a"
+
+
+def test_what_fails_comes_ever_later_until_it_is_well() -> None:
+    backlog = Backlog[str]()
+    backlog.add("a", 0.0)
+    delays_s = []
+    now_s = 0.0
+    for _ in range(14):
+        assert backlog.take(now_s) == "a"
+        delays_s.append(backlog.failed("a", now_s))
+        assert backlog.take(now_s) is None
+        now_s += delays_s[-1]
+    assert delays_s[:3] == [FIRST_RETRY_S, 2 * FIRST_RETRY_S, 4 * FIRST_RETRY_S]
+    assert delays_s[-1] == RETRY_MAX_S
+    assert backlog.take(now_s) == "a"
+    backlog.done("a")
+    backlog.add("a", now_s)
+    assert backlog.take(now_s) == "a"
+    assert backlog.failed("a", now_s) == FIRST_RETRY_S
+
+
+def test_a_full_backlog_takes_no_other_key() -> None:
+    backlog = Backlog[str](entries_max=1)
+    assert backlog.add("a", 5.0)
+    assert not backlog.add("b", 1.0)
+    assert backlog.add("a", 2.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "take", "done", "failed"]))))
+def test_no_change_is_missed_and_nothing_is_worked_on_twice_at_a_time(steps: list[tuple[str, str]]) -> None:
+    backlog, owed, working = Backlog[str](), set[str](), set[str]()
+    for now, (key, step) in enumerate(steps):
+        if step == "add":
+            backlog.add(key, now)
+            owed.add(key)
+        elif step == "take":
+            taken = backlog.take(now)
+            if taken is not None:
+                assert taken not in working
+                working.add(taken)
+                owed.discard(taken)
+        elif key in working:
+            working.discard(key)
+            if step == "done":
+                backlog.done(key)
+            else:
+                backlog.failed(key, now)
+                owed.add(key)
+    for key in working:
+        backlog.done(key)
+    rest = set[str]()
+    while (taken := backlog.take(1e9)) is not None:
+        rest.add(taken)
+    assert rest == owed
+
+
+def test_a_lease_is_taken_only_when_nobody_renewed_it_for_as_long_as_it_holds() -> None:
+    ours, theirs = (Candidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
+    first = theirs.claim(None, 0.0, TODAY)
+    assert first is not None
+    assert ours.claim(first, 100.0, TODAY) is None
+    assert ours.claim(first, 114.9, TODAY) is None
+    renewed = theirs.claim(first, 10.0, datetime(2026, 1, 2, tzinfo=UTC))
+    assert renewed is not None
+    assert ours.claim(renewed, 115.0, TODAY) is None
+    assert ours.claim(renewed, 129.9, TODAY) is None
+    taken = ours.claim(renewed, 130.0, TODAY)
+    assert spec(taken)["holderIdentity"] == "ours"
+    assert spec(taken)["leaseTransitions"] == 1
+
+
+def test_a_lease_that_is_given_back_is_free_at_once_and_only_its_holder_gives_it_back() -> None:
+    ours, theirs = (Candidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
+    held = ours.claim(None, 0.0, TODAY)
+    assert theirs.release(held, TODAY) is None
+    free = ours.release(held, TODAY)
+    assert spec(theirs.claim(free, 0.0, TODAY))["holderIdentity"] == "theirs"
+
+
+def test_a_renewal_keeps_the_time_of_its_first_claim_and_the_version_that_it_read() -> None:
+    ours = Candidate("ours", PLACE, LeaseTimes())
+    held = ours.claim(None, 0.0, TODAY)
+    assert held is not None
+    stored: Manifest = {**held, "metadata": {"name": "operator", "resourceVersion": "7"}}
+    renewed = ours.claim(stored, 2.0, datetime(2026, 1, 2, tzinfo=UTC))
+    assert renewed is not None
+    assert spec(renewed)["acquireTime"] == spec(held)["acquireTime"] != spec(renewed)["renewTime"]
+    assert renewed["metadata"] == {"name": "operator", "resourceVersion": "7"}
+    assert spec(renewed)["leaseTransitions"] == 0
+
+
+@pytest.mark.parametrize("times", [(10.0, 10.0, 2.0), (15.0, 2.0, 2.0), (15.0, 10.0, 0.0)])
+def test_lease_times_that_let_two_lead_are_refused(times: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="must fall"):
+        LeaseTimes(*times)
+
+
+def spec(lease: Manifest | None) -> Manifest:
+    assert lease is not None
+    found = lease["spec"]
+    assert isinstance(found, dict)
+    return found
