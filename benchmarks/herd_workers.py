@@ -71,7 +71,7 @@ class Loads:
     def blocks(self) -> list[float]:
         """Blocks that each worker's requests hold or wait to prefill; of those only that were ever busy."""
         return [
-            report.active_blocks + report.active_prefill_tokens / BLOCK_SIZE
+            report.active_blocks + (report.active_prefill_tokens or 0) / BLOCK_SIZE
             for report in self._reports.values()
         ]
 

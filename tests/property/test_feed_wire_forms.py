@@ -79,7 +79,9 @@ SNAPSHOTS = st.builds(KvSnapshot, RANKS, EPOCHS, EVENT_IDS, st.lists(HELD, max_s
 COUNTS = st.integers(0, COUNT_MAX)
 TRANSFERS = st.builds(KvTransfers, COUNTS, COUNTS, st.floats(0, COUNT_MAX), COUNTS)
 SKIPPED = st.dictionaries(st.text(min_size=1, max_size=REASON_MAX_CHARS), COUNTS, max_size=REASONS_MAX)
-LOADS = st.builds(LoadReport, RANKS, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS, st.none() | TRANSFERS, SKIPPED)
+LOADS = st.builds(
+    LoadReport, RANKS, COUNTS, COUNTS, st.none() | COUNTS, COUNTS, COUNTS, st.none() | TRANSFERS, SKIPPED
+)
 QUESTIONS = st.builds(RangeQuestion, RANKS, EVENT_IDS, EVENT_IDS) | st.builds(SnapshotQuestion, RANKS)
 
 

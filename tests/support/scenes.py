@@ -111,7 +111,9 @@ def scenes(rng: Random, n_requests: int) -> Iterator[Scene]:
     cards = tuple(draw_card(rng, worker_id) for worker_id in range(n_workers))
     dead = frozenset(card.worker_id for card in cards if maybe(rng, 0.1))
     ranks = [rank for card in cards for rank in card.ranks()]
-    reports = tuple(LoadReport(rank, rng.randrange(20), 20, 3) for rank in ranks if maybe(rng, 0.3))
+    reports = tuple(
+        LoadReport(rank, rng.randrange(20), 20, rng.choice((None, 3))) for rank in ranks if maybe(rng, 0.3)
+    )
     chosen = draw_settings(rng)
     for number in range(n_requests):
         loads = {
@@ -183,7 +185,8 @@ class Brute:
         load, report = self.scene.loads[rank], self.report.get(rank)
         total = self.card[rank].runtime_config.total_kv_blocks if report is None else report.total_blocks
         blocks = load.active_blocks if report is None else report.active_blocks
-        prefill_tokens = load.prefill_tokens if report is None else report.active_prefill_tokens
+        told = None if report is None else report.active_prefill_tokens
+        prefill_tokens = load.prefill_tokens if told is None else told
         if fraction is not None and total is not None and blocks / total > fraction:
             return True
         return tokens is not None and prefill_tokens > tokens

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.constraints import Pin, RouterMode, RoutingConstraints
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, RoutingRefused
@@ -181,6 +182,16 @@ def test_busy_is_above_a_number_of_prefill_tokens() -> None:
     assert route(request(), view(fleet, tokens=100, prefill_tokens=100)).decode.rank.worker_id == 1
     with pytest.raises(AllWorkersBusy):
         route(request(), view(fleet, tokens=100, prefill_tokens=101))
+
+
+def test_busy_by_tokens_is_judged_on_the_ledger_where_an_engine_does_not_tell_them() -> None:
+    fleet = fleet_of(worker(1))
+    report = LoadReport(WorkerRank(WorkerId(1), DpRank(0)), active_blocks=0, total_blocks=100)
+    fleet.report(report)
+    with pytest.raises(AllWorkersBusy):
+        route(request(), view(fleet, tokens=100, prefill_tokens=101))
+    fleet.report(replace(report, active_prefill_tokens=0))
+    assert route(request(), view(fleet, tokens=100, prefill_tokens=101)).decode.rank.worker_id == 1
 
 
 def test_nobody_is_busy_without_a_threshold_or_without_known_blocks() -> None:

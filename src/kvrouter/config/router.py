@@ -102,7 +102,8 @@ class KvRouterConfig(Section):
             unit="tokens",
         ),
     ] = None
-    """A worker with more tokens than this waiting for prefill is busy. Unset: never busy by tokens."""
+    """A worker with more tokens than this waiting for prefill is busy. Judged on its load reports, on the
+    router's own count where its engine does not tell (vLLM, TensorRT-LLM). Unset: never busy by tokens."""
 
     admission_queue_max: Annotated[
         Count,

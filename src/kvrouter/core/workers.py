@@ -134,15 +134,15 @@ class KvTransfers(msgspec.Struct, frozen=True):
 class LoadReport(msgspec.Struct, frozen=True):
     """The latest load of one worker rank, as the engine itself counts it (Dynamo's ForwardPassMetrics).
 
-    A report is a latest value, never a queue: a newer one replaces it. ``kv_transfers`` is None where an
-    engine does not tell. ``kv_events_skipped`` counts, by reason, what its worker did not pass on of the
-    rank's KV events since the engine began.
+    A report is a latest value, never a queue: a newer one replaces it. ``active_prefill_tokens`` and
+    ``kv_transfers`` are None where an engine does not tell. ``kv_events_skipped`` counts, by reason, what its
+    worker did not pass on of the rank's KV events since the engine began.
     """
 
     rank: WorkerRank
     active_blocks: int
     total_blocks: int
-    active_prefill_tokens: int = 0
+    active_prefill_tokens: int | None = None
     running_requests: int = 0
     waiting_requests: int = 0
     kv_transfers: KvTransfers | None = None

@@ -55,7 +55,7 @@ class Columns:
             "kv_bytes_per_token": (np.int64, UNKNOWN),
             "has_report": (np.bool_, False),
             "report_active_blocks": (np.int64, 0),
-            "report_prefill_tokens": (np.int64, 0),
+            "report_prefill_tokens": (np.int64, UNKNOWN),
             "rank_hash": (np.uint64, 0),
         }
         self._full = {

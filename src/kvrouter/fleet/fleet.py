@@ -242,7 +242,10 @@ class Fleet:
             return False
         self.columns.write(slot, "has_report", True)
         self.columns.write(slot, "report_active_blocks", report.active_blocks)
-        self.columns.write(slot, "report_prefill_tokens", report.active_prefill_tokens)
+        prefill_tokens = report.active_prefill_tokens
+        self.columns.write(
+            slot, "report_prefill_tokens", UNKNOWN if prefill_tokens is None else prefill_tokens
+        )
         if report.total_blocks > 0:
             self.columns.write(slot, "total_blocks", report.total_blocks)
         return True

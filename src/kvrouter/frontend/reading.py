@@ -9,7 +9,7 @@ from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.words import FeedState
-from kvrouter.fleet import CircuitState
+from kvrouter.fleet import UNKNOWN, CircuitState
 from kvrouter.service.cache_view import EventCacheView, PredictedCacheView
 from kvrouter.service.engine_accounts import AccountReading
 from kvrouter.service.event_pump import FeedReading
@@ -69,6 +69,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
         for rank, slot in zip(card.ranks(), fleet.slots_of(card.worker_id), strict=True):
             total_blocks = float(columns.total_blocks[slot])
             reported = bool(columns.has_report[slot])
+            prefill_tokens = int(columns.report_prefill_tokens[slot])
             feed = feeds.get(slot)
             ranks.append(
                 RankReading(
@@ -77,7 +78,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     prefill_tokens=int(loads.prefill_tokens[slot]),
                     total_blocks=int(total_blocks) if np.isfinite(total_blocks) else None,
                     report_active_blocks=int(columns.report_active_blocks[slot]) if reported else None,
-                    report_prefill_tokens=int(columns.report_prefill_tokens[slot]) if reported else None,
+                    report_prefill_tokens=None if prefill_tokens == UNKNOWN else prefill_tokens,
                     held_blocks=None if held_of is None else held_of(slot),
                     feed=None if feed is None else _state(card, feed),
                     stale_s=None if feed is None else feed.stale_s,

@@ -9,7 +9,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import Reason
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import BoolColumn, Fleet
+from kvrouter.fleet import UNKNOWN, BoolColumn, Fleet
 from kvrouter.routing.request import RouteRequest, View, fitted
 
 
@@ -92,8 +92,9 @@ def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
 def not_busy(view: View) -> BoolColumn | None:
     """Return the slots that are under every busy threshold; None when none is set.
 
-    Judged on the worker's own load reports, and on the ledger until the first one comes. Where the number
-    of a worker's blocks is unknown, so is the fraction, and the worker is not busy by it.
+    Judged on the worker's own load reports, and on the ledger until the first one comes; on it, too, for
+    tokens that an engine does not tell. Where the number of a worker's blocks is unknown, so is the fraction,
+    and the worker is not busy by it.
     """
     fraction, tokens = (
         view.settings.active_decode_blocks_threshold,
@@ -109,7 +110,8 @@ def not_busy(view: View) -> BoolColumn | None:
         free &= active_blocks / columns.total_blocks <= fraction
     if tokens is not None:
         active = fitted(view.prefill_tokens, n_slots)
-        free &= np.where(columns.has_report, columns.report_prefill_tokens, active) <= tokens
+        reported = columns.report_prefill_tokens
+        free &= np.where(reported == UNKNOWN, active, reported) <= tokens
     return free
 
 

@@ -126,7 +126,7 @@ class KvPublisher:
         *,
         active_blocks: int,
         total_blocks: int,
-        active_prefill_tokens: int = 0,
+        active_prefill_tokens: int | None = None,
         running_requests: int = 0,
         waiting_requests: int = 0,
         kv_transfers: KvTransfers | None = None,
