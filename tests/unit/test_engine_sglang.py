@@ -20,7 +20,7 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.customs.listener import EventsAt
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import Unasked
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import EngineFailed, EngineServer
 from kvrouter.engines.openai.streams import Reading, SseStream
 from kvrouter.engines.sglang.calls import GenerateReader, call_of
 from kvrouter.engines.sglang.facts import SglangFacts, ask_facts, ask_loads
@@ -273,6 +273,19 @@ async def test_its_mode_is_its_role(
 ) -> None:
     change(engine, disaggregation_mode=mode)
     assert (await ask_facts(server)).role is role
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("prefill", Leg.PREFILL), ("decode", Leg.DECODE)])
+async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client_is_not_to_blame(
+    engine: ScriptedEngine, server: EngineServer, mode: str, kind: Leg
+) -> None:
+    change(engine, disaggregation_mode=mode)
+    ways = SglangWays(W, await ask_facts(server))
+    for request in (leg(client(CHAT)), leg(None, kind)):
+        with pytest.raises(EngineFailed, match=f"{mode} mode takes no request without"):
+            ways.call_of(request)
+    sent = json.loads(ways.call_of(leg(client(CHAT), kind, bootstrap=MEETING)).body)
+    assert sent.items() >= MET.items()
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/server_info"])

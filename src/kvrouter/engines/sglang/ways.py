@@ -2,8 +2,9 @@
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest
+from kvrouter.core.workers import Role
 from kvrouter.engines.openai.engine import EngineCall, Look, another_engine
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import EngineFailed, EngineServer
 from kvrouter.engines.sglang.calls import call_of
 from kvrouter.engines.sglang.facts import SglangFacts, ask_facts, ask_loads
 from kvrouter.planes.requests.port import WorkerUnreachable
@@ -20,7 +21,12 @@ class SglangWays:
         self._started: str | None = facts.started
 
     def call_of(self, request: EngineRequest) -> EngineCall:
-        """Return how SGLang is asked for a leg."""
+        """Return how SGLang is asked for a leg. Raises EngineFailed for one without a meeting place in a mode of
+        disaggregation, which would refuse that as the client's mistake.
+        """
+        if self._facts.role is not Role.BOTH and request.bootstrap is None:
+            mode = self._facts.role.value
+            raise EngineFailed(f"SGLang in {mode} mode takes no request without the other half of a pair")
         return call_of(request, n_ranks=self._facts.dp_size)
 
     async def look(self, server: EngineServer) -> Look:
