@@ -64,6 +64,7 @@ chunks = st.builds(
     kv_transfer_params=opaque,
     error=st.none() | st.text(max_size=9),
     kv_lost=st.none() | st.sampled_from(KvLoss),
+    prompt_tokens=st.none() | st.integers(0, 10**6),
     completion_tokens=st.none() | st.integers(0, 10**6),
 )
 

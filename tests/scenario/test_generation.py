@@ -49,6 +49,17 @@ async def test_tokens_that_an_engine_counts_and_does_not_tell_are_counted() -> N
     assert bench.telemetry.completion_tokens.value("mock") == 9
 
 
+@pytest.mark.parametrize(("more_tokens", "prediction"), [(0, "too_few"), (1, "other_prompt")])
+async def test_an_engine_that_made_another_prompt_of_the_call_does_not_contradict_the_index(
+    more_tokens: int, prediction: str
+) -> None:
+    prompt_tokens = len(generate_request().token_ids) + more_tokens
+    told = EngineChunk((1,), FinishReason.STOP, cached_tokens=32, prompt_tokens=prompt_tokens)
+    bench = await bench_of(ScriptedPlane(lambda stream: stream.feed(told)), card(1))
+    await read_all(bench)
+    assert bench.telemetry.index_predictions.value("mock", "1", "0", prediction) == 1
+
+
 async def test_a_worker_that_dies_before_the_first_token_is_replaced() -> None:
     plane = ScriptedPlane()
     bench = Bench(plane)

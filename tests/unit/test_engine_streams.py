@@ -253,7 +253,9 @@ async def test_tokens_of_sglang_come_once_each() -> None:
 async def test_a_whole_answer_is_one_chunk() -> None:
     async with asked(Answer((WHOLE,), content_type=JSON)) as at:
         assert await read(at.whole(RAW)) == [
-            EngineChunk(finish=FinishReason.LENGTH, cached_tokens=0, raw=WHOLE, completion_tokens=3)
+            EngineChunk(
+                finish=FinishReason.LENGTH, cached_tokens=0, raw=WHOLE, prompt_tokens=1, completion_tokens=3
+            )
         ]
 
 

@@ -25,6 +25,7 @@ def compared(
             predicted_tokens=(10 + error) * BLOCK,
             cached_tokens=10 * BLOCK,
             isl_tokens=100 * BLOCK,
+            prompt_tokens=None,
             now_s=begun_s + number * each_s,
         )
         for number, error in enumerate(errors_blocks)
@@ -78,7 +79,12 @@ def test_the_block_of_the_last_token_is_never_expected() -> None:
     check = IndexCheck(block_size=BLOCK)
     for number in range(WINDOW_ANSWERS):
         verdict = check.note(
-            SLOT, predicted_tokens=8 * BLOCK, cached_tokens=5 * BLOCK, isl_tokens=6 * BLOCK, now_s=number
+            SLOT,
+            predicted_tokens=8 * BLOCK,
+            cached_tokens=5 * BLOCK,
+            isl_tokens=6 * BLOCK,
+            prompt_tokens=None,
+            now_s=number,
         )
         assert verdict == Compared(Prediction.RIGHT, None)
 
@@ -90,7 +96,12 @@ def test_answers_with_nothing_to_predict_do_not_hide_the_others() -> None:
         predicted = 8 * BLOCK if number % 2 else 0
         verdicts.append(
             check.note(
-                SLOT, predicted_tokens=predicted, cached_tokens=0, isl_tokens=100 * BLOCK, now_s=number
+                SLOT,
+                predicted_tokens=predicted,
+                cached_tokens=0,
+                isl_tokens=100 * BLOCK,
+                prompt_tokens=None,
+                now_s=number,
             )
         )
     assert verdicts[::2] == [None] * WINDOW_ANSWERS
@@ -113,4 +124,19 @@ def test_the_last_answers_are_shown_also_after_a_verdict_until_the_rank_is_gone(
     compared([0] * (WINDOW_ANSWERS // 2), check=check)
     assert check.last_answers(SLOT) == Answers(WINDOW_ANSWERS, WINDOW_ANSWERS // 2, 2.0)
     check.freed(SLOT)
+    assert check.last_answers(SLOT) is None
+
+
+def test_an_engine_that_made_another_prompt_of_the_call_says_nothing_of_the_index() -> None:
+    check = IndexCheck(block_size=BLOCK)
+    for number in range(2 * WINDOW_ANSWERS):
+        said = check.note(
+            SLOT,
+            predicted_tokens=0,
+            cached_tokens=9 * BLOCK,
+            isl_tokens=10 * BLOCK,
+            prompt_tokens=10 * BLOCK + 1,
+            now_s=number * SPAN_S,
+        )
+        assert said == Compared(Prediction.OTHER_PROMPT, None)
     assert check.last_answers(SLOT) is None

@@ -160,7 +160,8 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
     ``token_ids`` are then the tokens in them where the engine tells, and ``text_chars`` how many characters
     of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come last.
-    ``completion_tokens`` is how many tokens the engine counts in its answer so far, where it tells.
+    ``prompt_tokens`` is how many tokens the engine counts in the prompt, and ``completion_tokens`` in its
+    answer so far, where it tells.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -171,12 +172,14 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_lost: KvLoss | None = None
     raw: bytes = b""
     text_chars: int | None = None
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
-    """Return consecutive chunks of one leg, at least one, as one: cached tokens are told by whichever tells
-    them first, a count of all tokens by whichever tells it last, an end and what belongs to it by the last.
+    """Return consecutive chunks of one leg, at least one, as one: what is told of the prompt is told by
+    whichever tells it first, a count of the answer's tokens by whichever tells it last, an end and what
+    belongs to it by the last.
     """
     last = chunks[-1]
     chars = [chunk.text_chars for chunk in chunks if chunk.text_chars is not None]
@@ -190,6 +193,7 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
         kv_lost=last.kv_lost,
         raw=b"".join(chunk.raw for chunk in chunks),
         text_chars=sum(chars) if len(chars) == len(chunks) else None,
+        prompt_tokens=next((c.prompt_tokens for c in chunks if c.prompt_tokens is not None), None),
         completion_tokens=counts[-1] if counts else None,
     )
 

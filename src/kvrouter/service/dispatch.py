@@ -168,13 +168,13 @@ class Dispatch:
                 return
             await asyncio.sleep(PREFILL_NEWS_LOOK_S)
 
-    def note_cached(self, attempt: Attempt, cached_tokens: int) -> None:
+    def note_cached(self, attempt: Attempt, cached_tokens: int, prompt_tokens: int | None) -> None:
         """The engine's own count of what it had cached; the client's usage shows that of its first token."""
         if self.attempt is not attempt:
             return  # it was given up meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens = cached_tokens
-        self._placer.note_cached_tokens(attempt.placement, cached_tokens)
+        self._placer.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
 
     # What the journey says
 

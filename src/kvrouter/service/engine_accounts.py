@@ -41,15 +41,17 @@ class EngineAccounts:
         predicted_tokens: int,
         cached_tokens: int,
         isl_tokens: int,
+        prompt_tokens: int | None,
     ) -> bool:
-        """An engine told how much of a prompt it had cached; return whether its last answers contradict the
-        index.
+        """An engine told how much of a prompt it had cached, and of how many tokens it made it; return
+        whether its last answers contradict the index.
         """
         compared = self._index_check.note(
             slot,
             predicted_tokens=predicted_tokens,
             cached_tokens=cached_tokens,
             isl_tokens=isl_tokens,
+            prompt_tokens=prompt_tokens,
             now_s=time.monotonic(),
         )
         if compared is None:

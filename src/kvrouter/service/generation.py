@@ -209,7 +209,7 @@ class Generation:
     def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
         """Note what a chunk of the last leg brings."""
         if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
-            self._dispatch.note_cached(attempt, chunk.cached_tokens)
+            self._dispatch.note_cached(attempt, chunk.cached_tokens, chunk.prompt_tokens)
         if chunk.completion_tokens is not None:
             self._counted_tokens = chunk.completion_tokens
         if chunk.raw and chunk.text_chars is None:

@@ -20,11 +20,14 @@ TOLERANCE_BLOCKS = 1
 
 
 class Prediction(StrEnum):
-    """What one answer showed: the index promised the blocks that the engine has, or too many, or too few."""
+    """What one answer showed: the index promised the blocks that the engine has, or too many, or too few; or
+    nothing of the index, since the engine made another prompt of the call than was routed.
+    """
 
     RIGHT = "right"
     TOO_MANY = "too_many"
     TOO_FEW = "too_few"
+    OTHER_PROMPT = "other_prompt"
 
 
 class Answers(NamedTuple):
@@ -67,11 +70,21 @@ class IndexCheck:
         self._windows: dict[Slot, _Window] = {}
 
     def note(
-        self, slot: Slot, *, predicted_tokens: int, cached_tokens: int, isl_tokens: int, now_s: float
+        self,
+        slot: Slot,
+        *,
+        predicted_tokens: int,
+        cached_tokens: int,
+        isl_tokens: int,
+        prompt_tokens: int | None,
+        now_s: float,
     ) -> Compared | None:
-        """An engine answered; None where there was nothing to predict. What is wrong is told once a whole
-        window is, and then again after another one.
+        """An engine answered, and counts ``prompt_tokens`` where it tells; ``isl_tokens`` were routed. None
+        where there was nothing to predict. What is wrong is told once a whole window is, and then again after
+        another one.
         """
+        if prompt_tokens is not None and prompt_tokens != isl_tokens:
+            return Compared(Prediction.OTHER_PROMPT, None)
         most = (isl_tokens - 1) // self._block_size * self._block_size  # the last token is always computed
         predicted_tokens = min(predicted_tokens, most)
         if not predicted_tokens and not cached_tokens:

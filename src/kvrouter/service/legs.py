@@ -51,17 +51,21 @@ def prefill_leg(
     )
 
 
-async def read_prefill(stream: EngineStream, on_cached: Callable[[int], None]) -> KvTransferParams | None:
+OnCached = Callable[[int, int | None], None]
+"""Hears how many prompt tokens the engine had cached, and how many it counts, where it tells that."""
+
+
+async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferParams | None:
     """Read a prefill leg to its end; return what it says about where its KV waits.
 
-    ``on_cached`` hears how many prompt tokens the engine had cached. Raises StreamBroken.
+    Raises StreamBroken.
     """
     params: KvTransferParams | None = None
     async for chunk in stream:
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
             raise StreamBroken(chunk.error or "the engine cancelled the prefill")
         if chunk.cached_tokens is not None:
-            on_cached(chunk.cached_tokens)
+            on_cached(chunk.cached_tokens, chunk.prompt_tokens)
         if chunk.kv_transfer_params is not None:
             params = chunk.kv_transfer_params
         if chunk.finish is not None:

@@ -358,8 +358,8 @@ class ModelRouter:
         """So many more blocks are full of output."""
         self.ledger.output_block(placement.decode_lease, blocks)
 
-    def note_cached_tokens(self, placement: Placement, cached_tokens: int) -> None:
-        """What the engine really had cached, beside what was predicted."""
+    def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
+        """What the engine really had cached, beside what was predicted; ``prompt_tokens``: its own count."""
         decision = placement.decision
         pick = decision.decode if decision.prefill is None else decision.prefill
         predicted_tokens = pick.overlap_blocks * placement.block_size
@@ -373,6 +373,7 @@ class ModelRouter:
             predicted_tokens=predicted_tokens,
             cached_tokens=cached_tokens,
             isl_tokens=placement.prompt.isl_tokens,
+            prompt_tokens=prompt_tokens,
         ):
             self.cache.doubt(slot)
 

@@ -95,8 +95,8 @@ class Placer(Protocol):
     def output_blocks(self, placement: Placement, blocks: int) -> None:
         """So many more blocks are full of output."""
 
-    def note_cached_tokens(self, placement: Placement, cached_tokens: int) -> None:
-        """What the engine really had cached, beside what was predicted."""
+    def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
+        """What the engine really had cached, beside what was predicted; ``prompt_tokens``: its own count."""
 
     def release(self, placement: Placement) -> None:
         """Close the leases; idempotent."""

@@ -287,9 +287,9 @@ class _Run:
         attempt = Attempt(self._placed(), prefill_sent_s=self._sent_s)
         blame_loss(self._room.circuits, attempt, lost, State.PREFILLING)
 
-    def _note_cached(self, cached_tokens: int) -> None:
+    def _note_cached(self, cached_tokens: int, prompt_tokens: int | None) -> None:
         self._cached_tokens = cached_tokens
-        self._room.note_cached_tokens(self._placed(), cached_tokens)
+        self._room.note_cached_tokens(self._placed(), cached_tokens, prompt_tokens)
 
     def abandon(self, reason: str) -> None:
         """Cancel the leg and give back what was booked; idempotent."""

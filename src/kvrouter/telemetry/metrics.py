@@ -77,7 +77,8 @@ class Telemetry:
     index_predictions = counter(
         "kvrouter_index_predictions",
         "Answers whose own count of cached tokens was compared with the index, by what it had promised: the "
-        "right number of blocks, too_many or too_few.",
+        "right number of blocks, too_many or too_few; other_prompt where the engine made another number of "
+        "tokens of the call than the router, whose template or tokenizer is then another one.",
         "model",
         "worker",
         "dp_rank",

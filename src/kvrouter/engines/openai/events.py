@@ -24,7 +24,7 @@ class CachedTokens(msgspec.Struct, frozen=True):
 class AnswerUsage(msgspec.Struct, frozen=True):
     """``usage``."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: CachedTokens | None = None
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
-from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, Unasked, read_event
+from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, ReadEvent, Unasked, read_event
 from kvrouter.engines.openai.raw import RawEvents
 from kvrouter.engines.openai.server import failed_by, failure_inside, let_end
 from kvrouter.engines.openai.sse import DONE, EventCutter
@@ -232,6 +232,7 @@ class _Gathered:
         self._token_ids: list[int] = []
         self._text_chars: int | None = 0
         self._cached_tokens: int | None = None
+        self._prompt_tokens: int | None = None
         self._completion_tokens: int | None = None
         self.is_empty = True
 
@@ -256,10 +257,15 @@ class _Gathered:
         if chars and self._reading.added_token_ids and not event.tells_tokens:
             chars = None  # an engine that has never heard of the field: nobody could go on from such text
         self._text_chars = None if chars is None or self._text_chars is None else self._text_chars + chars
-        usage = event.usage
-        if usage is not None and usage.cached_tokens is not None:
+        if event.usage is not None:
+            self._count(event.usage)
+
+    def _count(self, usage: AnswerUsage) -> None:
+        if usage.cached_tokens is not None:
             self._cached_tokens = usage.cached_tokens
-        if usage is not None and usage.completion_tokens is not None:
+        if usage.prompt_tokens is not None:
+            self._prompt_tokens = usage.prompt_tokens
+        if usage.completion_tokens is not None:
             self._completion_tokens = usage.completion_tokens
 
     def add_raw(self, raw: bytes) -> None:
@@ -279,5 +285,6 @@ class _Gathered:
             kv_transfer_params=params,
             raw=b"".join(self._raw),
             text_chars=self._text_chars if tells_text else None,
+            prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
         )

@@ -131,7 +131,7 @@ class _Ended(msgspec.Struct, frozen=True):
 
 class _Meta(msgspec.Struct, frozen=True):
     finish_reason: _Ended | None = None
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = None
     completion_tokens: int = 0
     cached_tokens: int | None = None
 
