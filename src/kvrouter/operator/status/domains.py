@@ -1,0 +1,113 @@
+"""Where Ready workers are: prefill and decode workers of each domain, counted by their pods' labels."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvrouter.core.workers import Enforcement
+from kvrouter.operator.api import ComponentType, ConditionStatus, DomainStatus
+from kvrouter.operator.api.status import BALANCE_CHARS_MAX, DOMAINS_MAX
+from kvrouter.operator.labels import Copy, Pod
+from kvrouter.operator.plan import TYPE_LABEL
+from kvrouter.operator.policy import DeploymentPolicy
+from kvrouter.operator.status.finding import Finding, named
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Ready workers by the value of the policy's domain, and those whose place is unknown.
+
+    Workers of type ``worker`` take decode legs, and count as decode workers. ``domains`` are those without
+    decode workers first, then by value.
+    """
+
+    domains: tuple[DomainStatus, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def lacking(self) -> tuple[DomainStatus, ...]:
+        """The domains with prefill workers and without decode workers."""
+        return tuple(domain for domain in self.domains if domain.prefill and not domain.decode)
+
+    @property
+    def idle(self) -> tuple[DomainStatus, ...]:
+        """The domains with decode workers and without prefill workers."""
+        return tuple(domain for domain in self.domains if domain.decode and not domain.prefill)
+
+
+def places_of(pods: Iterable[Pod], copy: Copy) -> Places:
+    """Return where the Ready workers among ``pods`` are, by the label that ``copy`` gives them."""
+    counts: dict[str, tuple[int, int]] = {}
+    unknown = []
+    for pod in pods:
+        kind = pod.labels.get(TYPE_LABEL)
+        if pod.is_over or not pod.is_ready or kind in (None, ComponentType.FRONTEND.value):
+            continue
+        value = pod.labels.get(copy.pod_label, "")
+        if not value:
+            unknown.append(pod.name)
+            continue
+        prefill, decode = counts.get(value, (0, 0))
+        is_prefill = kind == ComponentType.PREFILL.value
+        counts[value] = (prefill + is_prefill, decode + (not is_prefill))
+    found = [
+        DomainStatus(value=value, prefill=prefill, decode=decode)
+        for value, (prefill, decode) in counts.items()
+    ]
+    found.sort(key=lambda domain: (bool(domain.decode) or not domain.prefill, domain.value))
+    return Places(tuple(found), tuple(sorted(unknown)))
+
+
+def balance_of(domains: Sequence[DomainStatus]) -> str | None:
+    """Return ``us-east-1a 4/8, us-east-1b 4/0``: prefill and decode workers; None without domains.
+
+    What does not fit into the column is counted: ``and 12 more``.
+    """
+    shown = [f"{domain.value} {domain.prefill}/{domain.decode}" for domain in domains]
+    for count in range(len(shown), 0, -1):
+        more = len(shown) - count
+        text = ", ".join(shown[:count]) + (f" and {more} more" if more else "")
+        if len(text) <= BALANCE_CHARS_MAX:
+            return text
+    return None
+
+
+def told(places: Places) -> tuple[DomainStatus, ...]:
+    """Return as many domains as a status may hold."""
+    return places.domains[:DOMAINS_MAX]
+
+
+def balanced(places: Places, policy: DeploymentPolicy, *, has_prefill: bool) -> Finding:
+    """Return whether every domain with prefill workers has decode workers, and what to do when not."""
+    domain = policy.domain
+    if not has_prefill:
+        message = "no component is of type prefill: no KV goes from one worker to another"
+        return Finding(ConditionStatus.TRUE, "NotDisaggregated", message)
+    if places.lacking:
+        values = [found.value for found in places.lacking]
+        message = (
+            f"{domain} {named(values)}: prefill workers, and no Ready decode worker. {_consequence(policy)} "
+            f"Let decode workers be scheduled there, or take the prefill workers away."
+        )
+        return Finding(ConditionStatus.FALSE, "DomainWithoutDecode", message + _unknown(places))
+    if not any(found.prefill for found in places.domains):
+        message = "no prefill worker is Ready and knows its place yet" + _unknown(places)
+        return Finding(ConditionStatus.UNKNOWN, "NoReadyPrefill", message)
+    message = f"every {domain} with prefill workers has decode workers: {balance_of(places.domains)}"
+    if places.idle and policy.enforcement is not Enforcement.PREFERRED:
+        idle = named(found.value for found in places.idle)
+        message += f". Decode workers of {idle} get no KV of their own {domain}: no prefill worker is there"
+    return Finding(ConditionStatus.TRUE, "DomainsBalanced", message + _unknown(places))
+
+
+def _consequence(policy: DeploymentPolicy) -> str:
+    match policy.enforcement:
+        case Enforcement.REQUIRED:
+            return "Requests go to prefill workers of other domains, and get 503 while there are none."
+        case Enforcement.FALLBACK | Enforcement.PREFERRED:
+            return f"Their KV leaves its {policy.domain}."
+
+
+def _unknown(places: Places) -> str:
+    if not places.unknown:
+        return ""
+    return f". The place of {len(places.unknown)} Ready workers is unknown: {named(places.unknown)}"

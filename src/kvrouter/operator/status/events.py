@@ -1,0 +1,45 @@
+"""Events: one for each condition that became another."""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvrouter.operator.api import ConditionStatus, DeploymentStatus
+
+NOTE_CHARS_MAX = 1024
+"""The API server refuses a longer one."""
+
+
+class EventType(StrEnum):
+    """How Kubernetes tells good from bad."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+class Event(NamedTuple):
+    """What is told once; its reason is the condition's."""
+
+    type: EventType
+    reason: str
+    note: str
+
+
+def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> tuple[Event, ...]:
+    """Return an event for each condition of ``current`` whose status or reason was another.
+
+    What is not known yet is no event; that something holds is one only where it did not.
+    """
+    before = {} if previous is None else {condition.type: condition for condition in previous.conditions}
+    events = []
+    for condition in current.conditions:
+        was = before.get(condition.type)
+        if was is not None and (was.status, was.reason) == (condition.status, condition.reason):
+            continue
+        if condition.status is ConditionStatus.UNKNOWN:
+            continue
+        holds = condition.status is ConditionStatus.TRUE
+        if holds and (was is None or was.status is ConditionStatus.TRUE):
+            continue
+        kind = EventType.NORMAL if holds or condition.reason == "Updating" else EventType.WARNING
+        events.append(Event(kind, condition.reason, condition.message[:NOTE_CHARS_MAX]))
+    return tuple(events)

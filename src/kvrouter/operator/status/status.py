@@ -1,0 +1,73 @@
+"""The whole status of a deployment, from what was planned and what was seen."""
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from kvrouter.operator.api import (
+    ComponentStatus,
+    ComponentType,
+    Condition,
+    DeploymentStatus,
+    DynamoGraphDeployment,
+    PolicyStatus,
+)
+from kvrouter.operator.labels import Pod
+from kvrouter.operator.plan import Plan
+from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
+from kvrouter.operator.status.domains import Places, balance_of, balanced, places_of, told
+from kvrouter.operator.status.finding import DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED, Finding, dated
+from kvrouter.operator.status.resolved import copy_of, resolved
+from kvrouter.operator.status.workloads import ready
+
+
+def deployment_status(
+    deployment: DynamoGraphDeployment,
+    planned: Plan,
+    *,
+    components: Sequence[ComponentStatus],
+    pods: Iterable[Pod],
+    previous: DeploymentStatus | None,
+    now: datetime,
+) -> DeploymentStatus:
+    """Return the status of ``deployment``.
+
+    ``components`` are those whose Deployment is in the cluster, ``pods`` all of its pods. Without a policy
+    there is the condition Ready alone. ``now`` must know its time zone.
+    """
+    found = tuple(pods)
+    spec = deployment.spec
+    findings = {READY: ready(spec.components, components, planned.problems)}
+    policy, places = planned.policy, Places()
+    if policy is not None and planned.resolution is not None:
+        places = places_of(found, copy_of(policy, planned.resolution))
+        has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
+        findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found)
+        findings[DOMAIN_BALANCED] = balanced(places, policy, has_prefill=has_prefill)
+    return DeploymentStatus(
+        observed_generation=deployment.metadata.generation,
+        conditions=_conditions(findings, previous, deployment.metadata.generation, now),
+        components=tuple(components),
+        policy=None if policy is None else _policy(policy),
+        domains=told(places),
+        balance=balance_of(places.domains),
+    )
+
+
+def _conditions(
+    findings: dict[str, Finding], previous: DeploymentStatus | None, generation: int, now: datetime
+) -> tuple[Condition, ...]:
+    before = () if previous is None else previous.conditions
+    return tuple(
+        dated(kind, finding, before, generation=generation, now=now) for kind, finding in findings.items()
+    )
+
+
+def _policy(policy: DeploymentPolicy) -> PolicyStatus:
+    source = policy.source
+    return PolicyStatus(
+        domain=policy.domain,
+        enforcement=policy.enforcement,
+        preferred_weight=policy.preferred_weight,
+        cluster_topology_name=source.name if isinstance(source, NamedTopology) else None,
+        label_key=source.key if isinstance(source, RawLabel) else None,
+    )
