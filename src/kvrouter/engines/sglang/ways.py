@@ -21,8 +21,8 @@ class SglangWays:
         self._started: str | None = facts.started
 
     def call_of(self, request: EngineRequest) -> EngineCall:
-        """Return how SGLang is asked for a leg. Raises EngineFailed for one without a meeting place, in a mode
-        of disaggregation: SGLang would refuse that as the client's mistake.
+        """Return how SGLang is asked for a leg. Raises EngineFailed for one without a meeting place in a mode
+        of disaggregation: SGLang would refuse it as the client's mistake.
         """
         if self._facts.role is not Role.BOTH and request.bootstrap is None:
             mode = self._facts.role.value
