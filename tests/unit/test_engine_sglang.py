@@ -321,7 +321,7 @@ async def test_loads_are_told_for_each_rank(engine: ScriptedEngine, server: Engi
             "num_used_tokens": 17}  # fmt: skip
     engine.set_json("/v1/loads", {"loads": [load, {**load, **busy}]})
     assert await ask_loads(server, W, 16) == (
-        LoadReport(rank=WorkerRank(W, R0), active_blocks=0, total_blocks=64),
+        LoadReport(rank=WorkerRank(W, R0), active_blocks=0, total_blocks=64, active_prefill_tokens=0),
         LoadReport(
             rank=WorkerRank(W, R1),
             active_blocks=2,
