@@ -204,8 +204,10 @@ async def test_a_decode_leg_outlives_its_prefill_engine_as_its_policy_says(
     policy: KvLoadFailurePolicy,
 ) -> None:
     cluster = MockCluster(speedup=50.0)
+    never_done = Timing(prefill_base=1e9)
     prefill, _ = await started(
-        cluster, MockConfig(role=Role.PREFILL, bootstrap_host="10.0.0.1", bootstrap_port=99)
+        cluster,
+        MockConfig(role=Role.PREFILL, bootstrap_host="10.0.0.1", bootstrap_port=99, timing=never_done),
     )
     decode, _ = await started(cluster, MockConfig(role=Role.DECODE, kv_load_failure_policy=policy), 2)
     doomed = await prefill.submit(a_leg(Leg.PREFILL, max_tokens=1, room=1, n_prompt=5_000))
