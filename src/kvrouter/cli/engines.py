@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import click
 
@@ -16,6 +15,7 @@ from kvrouter.cli.processes import begin, described
 from kvrouter.config.document import read_document
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet, settings_document
+from kvrouter.config.fleet_engines import url_mistake
 from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
 from kvrouter.core.errors import ConfigError
@@ -250,9 +250,9 @@ def _spec_of_flags(
 
 
 def _checked_url(url: str) -> str:
-    parts = urlsplit(url)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise ConfigError(f"--url: must be http://HOST:PORT, or https, not {url!r}", param="url")
+    mistake = url_mistake(url)
+    if mistake is not None:
+        raise ConfigError(f"--url: {mistake}, not {url!r}", param="url")
     return url
 
 

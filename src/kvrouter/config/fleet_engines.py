@@ -113,14 +113,24 @@ class MockEngineSpec(Part):
     """How long its steps take."""
 
 
-def _check_url(url: str) -> str:
+def url_mistake(url: str) -> str | None:
+    """Return what the URL of an engine's server must be, where ``url`` is none."""
     try:
         parts = urlsplit(url)
         has_place = bool(parts.hostname) and parts.port != 0
     except ValueError:
         has_place = False
     if not has_place or parts.scheme not in {"http", "https"}:
-        raise PydanticCustomError("url", "must be http://HOST:PORT, or https")
+        return "must be http://HOST:PORT, or https"
+    if parts.path.rstrip("/").endswith("/v1"):
+        return "must be the server's own URL, without /v1"
+    return None
+
+
+def _check_url(url: str) -> str:
+    mistake = url_mistake(url)
+    if mistake is not None:
+        raise PydanticCustomError("url", mistake)
     return url.rstrip("/")
 
 
