@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.api import ComponentType, DynamoGraphDeployment, Level
+from kvrouter.operator.api import ComponentType, DeploymentSpec, DynamoGraphDeployment, Level
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
 from kvrouter.operator.plan.defaults import PlanDefaults
@@ -51,7 +51,8 @@ def plan(
     reading = read_policy(deployment.spec)
     policy = reading.policy
     resolution = None if policy is None else resolve(policy, facts, last_levels)
-    problems, warnings, manifests = [*reading.problems], list[Problem](), list[Manifest]()
+    problems, manifests = [*reading.problems], list[Manifest]()
+    warnings = _packing(deployment.spec)
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index)
         draft = read_pod_template(component, at)
@@ -80,6 +81,20 @@ def read_levels(annotation: str | None) -> tuple[Level, ...]:
     """Return the levels of :data:`LEVELS_ANNOTATION`, broadest first; what is no level is passed over."""
     pairs = [entry.partition("=") for entry in (annotation or "").split(",")]
     return tuple(Level(domain, key) for domain, _, key in pairs if domain and key)
+
+
+def _packing(spec: DeploymentSpec) -> list[Problem]:
+    """Packing is a gang scheduler's to do; Deployments have their pods' own affinity."""
+    constraint = spec.topology_constraint
+    wanted: list[tuple[Path, str | None]] = [
+        (("spec", "topologyConstraint"), None if constraint is None else constraint.pack_domain)
+    ]
+    for index, component in enumerate(spec.components):
+        own = component.topology_constraint
+        at: Path = ("spec", "components", index, "topologyConstraint")
+        wanted.append((at, None if own is None else own.pack_domain))
+    must = "has no effect yet: give podTemplate.spec an affinity to pack the pods of a component"
+    return [Problem((*at, "packDomain"), must) for at, domain in wanted if domain is not None]
 
 
 def _levels(copies: Sequence[Copy]) -> str:
