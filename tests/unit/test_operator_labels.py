@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from pydantic import JsonValue
 
 from kvrouter.operator.api import ClusterTopology, Level
 from kvrouter.operator.facts import ClusterFacts, Grove
@@ -197,8 +198,11 @@ def test_nothing_is_done_where_labels_are_right_or_the_pod_is_not_there(found: P
     assert late_labels(found, NODE, (ZONE,)).patch is None
 
 
-def test_a_missing_level_that_no_pod_label_contradicts_is_told_and_not_written() -> None:
-    assert late_labels(pod(), Node("n1"), copies_of(LEVELS)) == (None, (ZONE, RACK))
+def test_a_level_that_a_node_lacks_shows_on_the_pod_and_is_written_once() -> None:
+    empty: dict[str, JsonValue] = {ZONE.pod_label: "", RACK.pod_label: ""}
+    patch: JsonValue = {"uid": "uid-1", "labels": empty}
+    assert late_labels(pod(), Node("n1"), copies_of(LEVELS)) == ({"metadata": patch}, (ZONE, RACK))
+    assert late_labels(pod(zone="", rack=""), Node("n1"), copies_of(LEVELS)) == (None, (ZONE, RACK))
 
 
 # As the API server tells of them.

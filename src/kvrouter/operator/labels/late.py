@@ -22,15 +22,15 @@ class LateLabels(NamedTuple):
 def late_labels(pod: Pod, node: Node, copies: Sequence[Copy]) -> LateLabels:
     """Return what is to be done about a pod whose node says ``node.labels`` now.
 
-    Nothing for a pod that is not bound to this node, or is over. A value that the node lost becomes empty on
-    the pod: its worker then publishes its place as unknown.
+    Nothing for a pod that is not bound to this node, or is over. A value that the node lacks is written as an
+    empty one, as at a binding: that nobody knows its worker's place then shows on the pod.
     """
     if pod.node_name != node.name or pod.is_over:
         return LateLabels(None)
     missing = tuple(copy for copy in copies if not node.labels.get(copy.node_label))
     wanted = pod_labels(node.labels, copies)
     changed: dict[str, JsonValue] = {
-        key: value for key, value in wanted.items() if pod.labels.get(key, "") != value
+        key: value for key, value in wanted.items() if pod.labels.get(key) != value
     }
     if not changed:
         return LateLabels(None, missing)
