@@ -91,7 +91,7 @@ def test_each_setting_is_named_once_and_described() -> None:
         assert len(set(names)) == len(names)
     for spec in SETTINGS:
         assert spec.meaning.endswith("."), spec.yaml_key
-        assert re.fullmatch(r"(DYN|KVROUTER|NATS)_[A-Z_]+", spec.variable)
+        assert re.fullmatch(r"(DYN|KVROUTER|NATS|KUBERNETES|POD)_[A-Z_]+", spec.variable)
 
 
 def test_a_refusal_names_the_field_the_origin_and_the_mend() -> None:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from nats.aio.client import Client
 
@@ -15,6 +16,7 @@ from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, Req
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import EventLane, WorkerCard
 from kvrouter.planes.discovery.file import FileDiscovery
+from kvrouter.planes.discovery.kubernetes import KubernetesDiscovery, Pod, account_of_pod
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Discovery, GoneSink
 from kvrouter.planes.discovery.static import StaticDiscovery
@@ -90,7 +92,10 @@ async def router_wires(
 def needs_nats(settings: Settings, *, discovers: bool = True) -> bool:
     """Whether this router cannot do without NATS; one that does not discover its workers looks nowhere."""
     planes, router = settings.planes, settings.router
-    hears_nats = router.kv_events and planes.event_plane in (EventPlaneKind.NATS, EventPlaneKind.JETSTREAM)
+    lanes_of_nats = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
+    if discovers and planes.discovery is DiscoveryBackend.KUBERNETES:
+        lanes_of_nats.add(EventPlaneKind.AUTO)
+    hears_nats = router.kv_events and planes.event_plane in lanes_of_nats
     return (
         (discovers and planes.discovery is DiscoveryBackend.NATS)
         or planes.request_plane is RequestPlaneKind.NATS
@@ -116,7 +121,21 @@ def make_discovery(
         return FileDiscovery(
             planes.discovery_path,
             namespace=planes.namespace,
-            lease_s=planes.lease_s,
+            lease_s=planes.card_lease_s,
+            on_lost=on_lost,
+            on_trouble=on_trouble,
+            on_refused=on_refused,
+        )
+    if planes.discovery is DiscoveryBackend.KUBERNETES:
+        folder = Path(planes.kubernetes_account)
+        pod = None
+        if planes.pod_name and planes.pod_uid:
+            pod = Pod(planes.pod_name, planes.pod_uid)
+        return KubernetesDiscovery(
+            account_of_pod(folder, host=planes.kubernetes_host, port=planes.kubernetes_port),
+            namespace=planes.namespace,
+            lease_s=planes.card_lease_s,
+            pod=pod,
             on_lost=on_lost,
             on_trouble=on_trouble,
             on_refused=on_refused,
@@ -125,7 +144,7 @@ def make_discovery(
         wanted(nats),
         namespace=planes.namespace,
         token=token_of(planes),
-        lease_s=planes.lease_s,
+        lease_s=planes.card_lease_s,
         replicas=planes.nats_replicas,
         on_lost=on_lost,
         on_trouble=on_trouble,

@@ -13,6 +13,10 @@ from pydantic_core import PydanticCustomError
 
 from kvrouter.config.setting import Group, Positive, Section, Setting, Whole
 
+LEASE_S = 10.0
+KUBERNETES_LEASE_S = 60.0
+"""An API server is shared with a whole cluster, and every renewal is a write to it."""
+
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?")
 
 
@@ -31,6 +35,7 @@ class DiscoveryBackend(StrEnum):
 
     FILE = "file"
     NATS = "nats"
+    KUBERNETES = "kubernetes"
 
 
 class RequestPlaneKind(StrEnum):
@@ -63,7 +68,8 @@ class PlaneSettings(Section):
         DiscoveryBackend,
         Setting(flag="--discovery", variable="DYN_DISCOVERY_BACKEND", group=Group.PLANES),
     ] = DiscoveryBackend.NATS
-    """Where workers announce themselves: in a directory of this host, or in NATS."""
+    """Where workers announce themselves: in a directory of this host, in NATS, or as objects of the
+    Kubernetes in whose pods they run."""
 
     discovery_dir: Annotated[
         str | None,
@@ -72,11 +78,37 @@ class PlaneSettings(Section):
     """The directory of ``--discovery file``: one that is not there yet, is empty, or has been used for this.
     Unset: one of this user's, in the folder for temporary files."""
 
+    kubernetes_account: Annotated[
+        str,
+        Setting(flag="--kubernetes-account", variable="KVROUTER_KUBERNETES_ACCOUNT", group=Group.PLANES),
+    ] = "/var/run/secrets/kubernetes.io/serviceaccount"
+    """The directory with the token, authority and namespace of the service account that ``--discovery
+    kubernetes`` uses."""
+
+    kubernetes_host: Annotated[
+        str | None, Setting(flag=None, variable="KUBERNETES_SERVICE_HOST", group=Group.PLANES)
+    ] = None
+    """Where the API server is. Kubernetes sets it in every pod."""
+
+    kubernetes_port: Annotated[
+        Annotated[Whole, Interval(ge=1, le=65535)],
+        Setting(flag=None, variable="KUBERNETES_SERVICE_PORT", group=Group.PLANES),
+    ] = 443
+    """The port of the API server. Kubernetes sets it in every pod."""
+
+    pod_name: Annotated[str | None, Setting(flag=None, variable="POD_NAME", group=Group.PLANES)] = None
+    """The pod that a worker runs in, from the Downward API. With ``POD_UID``, Kubernetes deletes the worker's
+    card once the pod is gone."""
+
+    pod_uid: Annotated[str | None, Setting(flag=None, variable="POD_UID", group=Group.PLANES)] = None
+    """The uid of that pod, from the Downward API."""
+
     lease_s: Annotated[
-        Annotated[Positive, Interval(ge=0.5, le=3600)],
+        Annotated[Positive, Interval(ge=0.5, le=3600)] | None,
         Setting(flag="--lease-s", variable="KVROUTER_LEASE_S", group=Group.PLANES, unit="seconds"),
-    ] = 10.0
-    """How long a worker that renews nothing stays announced. It is renewed three times in this time."""
+    ] = None
+    """How long a worker that renews nothing stays announced. It is renewed three times in this time. Unset:
+    10, and 60 with ``--discovery kubernetes``."""
 
     request_plane: Annotated[
         RequestPlaneKind,
@@ -179,6 +211,13 @@ class PlaneSettings(Section):
         Setting(flag="--dead-after-s", variable="KVROUTER_DEAD_AFTER_S", group=Group.PLANES, unit="seconds"),
     ] = 5.0
     """How long a worker's connection may be silent, heartbeats included, until the worker counts as dead."""
+
+    @property
+    def card_lease_s(self) -> float:
+        """The lease of a worker's card, in seconds."""
+        if self.lease_s is not None:
+            return self.lease_s
+        return KUBERNETES_LEASE_S if self.discovery is DiscoveryBackend.KUBERNETES else LEASE_S
 
     @property
     def discovery_path(self) -> Path:

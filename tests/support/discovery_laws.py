@@ -1,0 +1,180 @@
+"""What every discovery promises, whatever its store is.
+
+A class of tests is made of these by a subclass with the fixture ``store``.
+"""
+
+import asyncio
+
+import pytest
+
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.discovery.port import Discovery, Gone
+from tests.support.discovery_stores import LEASE_S, Store, card, listen
+
+OLD, NEW = Epoch(9), Epoch(2)
+ONE = WorkerId(1)
+
+
+class CardLaws:
+    """Of a store that nobody loses."""
+
+    @pytest.fixture
+    def discovery(self, store: Store) -> Discovery:
+        """The end of the workers."""
+        return store.end()
+
+    async def test_present_cards_come_first_then_changes_in_order(
+        self, store: Store, discovery: Discovery
+    ) -> None:
+        await discovery.publish(card(1))
+        await discovery.publish(card(2))
+        ear = await listen(store.end())
+        assert ear.heard == [card(1), card(2)]
+        await discovery.publish(card(3))
+        await ear.until_heard(card(1), card(2), card(3))
+        await discovery.withdraw(ONE, OLD)
+        await ear.until_heard(card(1), card(2), card(3), (1, OLD, Gone.WITHDRAWN))
+
+    async def test_who_publishes_may_watch_too(self, discovery: Discovery) -> None:
+        ear = await listen(discovery)
+        await discovery.publish(card())
+        await ear.until_heard(card())
+
+    async def test_the_same_incarnation_again_is_an_update(self, store: Store, discovery: Discovery) -> None:
+        ear = await listen(store.end())
+        await discovery.publish(card())
+        await ear.until_heard(card())
+        await discovery.publish(card(draining=True))
+        await ear.until_heard(card(), card(draining=True))
+        later = await listen(store.end())
+        assert later.heard == [card(draining=True)]
+
+    @pytest.mark.parametrize("is_same_process", [True, False])
+    async def test_another_incarnation_is_another_worker(
+        self, store: Store, discovery: Discovery, is_same_process: bool
+    ) -> None:
+        ear = await listen(store.end())
+        await discovery.publish(card())
+        await ear.until_heard(card())
+        await (discovery if is_same_process else store.end()).publish(card(incarnation=NEW))
+        await ear.until_heard(card(), (1, OLD, Gone.REPLACED), card(incarnation=NEW))
+
+    @pytest.mark.parametrize("is_same_process", [True, False])
+    async def test_an_older_incarnation_takes_nothing_away_and_comes_not_back(
+        self, store: Store, discovery: Discovery, is_same_process: bool
+    ) -> None:
+        ear = await listen(store.end())
+        await discovery.publish(card())
+        await ear.until_heard(card())
+        newer = discovery if is_same_process else store.end()
+        await newer.publish(card(incarnation=NEW))
+        await ear.until(lambda: card(incarnation=NEW) in ear.heard)
+        for end in (discovery, store.end()):
+            await end.withdraw(ONE, OLD)
+            await end.publish(card(draining=True))
+        await newer.publish(card(2))
+        await ear.until_heard(card(), (1, OLD, Gone.REPLACED), card(incarnation=NEW), card(2))
+        later = await listen(store.end())
+        assert later.heard == [card(incarnation=NEW), card(2)]
+
+    async def test_withdrawing_is_idempotent(self, store: Store, discovery: Discovery) -> None:
+        await discovery.publish(card())
+        ear = await listen(store.end())
+        await discovery.withdraw(ONE, OLD)
+        await discovery.withdraw(ONE, OLD)
+        await store.end().withdraw(ONE, OLD)
+        await discovery.withdraw(WorkerId(8), OLD)
+        await discovery.publish(card(2))
+        await ear.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card(2))
+
+    async def test_another_process_may_withdraw_a_worker(self, store: Store, discovery: Discovery) -> None:
+        await discovery.publish(card())
+        ear = await listen(store.end())
+        await store.end().withdraw(ONE, OLD)
+        await asyncio.sleep(LEASE_S / 2)
+        await discovery.publish(card(2))
+        await ear.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card(2))
+
+    async def test_a_withdrawn_worker_may_come_back(self, store: Store, discovery: Discovery) -> None:
+        await discovery.publish(card())
+        watching = await listen(store.end())
+        await discovery.withdraw(ONE, OLD)
+        await watching.until_heard(card(), (1, OLD, Gone.WITHDRAWN))
+        late = await listen(store.end())
+        assert late.heard == []
+        await discovery.publish(card())
+        await late.until_heard(card())
+        await watching.until_heard(card(), (1, OLD, Gone.WITHDRAWN), card())
+
+    async def test_a_watch_that_ended_hears_nothing_and_may_end_twice(
+        self, store: Store, discovery: Discovery
+    ) -> None:
+        end = store.end()
+        deaf, hears = await listen(end), await listen(end)
+        deaf.end()
+        deaf.end()
+        await discovery.publish(card())
+        await hears.until_heard(card())
+        assert deaf.heard == []
+
+    async def test_a_thousand_workers_are_all_there_at_once(self, store: Store, discovery: Discovery) -> None:
+        cards = [card(number) for number in range(1000)]
+        await asyncio.gather(*map(discovery.publish, cards))
+        ear = await listen(store.end())
+        # On a slow machine the first have run out by now, and come again.
+        await ear.until(lambda: len(ear.heard) >= len(cards))
+        assert {each.worker_id for each in ear.heard if isinstance(each, WorkerCard)} == set(range(1000))
+
+
+class LeaseLaws:
+    """Of a store that is outside of the processes that use it; each test may lose it."""
+
+    async def test_only_who_does_not_renew_expires_and_may_come_back(self, store: Store) -> None:
+        lives, dies = store.end(), store.end()
+        await lives.publish(card(1))
+        await dies.publish(card(2))
+        ear = await listen(store.end())
+        await dies.close()
+        await ear.until_heard(card(1), card(2), (2, 9, Gone.EXPIRED))
+        await store.end().publish(card(2))
+        await ear.until_heard(card(1), card(2), (2, 9, Gone.EXPIRED), card(2))
+
+    async def test_one_that_expired_and_starts_anew_is_replaced(self, store: Store) -> None:
+        dies = store.end()
+        await dies.publish(card(2))
+        ear = await listen(store.end())
+        await dies.close()
+        await ear.until_heard(card(2), (2, 9, Gone.EXPIRED))
+        await store.end().publish(card(2, 10))
+        await ear.until(lambda: card(2, 10) in ear.heard)
+        assert set(ear.losses[1:]) <= {(2, 9, Gone.REPLACED)}
+
+    async def test_nobody_vanishes_while_the_store_is_lost(self, store: Store) -> None:
+        lives, dies = store.end(), store.end()
+        await lives.publish(card(1))
+        await dies.publish(card(2))
+        ear = await listen(store.end())
+        await store.lose()
+        await ear.until_heard(card(1), card(2), False)
+        await dies.close()
+        await asyncio.sleep(1.5 * LEASE_S)
+        await ear.until_heard(card(1), card(2), False)
+        await store.bring_back(is_empty=False)
+        await ear.until_heard(card(1), card(2), False, True, (2, 9, Gone.EXPIRED))
+        late = await listen(store.end())
+        assert card(1) in late.heard
+
+    async def test_a_store_that_comes_back_empty_is_filled_by_the_workers(self, store: Store) -> None:
+        lives = store.end()
+        await lives.publish(card(1))
+        await lives.publish(card(2))
+        ear = await listen(store.end())
+        await store.lose()
+        await ear.until_heard(card(1), card(2), False)
+        await store.bring_back(is_empty=True)
+        await ear.until_heard(card(1), card(2), False, True)
+        late = await listen(store.end())
+        await late.until(lambda: card(1) in late.heard and card(2) in late.heard)
+        await lives.publish(card(3))
+        await ear.until_heard(card(1), card(2), False, True, card(3))

@@ -1,0 +1,124 @@
+"""What discovery by Kubernetes reads and writes, without an API server."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvrouter.assembly.router_wires import needs_nats
+from kvrouter.config import load_settings
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.planes.discovery.kubernetes import Account, KubernetesDiscovery, Pod, account_of_pod
+from kvrouter.planes.discovery.kubernetes.account import Token
+from kvrouter.planes.discovery.kubernetes.api import ApiError, reason
+from kvrouter.planes.discovery.kubernetes.backoff import Backoff
+from kvrouter.planes.discovery.kubernetes.objects import Status, WorkerObject, encode_object, record_of
+from kvrouter.planes.discovery.wire import CardRecord
+from tests.support.discovery_stores import card, nobody
+
+RECORD = CardRecord(card(5), 60.0, (), False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a pod finds of its service account."""
+    for name in ("token", "ca.crt", "namespace"):
+        (tmp_path / name).write_text(f"the {name}\n")
+    return tmp_path
+
+
+def test_a_record_is_the_same_after_it_was_an_object() -> None:
+    body = encode_object(
+        RECORD, fleet="a-1", renewals=3, replaces="17", owners=(Pod("pod-1", "uid-1").reference(),)
+    )
+    found = msgspec.json.decode(body, type=WorkerObject)
+    assert record_of(found, fleet="a-1") == RECORD
+    assert msgspec.json.decode(body)["metadata"] == {
+        "name": "a-1-5",
+        "resourceVersion": "17",
+        "labels": {"kvrouter.dev/namespace": "a-1"},
+        "annotations": {"kvrouter.dev/renewals": "3"},
+        "ownerReferences": [{"apiVersion": "v1", "kind": "Pod", "name": "pod-1", "uid": "uid-1"}],
+    }
+
+
+def test_an_object_is_of_the_fleet_and_the_worker_that_its_name_says() -> None:
+    found = msgspec.json.decode(encode_object(RECORD, fleet="a-1"), type=WorkerObject)
+    for name in ("a-1-6", "a-5", "a-1-05", "a-1-", "b-1-5", "a-1-99999999999999999999"):
+        renamed = msgspec.structs.replace(found, metadata=msgspec.structs.replace(found.metadata, name=name))
+        with pytest.raises(ProtocolError):
+            record_of(renamed, fleet="a-1")
+
+
+@pytest.mark.parametrize(
+    ("param", "changes"),
+    [
+        ("namespace", {"namespace": "Space"}),
+        ("namespace", {"namespace": "a_b"}),
+        ("namespace", {"namespace": "-a"}),
+        ("namespace", {"namespace": ""}),
+        ("lease_s", {"lease_s": 0.0}),
+    ],
+)
+def test_arguments_out_of_range_are_refused(folder: Path, param: str, changes: dict[str, object]) -> None:
+    arguments = {"namespace": "space", "on_trouble": nobody, "on_refused": nobody, **changes}
+    with pytest.raises(ConfigError) as refused:
+        KubernetesDiscovery(Account("https://nowhere", folder, "default"), **arguments)  # type: ignore[arg-type]
+    assert refused.value.param == param
+
+
+def test_a_pod_tells_where_the_api_server_is_and_as_whom_it_is_asked(folder: Path) -> None:
+    found = account_of_pod(folder, host="10.0.0.1", port=443)
+    assert found == Account("https://10.0.0.1:443", folder, "the namespace")
+    assert account_of_pod(folder, host="fd00::1", port=6443).url == "https://[fd00::1]:6443"
+
+
+def test_what_is_no_pod_or_has_no_account_is_refused_with_the_mend(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="choose file or nats"):
+        account_of_pod(folder, host=None, port=443)
+    (folder / "token").unlink()
+    with pytest.raises(ConfigError, match="automountServiceAccountToken"):
+        account_of_pod(folder, host="10.0.0.1", port=443)
+
+
+def test_a_token_that_was_refused_is_read_again(folder: Path) -> None:
+    token = Token(Account("https://nowhere", folder, "default"))
+    assert token.read() == "the token"
+    (folder / "token").write_text("another")
+    assert token.read() == "the token"
+    token.refused()
+    assert token.read() == "another"
+
+
+@pytest.mark.parametrize(
+    ("code", "mend"), [(403, "bind a Role"), (404, "kubectl apply"), (500, "says 500 Why: how")]
+)
+def test_what_the_api_server_refuses_is_told_with_the_mend(code: int, mend: str) -> None:
+    assert mend in reason(ApiError(Status(code, "Why", "how")))
+
+
+def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None:
+    backoff = Backoff(most_s=1.0)
+    waits = [backoff.after(TimeoutError()) for _ in range(6)]
+    for least_s, wait_s in zip((0.1, 0.2, 0.4, 0.8, 1.0, 1.0), waits, strict=True):
+        assert least_s <= wait_s <= 1.5 * least_s
+    assert backoff.after(ApiError(Status(429), wait_s=30.0)) >= 30.0
+    backoff.reset()
+    assert backoff.after(TimeoutError()) <= 0.15
+
+
+@pytest.mark.parametrize(
+    ("event_plane", "needs"), [("auto", True), ("nats", True), ("jetstream", True), ("zmq", False)]
+)
+def test_a_router_hears_events_over_nats_unless_told_otherwise(event_plane: str, needs: bool) -> None:
+    environ = {"DYN_DISCOVERY_BACKEND": "kubernetes", "DYN_EVENT_PLANE": event_plane}
+    settings = load_settings(flags={}, environ=environ).settings
+    assert needs_nats(settings) is needs
+
+
+def test_the_api_server_is_spared_by_a_longer_lease() -> None:
+    for backend, lease_s in (("file", 10.0), ("nats", 10.0), ("kubernetes", 60.0)):
+        found = load_settings(flags={}, environ={"DYN_DISCOVERY_BACKEND": backend})
+        assert found.settings.planes.card_lease_s == lease_s
+    told = load_settings(flags={}, environ={"DYN_DISCOVERY_BACKEND": "kubernetes", "KVROUTER_LEASE_S": "12"})
+    assert told.settings.planes.card_lease_s == 12.0

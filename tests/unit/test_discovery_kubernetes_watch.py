@@ -1,0 +1,234 @@
+"""What a watcher of objects makes of an API server that follows a script."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.discovery.kubernetes import watch as watch_module
+from kvrouter.planes.discovery.kubernetes.account import Account
+from kvrouter.planes.discovery.kubernetes.api import ApiError, WorkersApi
+from kvrouter.planes.discovery.kubernetes.backoff import Backoff
+from kvrouter.planes.discovery.kubernetes.objects import (
+    Event,
+    Status,
+    WorkerObject,
+    encode_object,
+    name_of,
+)
+from kvrouter.planes.discovery.kubernetes.watch import Refusals, WorkersWatch
+from kvrouter.planes.discovery.leases import Delivery
+from kvrouter.planes.discovery.port import Gone
+from kvrouter.planes.discovery.wire import CardRecord
+from tests.support.discovery_stores import Ear, card
+from tests.support.waits import until
+
+FLEET = "space"
+LONG_S = 60.0
+FORBIDDEN = ApiError(Status(403, "Forbidden", "cannot watch"))
+GONE = ApiError(Status(410, "Expired", "too old resource version"))
+News = list[Event] | Exception | None
+"""Events, what breaks the watch, or its end."""
+
+
+class ScriptedApi(WorkersApi):
+    """Keeps objects in a dictionary, and tells open watches what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(Account("https://nowhere", Path(), "default"), fleet=FLEET, answer_s=1.0)
+        self.objects: dict[str, WorkerObject] = {}
+        self.version = 100
+        self.lists = 0
+        self.began_at: list[str] = []
+        self.deleted: list[tuple[WorkerId, str]] = []
+        self.refuses_lists: Exception | None = None
+        self.refuses_watches: Exception | None = None
+        self._news: asyncio.Queue[News] = asyncio.Queue(1000)
+
+    async def everything(self) -> tuple[list[WorkerObject], str]:
+        self.lists += 1
+        if self.refuses_lists is not None:
+            raise self.refuses_lists
+        return list(self.objects.values()), str(self.version)
+
+    @asynccontextmanager
+    async def watch(self, version: str) -> AsyncIterator[AsyncIterator[list[Event]]]:
+        if self.refuses_watches is not None:
+            raise self.refuses_watches
+        self.began_at.append(version)
+        self._news = asyncio.Queue(1000)
+        yield self._stream(self._news)
+
+    async def delete(self, worker_id: WorkerId, version: str) -> None:
+        self.deleted.append((worker_id, version))
+        if self.objects[name_of(FLEET, worker_id)].metadata.resource_version != version:
+            raise ApiError(Status(409, "Conflict", "another version"))
+        del self.objects[name_of(FLEET, worker_id)]
+
+    def write(self, worker: WorkerCard, *, lease_s: float = LONG_S, withdrawn: bool = False) -> Event:
+        """Keep a card, and return the event of it, which nobody is told yet."""
+        self.version += 1
+        name = name_of(FLEET, worker.worker_id)
+        made = json.loads(encode_object(CardRecord(worker, lease_s, withdrawn=withdrawn), fleet=FLEET))
+        made["metadata"] |= {"resourceVersion": str(self.version), "uid": f"uid of {name}"}
+        text = json.dumps(made).encode()
+        self.objects[name] = msgspec.json.decode(text, type=WorkerObject)
+        return Event("MODIFIED", msgspec.Raw(text))
+
+    def bookmark(self) -> Event:
+        """An event that tells a version and nothing else."""
+        self.version += 1
+        text = json.dumps(
+            {"apiVersion": "v", "kind": "k", "metadata": {"resourceVersion": str(self.version)}}
+        )
+        return Event("BOOKMARK", msgspec.Raw(text.encode()))
+
+    def tell(self, news: News) -> None:
+        """Tell the open watch."""
+        self._news.put_nowait(news)
+
+    async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[Event]]:
+        while (told := await news.get()) is not None:
+            if isinstance(told, Exception):
+                raise told
+            yield told
+
+
+@dataclass
+class Scene:
+    """A scripted API server, and one who watches it."""
+
+    api: ScriptedApi = field(default_factory=ScriptedApi)
+    ear: Ear = field(default_factory=Ear)
+    troubles: list[tuple[str, str]] = field(default_factory=list)
+    _watches: list[WorkersWatch] = field(default_factory=list)
+
+    async def listen(self, *, quiet_s: float = LONG_S, remove_after_s: float = LONG_S) -> None:
+        watch = WorkersWatch(
+            self.api,
+            Delivery(self.ear.take, self.ear.gone, self.ear.store),
+            fleet=FLEET,
+            tick_s=0.02,
+            quiet_s=quiet_s,
+            remove_after_s=remove_after_s,
+            refusals=Refusals(lambda *trouble: self.troubles.append(trouble)),
+            on_trouble=lambda *trouble: self.troubles.append(trouble),
+        )
+        self._watches.append(watch)
+        await watch.start()
+
+    async def end(self) -> None:
+        for watch in self._watches:
+            watch.end()
+            await watch.ended()
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    made = Scene()
+    yield made
+    await made.end()
+
+
+async def test_a_watch_that_is_too_old_begins_anew_and_nobody_is_lost_or_doubled(scene: Scene) -> None:
+    scene.api.write(card(1))
+    await scene.listen()
+    scene.api.tell([scene.api.write(card(2))])
+    await scene.ear.until_heard(card(1), card(2))
+    scene.api.write(card(3))
+    scene.api.write(card(1), withdrawn=True)
+    scene.api.tell(GONE)
+    await scene.ear.until(lambda: len(scene.ear.heard) >= 4)
+    assert scene.ear.heard[:2] == [card(1), card(2)]
+    assert set(map(str, scene.ear.heard[2:])) == {str(card(3)), str((1, 9, Gone.WITHDRAWN))}
+    assert scene.api.lists == 2
+
+
+async def test_a_watch_that_ends_goes_on_from_the_last_version_that_it_heard(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "LIVES_LEAST_S", -1.0)
+    await scene.listen()
+    scene.api.tell([scene.api.write(card(1))])
+    scene.api.tell(None)
+    await until(lambda: len(scene.api.began_at) == 2)
+    scene.api.tell([scene.api.bookmark()])
+    scene.api.tell(None)
+    await until(lambda: len(scene.api.began_at) == 3)
+    assert scene.api.began_at == ["100", "101", "102"]
+    assert scene.api.lists == 1
+    assert scene.ear.heard == [card(1)]
+
+
+async def test_watches_that_end_at_once_are_asked_for_ever_more_seldom(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Told(Backoff):
+        def after(self, error: Exception) -> float:
+            waits.append(super().after(error))
+            return 0.0
+
+    monkeypatch.setattr(watch_module, "Backoff", Told)
+    await scene.listen()
+    for n_ends in range(1, 9):
+        scene.api.tell(None)
+        await until(lambda: len(scene.api.began_at) > n_ends)  # noqa: B023
+    assert 0.1 <= waits[0] <= 0.15
+    assert 5.0 <= waits[-1] <= 7.5
+    scene.api.tell([scene.api.write(card(1))])
+    await scene.ear.until_heard(card(1))
+    scene.api.tell(None)
+    await until(lambda: len(waits) == 9)
+    assert waits[-1] <= 0.15
+
+
+async def test_who_may_list_and_not_watch_is_told_once_and_sees_nobody(scene: Scene) -> None:
+    scene.api.write(card(1))
+    scene.api.refuses_watches = FORBIDDEN
+    await scene.listen()
+    await until(lambda: scene.api.lists == 3)
+    assert scene.ear.heard == [False]
+    scene.api.refuses_watches = None
+    await scene.ear.until_heard(False, True, card(1))
+
+
+async def test_before_a_lease_is_believed_to_have_run_out_the_api_server_is_asked(scene: Scene) -> None:
+    scene.api.write(card(1), lease_s=0.3)
+    scene.api.write(card(2), lease_s=0.3)
+    await scene.listen()
+    scene.api.write(card(1), lease_s=LONG_S)  # the watch says nothing of it
+    await scene.ear.until_heard(card(1), card(2), (2, 9, Gone.EXPIRED))
+    lists = scene.api.lists
+    scene.api.tell(GONE)
+    await until(lambda: scene.api.lists > lists)
+    assert scene.ear.heard == [card(1), card(2), (2, 9, Gone.EXPIRED)]
+
+
+async def test_a_silent_watch_is_doubted(scene: Scene) -> None:
+    scene.api.write(card(1))
+    await scene.listen(quiet_s=0.05)
+    scene.api.write(card(2))
+    await scene.ear.until_heard(card(1), card(2))
+    scene.api.refuses_lists = TimeoutError()
+    await scene.ear.until_heard(card(1), card(2), False)
+
+
+async def test_objects_that_nobody_renews_are_removed_as_they_were_seen(scene: Scene) -> None:
+    scene.api.write(card(1), lease_s=0.01)
+    scene.api.write(card(2))
+    scene.api.write(card(3), lease_s=0.01, withdrawn=True)
+    versions = {each.metadata.name: each.metadata.resource_version for each in scene.api.objects.values()}
+    await scene.listen(remove_after_s=0.2)
+    await until(lambda: len(scene.api.objects) == 1)
+    assert list(scene.api.objects) == ["space-2"]
+    assert {(1, versions["space-1"]), (3, versions["space-3"])} <= set(scene.api.deleted)
+    assert scene.troubles == []
