@@ -20,7 +20,7 @@ from kvrouter.config.annotations import choices_of, limits_of, model_in, models_
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.setting import Group, Kind, SettingSpec
 from kvrouter.config.tree import SETTINGS, Settings
-from kvrouter.telemetry import EVENTS, Telemetry
+from kvrouter.telemetry import EVENTS, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -96,6 +96,7 @@ METRICS_HEAD = f"""# Metrics and log events
 later is counted under `_full`, and nothing is lost. What is counted of one rank's engine
 (`kvrouter_index_predictions_total`, `kvrouter_kv_transfer…`, `kvrouter_kv_events_skipped_total`) goes
 with the rank. `model` is a model that is served or `unknown`, never a name that a client made up.
+`kvrouter_operator_…` are those of `kvrouter operator run`.
 """
 
 EVENTS_HEAD = """
@@ -193,7 +194,7 @@ def metrics_page() -> str:
     """Return the page of metrics and log events."""
     metrics = [
         (f"`{spec.name}`", spec.kind, ", ".join(f"`{label}`" for label in spec.labels), spec.meaning)
-        for spec in Telemetry.SPECS
+        for spec in (*Telemetry.SPECS, *OperatorTelemetry.SPECS)
     ]
     events = [
         (f"`{event.value}`", getLevelName(spec.level).lower(), spec.meaning) for event, spec in EVENTS.items()

@@ -9,6 +9,7 @@ import click
 
 from kvrouter.cli.engines import worker_sglang, worker_trtllm, worker_vllm
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
+from kvrouter.cli.operator import operator
 from kvrouter.cli.processes import begin, frontend, warn, worker
 from kvrouter.cli.standalone import router
 from kvrouter.cli.topology import topology
@@ -152,6 +153,7 @@ def _console() -> "Console":
 
 
 kvrouter.add_command(topology)
+kvrouter.add_command(operator)
 
 
 @kvrouter.group("fleet")

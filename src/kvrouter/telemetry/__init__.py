@@ -4,6 +4,7 @@ from kvrouter.telemetry.events import EVENTS, Event, Fields, log_event
 from kvrouter.telemetry.families import CounterFamily, GaugeFamily, HistogramFamily
 from kvrouter.telemetry.logs import configure_logging
 from kvrouter.telemetry.metrics import METRICS_CONTENT_TYPE, Telemetry
+from kvrouter.telemetry.operator import OperatorTelemetry
 from kvrouter.telemetry.table import MetricSpec
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "GaugeFamily",
     "HistogramFamily",
     "MetricSpec",
+    "OperatorTelemetry",
     "Telemetry",
     "configure_logging",
     "log_event",

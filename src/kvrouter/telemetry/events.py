@@ -75,6 +75,18 @@ class Event(StrEnum):
     HTTP_CUT = "http_cut"
     HTTP_HANDLER_FAILED = "http_handler_failed"
     INTERNAL_ERROR = "internal_error"
+    OPERATOR_LEADS = "operator_leads"
+    OPERATOR_FOLLOWS = "operator_follows"
+    LEASE_NOT_RENEWED = "lease_not_renewed"
+    CLUSTER_LOST = "cluster_lost"
+    CLUSTER_BACK = "cluster_back"
+    DEPLOYMENT_APPLIED = "deployment_applied"
+    DEPLOYMENT_FAILED = "deployment_failed"
+    POD_LABELLED = "pod_labelled"
+    ADMISSION_REFUSED = "admission_refused"
+    ADMISSION_UNANSWERED = "admission_unanswered"
+    CERTIFICATE_CHANGED = "certificate_changed"
+    CERTIFICATE_REFUSED = "certificate_refused"
 
 
 class Fields(TypedDict, total=False):
@@ -136,6 +148,10 @@ class Fields(TypedDict, total=False):
     publishes_kv_events: bool
     process: str
     exit_code: int
+    deployment: str
+    pod: str
+    kind: str
+    identity: str
 
 
 FIELD_NAMES = frozenset(Fields.__annotations__)
@@ -296,6 +312,32 @@ EVENTS: dict[Event, EventSpec] = {
         logging.ERROR, "A request was not answered, or not to its end, by a mistake of ours."
     ),
     Event.INTERNAL_ERROR: EventSpec(logging.ERROR, "A mistake of ours, with its traceback."),
+    Event.OPERATOR_LEADS: EventSpec(logging.INFO, "This replica of the operator got the lease: it writes."),
+    Event.OPERATOR_FOLLOWS: EventSpec(
+        logging.WARNING, "This replica of the operator no longer holds the lease, and writes nothing more."
+    ),
+    Event.LEASE_NOT_RENEWED: EventSpec(
+        logging.WARNING, "The operator's lease could not be read or written; it is tried again."
+    ),
+    Event.CLUSTER_LOST: EventSpec(
+        logging.WARNING, "Objects of this kind cannot be watched; what was seen of them last is kept."
+    ),
+    Event.CLUSTER_BACK: EventSpec(logging.INFO, "Objects of this kind can be watched again."),
+    Event.DEPLOYMENT_APPLIED: EventSpec(logging.INFO, "Objects of a deployment were written, or removed."),
+    Event.DEPLOYMENT_FAILED: EventSpec(
+        logging.WARNING, "A look at a deployment failed; it is looked at again after so many seconds."
+    ),
+    Event.POD_LABELLED: EventSpec(
+        logging.INFO, "A pod got its node's labels after it was bound, or other ones."
+    ),
+    Event.ADMISSION_REFUSED: EventSpec(logging.INFO, "A deployment was refused at its admission."),
+    Event.ADMISSION_UNANSWERED: EventSpec(
+        logging.WARNING, "A question at the admission door was none, or came when the door was full."
+    ),
+    Event.CERTIFICATE_CHANGED: EventSpec(logging.INFO, "The admission door shows another certificate."),
+    Event.CERTIFICATE_REFUSED: EventSpec(
+        logging.ERROR, "The certificate's files changed and cannot be shown; the last one is shown still."
+    ),
 }
 
 

@@ -1,11 +1,10 @@
 """Every metric, in one table: the attributes of :class:`Telemetry`."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvrouter.telemetry.table import Metric, MetricSpec, counter, gauge, histogram
+from kvrouter.telemetry.table import MetricsPage, MetricSpec, counter, gauge, histogram, specs_of
 
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The content type of ``/metrics``."""
@@ -18,7 +17,7 @@ _TOKENIZATION_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0
 _WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 
 
-class Telemetry:
+class Telemetry(MetricsPage):
     """The metrics of one service, in a registry of its own.
 
     Labels are given by position, in the order of the table. ``model`` is the name of a model that is served,
@@ -334,26 +333,5 @@ class Telemetry:
 
     SPECS: ClassVar[tuple[MetricSpec, ...]]
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._before_scrape: list[Callable[[], None]] = []
-        for attribute, metric in vars(type(self)).items():
-            if isinstance(metric, Metric):
-                family = metric.make()
-                vars(self)[attribute] = family
-                self.registry.register(family)
-        ProcessCollector(registry=self.registry)
 
-    def before_scrape(self, refresh: Callable[[], None]) -> Callable[[], None]:
-        """Call ``refresh`` before each rendering, to set gauges that nobody keeps; return what ends that."""
-        self._before_scrape.append(refresh)
-        return lambda: self._before_scrape.remove(refresh)
-
-    def render(self) -> bytes:
-        """Return the page of ``/metrics`` in Prometheus' text format."""
-        for refresh in self._before_scrape:
-            refresh()
-        return generate_latest(self.registry)
-
-
-Telemetry.SPECS = tuple(metric.spec for metric in vars(Telemetry).values() if isinstance(metric, Metric))
+Telemetry.SPECS = specs_of(Telemetry)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar, overload
 
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+
 from kvrouter.telemetry.families import CounterFamily, Family, GaugeFamily, HistogramFamily, Labels
 
 F = TypeVar("F", bound=Family)
@@ -65,3 +67,33 @@ def histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) 
         return HistogramFamily(name, meaning, labels, bounds)
 
     return Metric("histogram", name, meaning, make, labels)
+
+
+class MetricsPage:
+    """What ``/metrics`` shows: the rows that a subclass has as attributes, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._before_scrape: list[Callable[[], None]] = []
+        for attribute, metric in vars(type(self)).items():
+            if isinstance(metric, Metric):
+                family = metric.make()
+                vars(self)[attribute] = family
+                self.registry.register(family)
+        ProcessCollector(registry=self.registry)
+
+    def before_scrape(self, refresh: Callable[[], None]) -> Callable[[], None]:
+        """Call ``refresh`` before each rendering, to set gauges that nobody keeps; return what ends that."""
+        self._before_scrape.append(refresh)
+        return lambda: self._before_scrape.remove(refresh)
+
+    def render(self) -> bytes:
+        """Return the page of ``/metrics`` in Prometheus' text format."""
+        for refresh in self._before_scrape:
+            refresh()
+        return generate_latest(self.registry)
+
+
+def specs_of(page: type[MetricsPage]) -> tuple[MetricSpec, ...]:
+    """Return the rows of a page's documentation."""
+    return tuple(metric.spec for metric in vars(page).values() if isinstance(metric, Metric))

@@ -1,0 +1,96 @@
+"""What the operator tells of itself: log lines and metrics."""
+
+import logging
+
+from kvrouter.operator.admission.validate import Verdict
+from kvrouter.operator.reconcile.applied import Changes
+from kvrouter.operator.reconcile.cluster import ClusterError
+from kvrouter.operator.reconcile.kinds import Key, Kind
+from kvrouter.telemetry import Event, OperatorTelemetry, log_event
+from kvrouter.telemetry.seldom import Seldom
+
+log = logging.getLogger(__name__)
+
+
+class Observed:
+    """Listens to the driver, the lease and the admission door."""
+
+    def __init__(self) -> None:
+        self.telemetry = OperatorTelemetry()
+        self._seldom = Seldom()
+
+    def leads(self, identity: str) -> None:
+        """This replica leads from now on."""
+        self.telemetry.leading.set(1.0)
+        log_event(log, Event.OPERATOR_LEADS, identity=identity)
+
+    def follows(self, identity: str, reason: str) -> None:
+        """This replica no longer leads."""
+        self.telemetry.leading.set(0.0)
+        log_event(log, Event.OPERATOR_FOLLOWS, identity=identity, reason=reason)
+
+    def not_renewed(self, error: ClusterError) -> None:
+        """The lease could not be read or written."""
+        if self._seldom.allows(f"lease: {error}"):
+            log_event(log, Event.LEASE_NOT_RENEWED, detail=error.message)
+
+    def changed(self, key: Key, changes: Changes) -> None:
+        """Objects of this deployment were written."""
+        done = {"created": changes.created, "changed": changes.changed, "removed": changes.removed}
+        for change, places in done.items():
+            for place in places:
+                self.telemetry.objects.inc(place.kind, change)
+        told = "; ".join(
+            f"{change} {', '.join(map(str, places))}" for change, places in done.items() if places
+        )
+        log_event(log, Event.DEPLOYMENT_APPLIED, deployment=str(key), detail=told)
+
+    def labelled(self, pod: Key) -> None:
+        """A pod got the labels of its node late."""
+        self.telemetry.labelled_late.inc()
+        log_event(log, Event.POD_LABELLED, pod=str(pod))
+
+    def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
+        """A deployment was looked at."""
+        self.telemetry.looks.inc("done" if error is None else "failed")
+        self.telemetry.look_s.observe(duration_s)
+        if error is None:
+            return
+        if not isinstance(error, ClusterError):
+            log_event(log, Event.INTERNAL_ERROR, exc_info=error, deployment=str(key))
+        elif self._seldom.allows(f"{key}: {error}"):
+            log_event(
+                log, Event.DEPLOYMENT_FAILED, deployment=str(key), detail=error.message, duration_s=retry_s
+            )
+
+    def waiting(self, deployments: int) -> None:
+        """So many deployments wait to be looked at."""
+        self.telemetry.waiting.set(deployments)
+
+    def lost(self, kind: Kind, error: ClusterError | None) -> None:
+        """This kind cannot be watched; with None it can again."""
+        self.telemetry.watches_lost.set(float(error is not None), kind.name)
+        if error is None:
+            log_event(log, Event.CLUSTER_BACK, kind=kind.name)
+        else:
+            log_event(log, Event.CLUSTER_LOST, kind=kind.name, detail=error.message)
+
+    def judged(self, verdict: Verdict) -> None:
+        """A question at the admission door was answered."""
+        self.telemetry.reviews.inc("allowed" if verdict.is_allowed else "refused")
+        if not verdict.is_allowed:
+            log_event(log, Event.ADMISSION_REFUSED, detail="; ".join(told.must for told in verdict.problems))
+
+    def not_answered(self, reason: str) -> None:
+        """A question was none, or came when the door was full."""
+        self.telemetry.reviews.inc("none")
+        if self._seldom.allows(f"admission: {reason}"):
+            log_event(log, Event.ADMISSION_UNANSWERED, reason=reason)
+
+    def certificate_changed(self) -> None:
+        """The door shows another certificate."""
+        log_event(log, Event.CERTIFICATE_CHANGED)
+
+    def certificate_refused(self, reason: str) -> None:
+        """The certificate's files changed and cannot be shown."""
+        log_event(log, Event.CERTIFICATE_REFUSED, reason=reason)

@@ -1,0 +1,131 @@
+"""The objects of one deployment, made as they are planned: applied where they differ, removed where they are
+planned no more.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of, version_of
+from kvrouter.operator.reconcile.watched import Watched
+
+WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
+SERVICES = Kind("v1", "Service", "services")
+OWNED = (WORKLOADS, SERVICES)
+"""The kinds that plans have manifests of."""
+
+
+class Place(NamedTuple):
+    """One object among those of all kinds."""
+
+    kind: str
+    key: Key
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.key.name}"
+
+
+@dataclass(slots=True)
+class Changes:
+    """What was done. ``taken`` are places where something is that this deployment does not own."""
+
+    created: list[Place] = field(default_factory=list)
+    changed: list[Place] = field(default_factory=list)
+    removed: list[Place] = field(default_factory=list)
+    taken: list[Place] = field(default_factory=list)
+
+
+class _Written(NamedTuple):
+    """What was applied, and what the server made of it."""
+
+    digest: bytes
+    uid: str
+    stamp: str
+
+
+class Applied:
+    """Writes plans. What it wrote, and nobody changed since, it does not write again."""
+
+    def __init__(self, cluster: Cluster, owned: Mapping[Kind, Watched[str]]) -> None:
+        self._cluster = cluster
+        self._owned = owned
+        self._written: dict[Key, dict[Place, _Written]] = {}
+
+    def objects_of(self, owner_uid: str, kind: Kind) -> list[Manifest]:
+        """Return the objects of a kind that a deployment owns."""
+        return self._owned[kind].of_group(owner_uid)
+
+    async def apply(self, owner: Key, owner_uid: str, manifests: Sequence[Manifest]) -> Changes:
+        """Make what the deployment owns be ``manifests``.
+
+        Raises ClusterError at the first write that was not done; what was done before it stays.
+        """
+        changes = Changes()
+        before = self._written.get(owner, {})
+        written = self._written[owner] = {}
+        for manifest in manifests:
+            kind = _kind_of(manifest)
+            place = Place(kind.name, key_of(manifest))
+            there = self._owned[kind].get(place.key) or await self._cluster.read(kind, place.key)
+            if there is not None and owner_uid_of(there) != owner_uid:
+                changes.taken.append(place)
+                continue
+            digest = _digest(manifest)
+            known = before.get(place)
+            if there is not None and known == _Written(digest, uid_of(there), _stamp(there)):
+                written[place] = known
+                continue
+            now = await self._cluster.apply(kind, manifest)
+            written[place] = _Written(digest, uid_of(now), _stamp(now))
+            if there is None:
+                changes.created.append(place)
+            elif _stamp(now) != _stamp(there):
+                changes.changed.append(place)
+        planned = {Place(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
+        await self._prune(owner_uid, planned, changes)
+        return changes
+
+    def forget(self, owner: Key | None = None) -> None:
+        """Write everything again the next time; of one deployment, or of all."""
+        if owner is None:
+            self._written.clear()
+        else:
+            self._written.pop(owner, None)
+
+    async def _prune(self, owner_uid: str, planned: set[Place], changes: Changes) -> None:
+        for kind, watched in self._owned.items():
+            for manifest in watched.of_group(owner_uid):
+                place = Place(kind.name, key_of(manifest))
+                if place not in planned and not metadata_of(manifest).get("deletionTimestamp"):
+                    await self._cluster.delete(kind, place.key, uid=uid_of(manifest))
+                    changes.removed.append(place)
+
+
+def owner_uid_of(manifest: Manifest) -> str:
+    """Return the uid of the object that controls this one; empty when none does."""
+    owners = metadata_of(manifest).get("ownerReferences")
+    for owner in owners if isinstance(owners, list) else []:
+        if isinstance(owner, dict) and owner.get("controller"):
+            return str(owner.get("uid"))
+    return ""
+
+
+def _kind_of(manifest: Manifest) -> Kind:
+    named = (manifest.get("apiVersion"), manifest.get("kind"))
+    for kind in OWNED:
+        if (kind.api_version, kind.name) == named:
+            return kind
+    raise ValueError(f"{named} is not among the kinds that are owned: {', '.join(map(str, OWNED))}")
+
+
+def _stamp(manifest: Manifest) -> str:
+    """What changes with an object's spec and, where the server can tell it apart, not with its status."""
+    generation = metadata_of(manifest).get("generation")
+    return version_of(manifest) if generation is None else str(generation)
+
+
+def _digest(manifest: Manifest) -> bytes:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).digest()

@@ -1,0 +1,229 @@
+"""What the leader does: it watches, and looks at each deployment whose objects, pods or nodes changed."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Protocol, TypeVar
+
+from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults
+from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
+from kvrouter.operator.reconcile.backlog import Backlog
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.kinds import (
+    DEPLOYMENTS_OF_GRAPHS,
+    NODES,
+    PODS,
+    TOPOLOGIES,
+    Key,
+    Kind,
+    Manifest,
+    key_of,
+    metadata_of,
+    uid_of,
+)
+from kvrouter.operator.reconcile.known import read_facts
+from kvrouter.operator.reconcile.reconciler import Listener as ReconcilerListener
+from kvrouter.operator.reconcile.reconciler import Reconciler, Seen, node_name_of
+from kvrouter.operator.reconcile.recorder import Recorder
+from kvrouter.operator.reconcile.watched import RETRY_S, Watched
+
+LOOKS_AT_A_TIME = 4
+GATHER_S = 0.2
+"""Changes of pods and of owned objects come in bursts: they are looked at together."""
+FACTS_S = 15.0
+"""How often topologies are read anew."""
+RESYNC_S = 600.0
+"""How often everything is looked at, and applied, whether something changed or not."""
+
+G = TypeVar("G", bound=Hashable)
+
+
+class Listener(ReconcilerListener, Protocol):
+    """Who is told what the driver does."""
+
+    def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
+        """A deployment was looked at; with ``error`` it is again in ``retry_s`` seconds."""
+
+    def waiting(self, deployments: int) -> None:
+        """So many deployments wait to be looked at."""
+
+    def lost(self, kind: Kind, error: ClusterError | None) -> None:
+        """This kind cannot be watched; with None it can again."""
+
+
+class Driver:
+    """One stretch of leading: everything is read anew at its start."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        defaults: PlanDefaults,
+        identity: str,
+        namespace: str,
+        listener: Listener,
+        facts_s: float = FACTS_S,
+        resync_s: float = RESYNC_S,
+    ) -> None:
+        self._cluster, self._listener = cluster, listener
+        self._facts_s, self._resync_s = facts_s, resync_s
+        self._facts = ClusterFacts()
+        self._facts_lost = False
+        self._backlog = Backlog[Key]()
+        self._stirred = asyncio.Event()
+        self._owners: dict[str, Key] = {}
+        self._node_labels: dict[str, object] = {}
+
+        def watched(
+            kind: Kind, labels: str, group_of: Callable[[Manifest], G], changed: Callable[[Manifest], None]
+        ) -> Watched[G]:
+            return Watched(
+                cluster,
+                kind,
+                labels=labels,
+                namespace=namespace,
+                group_of=group_of,
+                changed=changed,
+                lost=lambda error: listener.lost(kind, error),
+            )
+
+        self._deployments = watched(DEPLOYMENTS_OF_GRAPHS, "", lambda _: None, self._deployment_changed)
+        self._owned = {
+            kind: watched(kind, f"app.kubernetes.io/managed-by={MANAGER}", owner_uid_of, self._owned_changed)
+            for kind in OWNED
+        }
+        self._pods = watched(PODS, DEPLOYMENT_LABEL, _deployment_of, self._pod_changed)
+        self._nodes = watched(NODES, "", lambda _: None, self._node_changed)
+        self._applied = Applied(cluster, self._owned)
+        self._reconciler = Reconciler(
+            cluster,
+            Seen(self._deployments, self._pods, self._nodes),
+            self._applied,
+            defaults=defaults,
+            recorder=Recorder(cluster, identity),
+            listener=listener,
+        )
+
+    async def run(self) -> None:
+        """Watch and look until cancelled."""
+        watches: list[Watched[None] | Watched[str] | Watched[Key]] = [
+            self._deployments,
+            *self._owned.values(),
+            self._pods,
+        ]
+        async with asyncio.TaskGroup() as group:
+            for each in (*watches, self._nodes):
+                group.create_task(each.run())
+            for each in watches:
+                await each.synced.wait()
+            await self._read_facts(is_first=True)
+            group.create_task(self._every(self._facts_s, self._read_facts))
+            group.create_task(self._every(self._resync_s, self._resync))
+            for _ in range(LOOKS_AT_A_TIME):
+                group.create_task(self._look())
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            key = self._backlog.take(loop.time())
+            if key is None:
+                await self._until_due()
+                continue
+            self._listener.waiting(len(self._backlog))
+            began_s = loop.time()
+            error: Exception | None = None
+            retry_s = 0.0
+            try:
+                await self._reconciler.reconcile(key, self._facts)
+            except Exception as failed:  # noqa: BLE001 - one deployment's trouble must not stop the others
+                error = failed
+            if error is None:
+                self._backlog.done(key)
+            else:
+                self._applied.forget(key)
+                retry_s = self._backlog.failed(key, loop.time())
+            self._stirred.set()
+            self._listener.looked(key, loop.time() - began_s, error, retry_s)
+
+    async def _until_due(self) -> None:
+        self._stirred.clear()
+        due_s = self._backlog.next_due_s()
+        loop = asyncio.get_running_loop()
+        wait_s = None if due_s is None else max(due_s - loop.time(), 0.0)
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._stirred.wait()
+        except TimeoutError:
+            return
+
+    async def _every(self, period_s: float, do: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            await do()
+
+    async def _read_facts(self, *, is_first: bool = False) -> None:
+        """Read topologies; while they cannot be read, those that were read last hold."""
+        while True:
+            try:
+                facts = await read_facts(self._cluster)
+            except ClusterError as error:
+                self._facts_lost = True
+                self._listener.lost(TOPOLOGIES[0], error)
+                if not is_first:
+                    return
+                await asyncio.sleep(RETRY_S)
+                continue
+            if self._facts_lost:
+                self._facts_lost = False
+                self._listener.lost(TOPOLOGIES[0], None)
+            if facts != self._facts:
+                self._facts = facts
+                self._look_at_all()
+            return
+
+    async def _resync(self) -> None:
+        self._applied.forget()
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        for manifest in self._deployments.all():
+            self._add(key_of(manifest))
+
+    def _add(self, key: Key, in_s: float = 0.0) -> None:
+        self._backlog.add(key, asyncio.get_running_loop().time() + in_s)
+        self._stirred.set()
+
+    def _deployment_changed(self, manifest: Manifest) -> None:
+        key, uid = key_of(manifest), uid_of(manifest)
+        if self._deployments.get(key) is None:
+            self._owners.pop(uid, None)
+        else:
+            self._owners[uid] = key
+        self._add(key)
+
+    def _owned_changed(self, manifest: Manifest) -> None:
+        key = self._owners.get(owner_uid_of(manifest))
+        if key is not None:
+            self._add(key, GATHER_S)
+
+    def _pod_changed(self, manifest: Manifest) -> None:
+        self._add(_deployment_of(manifest), GATHER_S)
+
+    def _node_changed(self, manifest: Manifest) -> None:
+        """Its status changes often, and its labels seldom."""
+        name, labels = key_of(manifest).name, metadata_of(manifest).get("labels")
+        if self._nodes.get(key_of(manifest)) is None:
+            self._node_labels.pop(name, None)
+            return
+        if self._node_labels.get(name) == labels:
+            return
+        self._node_labels[name] = labels
+        for pod in self._pods.all():
+            if node_name_of(pod) == name:
+                self._add(_deployment_of(pod), GATHER_S)
+
+
+def _deployment_of(pod: Manifest) -> Key:
+    labels = metadata_of(pod).get("labels")
+    name = labels.get(DEPLOYMENT_LABEL) if isinstance(labels, dict) else ""
+    return Key(key_of(pod).namespace, str(name))

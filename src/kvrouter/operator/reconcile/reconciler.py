@@ -1,0 +1,202 @@
+"""One look at a deployment: what it says is made so in the cluster, and what is so becomes its status."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from pydantic import ValidationError
+
+from kvrouter.config.problems import Problem, dotted
+from kvrouter.operator.api import (
+    API_VERSION,
+    KIND,
+    DeploymentStatus,
+    DynamoGraphDeployment,
+    Level,
+    read_deployment,
+)
+from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.labels import Copy, Pod, late_labels, read_node, read_pod
+from kvrouter.operator.plan import LEVELS_ANNOTATION, TYPE_LABEL, PlanDefaults, object_name, plan, read_levels
+from kvrouter.operator.reconcile.applied import WORKLOADS, Applied, Changes
+from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, ClusterError, Refused
+from kvrouter.operator.reconcile.kinds import (
+    DEPLOYMENTS_OF_GRAPHS,
+    PODS,
+    Key,
+    Manifest,
+    key_of,
+    metadata_of,
+    uid_of,
+)
+from kvrouter.operator.reconcile.recorder import Recorder
+from kvrouter.operator.reconcile.watched import Watched
+from kvrouter.operator.status import component_status, deployment_status, events_of
+
+PROBLEMS_TOLD_MAX = 5
+
+
+class NameTaken(ClusterError):
+    """Something stands where an object of a deployment belongs, and is not that deployment's."""
+
+    code = "name_taken"
+
+
+class Listener(Protocol):
+    """Who is told what was done."""
+
+    def changed(self, key: Key, changes: Changes) -> None:
+        """Objects of this deployment were written."""
+
+    def labelled(self, pod: Key) -> None:
+        """A pod got the labels of its node late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is watched. ``pods`` are grouped by their deployment; ``nodes`` may never come where they may not
+    be read.
+    """
+
+    deployments: Watched[None]
+    pods: Watched[Key]
+    nodes: Watched[None]
+
+
+class Reconciler:
+    """Looks at deployments, one at a time each."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        seen: Seen,
+        applied: Applied,
+        *,
+        defaults: PlanDefaults,
+        recorder: Recorder,
+        listener: Listener,
+    ) -> None:
+        self._cluster, self._seen, self._applied = cluster, seen, applied
+        self._defaults, self._recorder, self._listener = defaults, recorder, listener
+
+    async def reconcile(self, key: Key, facts: ClusterFacts) -> None:
+        """Look at the deployment at ``key``. Raises ClusterError when it is to be looked at again."""
+        found = self._seen.deployments.get(key)
+        if found is None or metadata_of(found).get("deletionTimestamp"):
+            self._applied.forget(key)  # what it owns goes with it: Kubernetes sees to that
+            return
+        reading = read_deployment(found)
+        if reading.deployment is None:
+            await self._recorder.record(found, "SpecInvalid", _told(reading.problems), warns=True)
+            return
+        deployment = reading.deployment
+        planned = plan(deployment, facts, self._defaults, last_levels=self._last_levels(found))
+        changes = Changes()
+        if not planned.problems:
+            changes = await self._applied.apply(key, uid_of(found), planned.manifests)
+            await self._tell(found, changes)
+        pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
+        if planned.resolution is not None:
+            await self._label(pods, planned.resolution.copies)
+        workloads = {key_of(each).name: each for each in self._applied.objects_of(uid_of(found), WORKLOADS)}
+        components = [
+            component_status(component, workloads[name])
+            for component in deployment.spec.components
+            if (name := object_name(deployment.metadata.name, component.name)) in workloads
+        ]
+        before = _status_of(found)
+        status = deployment_status(
+            deployment, planned, components=components, pods=pods, previous=before, now=datetime.now(UTC)
+        )
+        await self._write(found, deployment, before, status)
+        if changes.taken:
+            await self._name_taken(found, changes)
+
+    async def _write(
+        self,
+        found: Manifest,
+        deployment: DynamoGraphDeployment,
+        before: DeploymentStatus | None,
+        status: DeploymentStatus,
+    ) -> None:
+        if status == before:
+            return
+        of = deployment.metadata
+        manifest: Manifest = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {"namespace": of.namespace, "name": of.name, "uid": of.uid},
+            "status": status.model_dump(mode="json", by_alias=True, exclude_none=True),
+        }
+        try:
+            await self._cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+        except Refused as refused:
+            if refused.status not in (NOT_FOUND, CONFLICT):
+                raise
+            return  # it was deleted meanwhile
+        for event in events_of(before, status):
+            await self._recorder.record(found, event.reason, event.note, warns=event.type.value != "Normal")
+
+    async def _tell(self, found: Manifest, changes: Changes) -> None:
+        if not (changes.created or changes.changed or changes.removed):
+            return
+        self._listener.changed(key_of(found), changes)
+        done = {"created": changes.created, "changed": changes.changed, "removed": changes.removed}
+        parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in done.items() if places]
+        await self._recorder.record(found, "Applied", "; ".join(parts))
+
+    async def _name_taken(self, found: Manifest, changes: Changes) -> None:
+        taken = ", ".join(map(str, changes.taken))
+        message = (
+            f"{taken}: there already, and not this deployment's. It is left as it is: delete it, or give the "
+            "deployment or its component another name"
+        )
+        await self._recorder.record(found, "NameTaken", message, warns=True)
+        raise NameTaken(message)
+
+    async def _label(self, pods: Sequence[Pod], copies: Sequence[Copy]) -> None:
+        for pod in pods:
+            if pod.node_name is None or pod.labels.get(TYPE_LABEL) in (None, "frontend"):
+                continue
+            found = self._seen.nodes.get(Key("", pod.node_name))
+            node = None if found is None else read_node(found)
+            patch = None if node is None else late_labels(pod, node, copies).patch
+            if patch is None:
+                continue
+            place = Key(pod.namespace, pod.name)
+            try:
+                await self._cluster.merge(PODS, place, patch)
+            except Refused as refused:
+                if refused.status not in (NOT_FOUND, CONFLICT):
+                    raise
+            else:
+                self._listener.labelled(place)
+
+    def _last_levels(self, found: Manifest) -> tuple[Level, ...]:
+        for workload in self._applied.objects_of(uid_of(found), WORKLOADS):
+            annotations = metadata_of(workload).get("annotations")
+            levels = annotations.get(LEVELS_ANNOTATION) if isinstance(annotations, dict) else None
+            if isinstance(levels, str):
+                return read_levels(levels)
+        return ()
+
+
+def node_name_of(pod: Manifest) -> str:
+    """Return the node that a pod is bound to, empty when it is bound to none."""
+    read = read_pod(pod)
+    return "" if read is None else read.node_name or ""
+
+
+def _status_of(found: Manifest) -> DeploymentStatus | None:
+    """What was told last; None when nothing was, or what nobody can read any more."""
+    if not found.get("status"):
+        return None
+    try:
+        return DeploymentStatus.model_validate(found["status"], by_alias=True, by_name=False)
+    except ValidationError:
+        return None
+
+
+def _told(problems: Sequence[Problem]) -> str:
+    return "; ".join(f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_TOLD_MAX])

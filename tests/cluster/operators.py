@@ -1,0 +1,101 @@
+"""Operators as processes, and deployments for them."""
+
+import asyncio
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.control_plane import ControlPlane
+
+CRDS = Path(__file__).parents[2] / "deploy" / "crds"
+IMAGE = "example.com/kvrouter:test"
+ENDS_WITHIN_S = 60.0
+WAIT = "--timeout=120s"
+
+
+def install_crds(plane: ControlPlane) -> None:
+    """Install the definitions that the project ships."""
+    for path in sorted(CRDS.glob("*.yaml")):
+        plane.kubectl("apply", "--server-side", "--filename", str(path))
+        plane.kubectl("wait", "--for=condition=Established", "--filename", str(path), WAIT)
+
+
+class Operator:
+    """One replica."""
+
+    def __init__(self, process: Process, log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    @property
+    def log(self) -> str:
+        """What it wrote."""
+        return self._log.read_text()
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether it wrote last that it leads."""
+        told = [
+            line for line in self.log.splitlines() if "operator_leads" in line or "operator_follows" in line
+        ]
+        return bool(told) and "operator_leads" in told[-1]
+
+    async def end(self, *, at_once: bool = False) -> int:
+        """End it, in good order unless ``at_once``; answers with its exit code."""
+        if self.process.returncode is None:
+            (self.process.kill if at_once else self.process.terminate)()
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def operator(plane: ControlPlane, namespace: str, name: str, *more: str) -> AsyncIterator[Operator]:
+    """A replica that looks after this namespace, as the administrator."""
+    log = plane.folder / "logs" / f"operator-{namespace}-{name}.log"
+    argv = (
+        *("--kubeconfig", str(plane.admin), "--namespace", namespace, "--image", IMAGE),
+        *("--lease-namespace", namespace, "--host", "127.0.0.1", "--http-port", "0", *more),
+    )
+    async with AsyncExitStack() as stack:
+        output = stack.enter_context(log.open("wb"))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvrouter.cli", "operator", "run", *argv),
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "POD_NAME": name},
+        )
+        replica = Operator(process, log)
+        stack.push_async_callback(replica.end, at_once=True)
+        yield replica
+
+
+def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:
+    """A deployment of one frontend, three prefill workers and three decode workers."""
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "DoNotSchedule",
+    }
+
+    def workers(kind: str) -> dict[str, Any]:
+        selector = {"matchLabels": {"kvrouter.dev/deployment": name, "kvrouter.dev/component": kind}}
+        main = {"name": "main", "args": ["worker", "mock", "--role", kind]}
+        pod = {"containers": [main], "topologySpreadConstraints": [{**spread, "labelSelector": selector}]}
+        return {"name": kind, "type": kind, "replicas": 3, "podTemplate": {"spec": pod}}
+
+    spec: dict[str, Any] = {
+        "components": [{"name": "frontend", "type": "frontend"}, workers("prefill"), workers("decode")]
+    }
+    if policy:
+        spec["experimental"] = {"kvTransferPolicy": policy}
+    metadata = {"namespace": namespace, "name": name}
+    return {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": metadata,
+        "spec": spec,
+    }

@@ -1,0 +1,234 @@
+"""The operator as a process: what a deployment says becomes so, and its status tells how it is."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.nodes import RACK, ZONES
+from tests.cluster.operators import WAIT, Operator, graph, install_crds, operator
+from tests.support.processes import eventually
+
+RACK_POLICY = {"labelKey": RACK, "domain": "rack"}
+ZONE_POLICY = {"labelKey": "topology.kubernetes.io/zone", "domain": "zone"}
+
+
+@pytest.fixture(autouse=True)
+def crds(plane: ControlPlane) -> None:
+    install_crds(plane)
+
+
+async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_how_it_is(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", **ZONE_POLICY))
+        wait(plane, namespace, "Ready=True")
+        wait(plane, namespace, "DomainBalanced=True")
+        dgd = plane.read("dgd", "llm", "--namespace", namespace)
+        owned = plane.read("deployments,services", "--namespace", namespace, "--show-managed-fields")["items"]
+        assert sorted((each["kind"], each["metadata"]["name"]) for each in owned) == [
+            ("Deployment", "llm-decode"),
+            ("Deployment", "llm-frontend"),
+            ("Deployment", "llm-prefill"),
+            ("Service", "llm-frontend"),
+        ]
+        for each in owned:
+            (owner,) = each["metadata"]["ownerReferences"]
+            assert (owner["uid"], owner["controller"]) == (dgd["metadata"]["uid"], True)
+            managers = {entry["manager"] for entry in each["metadata"]["managedFields"]}
+            assert "kvrouter-operator" in managers
+        status = dgd["status"]
+        assert status["observedGeneration"] == dgd["metadata"]["generation"]
+        assert status["domains"] == [{"value": zone, "prefill": 1, "decode": 1} for zone in ZONES]
+        assert {condition["type"]: condition["status"] for condition in status["conditions"]} == {
+            "Ready": "True",
+            "TopologyResolved": "True",
+            "DomainBalanced": "True",
+        }
+        row = plane.kubectl("get", "dgd", "llm", "--namespace", namespace, "--no-headers").split()
+        assert row[:3] == ["llm", "True", "zone"]
+        assert "Applied" in reasons(plane, namespace)
+
+
+async def test_only_what_changed_rolls_and_what_is_planned_no_more_goes(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one"):
+        spec = graph(namespace, "llm", **ZONE_POLICY)
+        plane.apply(spec)
+        wait(plane, namespace, "Ready=True")
+        first = generations(plane, namespace)
+        spec["spec"]["components"][2]["replicas"] = 6
+        plane.apply(spec)
+        ready_at(plane, namespace, 2)
+        second = generations(plane, namespace)
+        assert changed(first, second) == {"llm-decode"}
+
+        policy = spec["spec"]["experimental"]["kvTransferPolicy"]
+        policy["enforcement"] = "fallback"
+        plane.apply(spec)
+        ready_at(plane, namespace, 3)
+        third = generations(plane, namespace)
+        assert changed(second, third) == {"llm-frontend", "llm-prefill"}
+        assert (
+            plane.read("dgd", "llm", "--namespace", namespace)["status"]["policy"]["enforcement"]
+            == "fallback"
+        )
+
+        spec["spec"]["components"] = spec["spec"]["components"][:1]
+        plane.kubectl("replace", "--filename", "-", stdin=json.dumps(spec))
+        for name in ("llm-prefill", "llm-decode"):
+            plane.kubectl("wait", "--for=delete", f"deployment/{name}", "--namespace", namespace, WAIT)
+        assert set(generations(plane, namespace)) == {"llm-frontend"}
+
+
+async def test_what_somebody_changed_or_deleted_is_put_right_and_all_goes_with_the_deployment(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm"))
+        wait(plane, namespace, "Ready=True")
+        before = plane.read("deployment", "llm-decode", "--namespace", namespace)["metadata"]["uid"]
+        plane.kubectl("scale", "deployment/llm-prefill", "--replicas=0", "--namespace", namespace)
+        plane.kubectl("delete", "deployment/llm-decode", "--namespace", namespace)
+
+        async def is_put_right() -> bool:
+            found = {
+                each["metadata"]["name"]: each
+                for each in plane.read("deployments", "--namespace", namespace)["items"]
+            }
+            decode = found.get("llm-decode")
+            return (
+                decode is not None
+                and decode["metadata"]["uid"] != before
+                and found["llm-prefill"]["spec"]["replicas"] == 3
+            )
+
+        await eventually(is_put_right)
+        plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
+        for kind in ("deployments", "services", "pods"):
+            plane.kubectl("wait", "--for=delete", kind, "--all", "--namespace", namespace, WAIT)
+
+
+async def test_what_is_somebody_elses_is_left_alone_and_told(plane: ControlPlane, namespace: str) -> None:
+    ports = {"ports": [{"port": 1}]}
+    metadata = {"namespace": namespace, "name": "llm-frontend"}
+    plane.apply({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": ports})
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm"))
+
+        async def is_told() -> bool:
+            return "NameTaken" in reasons(plane, namespace)
+
+        await eventually(is_told)
+        found = plane.read("service", "llm-frontend", "--namespace", namespace)
+        assert [port["port"] for port in found["spec"]["ports"]] == [1]
+        plane.kubectl("delete", "service/llm-frontend", "--namespace", namespace)
+        plane.kubectl("wait", "--for=create", "service/llm-frontend", "--namespace", namespace, WAIT)
+
+
+async def test_a_nodes_label_that_comes_later_reaches_its_pods(plane: ControlPlane, namespace: str) -> None:
+    node, key = "late", "example.com/late"
+    plane.add_node(node, {"kvrouter.test/late": "yes"})
+    try:
+        async with operator(plane, namespace, "one"):
+            spec = graph(namespace, "llm", labelKey=key, domain="cage")
+            for component in spec["spec"]["components"][1:]:
+                component["replicas"] = 1
+                component["podTemplate"]["spec"] = {
+                    "containers": component["podTemplate"]["spec"]["containers"],
+                    "nodeSelector": {"kvrouter.test/late": "yes"},
+                }
+            plane.apply(spec)
+            wait(plane, namespace, "TopologyResolved=False")
+            plane.kubectl("label", "node", node, f"{key}=cage-1")
+            wait(plane, namespace, "DomainBalanced=True")
+            assert domains(plane, namespace) == [{"value": "cage-1", "prefill": 1, "decode": 1}]
+            plane.kubectl("label", "node", node, "--overwrite", f"{key}=cage-2")
+
+            async def is_moved() -> bool:
+                return domains(plane, namespace) == [{"value": "cage-2", "prefill": 1, "decode": 1}]
+
+            await eventually(is_moved)
+    finally:
+        plane.kubectl("delete", "node", node)
+
+
+async def test_a_zone_without_decode_workers_is_told(plane: ControlPlane, namespace: str) -> None:
+    async with operator(plane, namespace, "one"):
+        spec = graph(namespace, "llm", **ZONE_POLICY)
+        decode = spec["spec"]["components"][2]["podTemplate"]["spec"]
+        decode["nodeSelector"] = {"topology.kubernetes.io/zone": ZONES[0]}
+        plane.apply(spec)
+        wait(plane, namespace, "DomainBalanced=False")
+
+        async def is_told() -> bool:
+            prefill = {each["value"]: each["prefill"] for each in domains(plane, namespace)}
+            is_counted = prefill == dict.fromkeys(ZONES, 1)
+            return is_counted and "DomainWithoutDecode" in reasons(plane, namespace)
+
+        await eventually(is_told)
+
+
+async def test_the_other_takes_over_from_a_leader_that_is_killed_and_from_one_that_ends(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one") as one:
+
+        async def first_leads() -> bool:
+            return leads(one)
+
+        await eventually(first_leads)
+        async with operator(plane, namespace, "two") as two:
+            plane.apply(graph(namespace, "first"))
+            plane.kubectl("wait", "--for=create", "deployment/first-decode", "--namespace", namespace, WAIT)
+            assert not leads(two)
+            await one.end(at_once=True)
+            plane.apply(graph(namespace, "second"))
+            plane.kubectl("wait", "--for=create", "deployment/second-decode", "--namespace", namespace, WAIT)
+            assert leads(two)
+            async with operator(plane, namespace, "three") as three:
+
+                async def is_up() -> bool:
+                    return " ready " in three.log
+
+                await eventually(is_up)
+                assert await two.end() == 0
+                plane.apply(graph(namespace, "third"))
+                made = ("wait", "--for=create", "deployment/third-decode", "--namespace", namespace, WAIT)
+                plane.kubectl(*made)
+                assert leads(three)
+
+
+def leads(replica: Operator) -> bool:
+    return replica.is_leading
+
+
+def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
+    plane.kubectl("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)
+
+
+def ready_at(plane: ControlPlane, namespace: str, generation: int) -> None:
+    observed = f"--for=jsonpath={{.status.observedGeneration}}={generation}"
+    plane.kubectl("wait", observed, "dgd/llm", "--namespace", namespace, WAIT)
+    wait(plane, namespace, "Ready=True")
+
+
+def generations(plane: ControlPlane, namespace: str) -> dict[str, int]:
+    found = plane.read("deployments", "--namespace", namespace)["items"]
+    return {each["metadata"]["name"]: each["metadata"]["generation"] for each in found}
+
+
+def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    return {name for name in after if before.get(name) != after[name]}
+
+
+def domains(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = plane.read("dgd", "llm", "--namespace", namespace)["status"]["domains"]
+    return found
+
+
+def reasons(plane: ControlPlane, namespace: str) -> set[str]:
+    return {event["reason"] for event in plane.read("events", "--namespace", namespace)["items"]}

@@ -1,0 +1,34 @@
+"""``kvrouter operator run`` where it cannot start."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrouter.cli import main
+
+
+def test_without_its_extra_it_tells_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvrouter.operator.run", raising=False)
+    monkeypatch.setitem(sys.modules, "kubernetes.aio.client", None)
+    assert main(["operator", "run", "--image", "kvrouter"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("kvrouter: the operator needs kubernetes, which is not installed")
+    assert "pip install 'kvrouter[kubernetes]'" in told
+
+
+def test_outside_of_a_cluster_it_asks_for_a_kubeconfig(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert main(["operator", "run", "--image", "kvrouter"]) == 2
+    assert "no --kubeconfig is given, and this is no pod of a cluster" in capsys.readouterr().err
+
+
+def test_a_kubeconfig_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("clusters: []\n")
+    assert main(["operator", "run", "--image", "kvrouter", "--kubeconfig", str(path)]) == 2
+    assert "kvrouter: --kubeconfig" in capsys.readouterr().err
