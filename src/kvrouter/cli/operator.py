@@ -89,6 +89,25 @@ def operator() -> None:
     metavar="FOLDER",
     help="Open the admission door with FOLDER/tls.crt and tls.key, as cert-manager's Secret has them.",
 )
+@click.option(
+    "--certificate-secret",
+    metavar="NAME",
+    help="Open it with a certificate of its own, kept in this Secret beside the lease and renewed.",
+)
+@click.option(
+    "--webhook",
+    default="kvrouter-operator",
+    show_default=True,
+    metavar="NAME",
+    help="The ValidatingWebhookConfiguration that must trust it; with --certificate-secret.",
+)
+@click.option(
+    "--service",
+    default="kvrouter-operator",
+    show_default=True,
+    metavar="NAME",
+    help="The Service, beside the lease, by which that finds the door; with --certificate-secret.",
+)
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text")
 def operator_run(
@@ -105,6 +124,9 @@ def operator_run(
     http_port: int,
     admission_port: int,
     certificate: Path | None,
+    certificate_secret: str | None,
+    webhook: str,
+    service: str,
     log_level: str,
     log_format: str,
 ) -> None:
@@ -116,7 +138,12 @@ def operator_run(
     try:
         from kvrouter.operator.plan import PlanDefaults  # noqa: PLC0415
         from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
-        from kvrouter.operator.run import CertificateFiles, OperatorSettings, run_operator  # noqa: PLC0415
+        from kvrouter.operator.run import (  # noqa: PLC0415
+            CertificateFiles,
+            CertificateSecret,
+            OperatorSettings,
+            run_operator,
+        )
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in OF_EXTRA:
@@ -125,9 +152,17 @@ def operator_run(
             f"the operator needs {package}, which is not installed: pip install 'kvrouter[{EXTRA}]'"
         ) from error
     configure_logging(log_level, log_format=log_format)
-    files = None
+    shown: CertificateFiles | CertificateSecret | None = None
+    if certificate is not None and certificate_secret is not None:
+        raise click.UsageError("give --certificate or --certificate-secret, and not both")
     if certificate is not None:
-        files = CertificateFiles(cert=certificate / "tls.crt", key=certificate / "tls.key")
+        shown = CertificateFiles(cert=certificate / "tls.crt", key=certificate / "tls.key")
+    elif certificate_secret is not None:
+        shown = CertificateSecret(
+            secret=Key(lease_namespace, certificate_secret),
+            webhook=webhook,
+            dns_names=(f"{service}.{lease_namespace}.svc",),
+        )
     settings = OperatorSettings(
         identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}",
         lease=Key(lease_namespace, lease_name),
@@ -142,6 +177,6 @@ def operator_run(
         host=host,
         http_port=http_port,
         admission_port=admission_port,
-        certificate=files,
+        certificate=shown,
     )
     sys.exit(run_operator(settings))

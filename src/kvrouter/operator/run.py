@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
@@ -22,6 +23,7 @@ from kvrouter.operator.reconcile.election import LeaseTimes
 from kvrouter.operator.reconcile.kinds import Key
 from kvrouter.operator.reconcile.known import facts_for_admission
 from kvrouter.operator.reconcile.leader import Leader
+from kvrouter.operator.reconcile.own_certificate import OwnCertificate
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, log_event
 
 CONNECTIONS_MAX = 32
@@ -33,6 +35,17 @@ class CertificateFiles:
 
     cert: Path
     key: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateSecret:
+    """A certificate of the operator's own, in a Secret that all replicas share. The authority that signed it
+    is written into the ValidatingWebhookConfiguration ``webhook``, which calls the door by ``dns_names``.
+    """
+
+    secret: Key
+    webhook: str
+    dns_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +66,7 @@ class OperatorSettings:
     host: str = "0.0.0.0"  # noqa: S104 - kubelets and the API server come from outside the pod
     http_port: int = 8080
     admission_port: int = 9443
-    certificate: CertificateFiles | None = None
+    certificate: CertificateFiles | CertificateSecret | None = None
 
 
 def run_operator(settings: OperatorSettings) -> int:
@@ -68,9 +81,11 @@ async def _run(settings: OperatorSettings) -> None:
         cluster = Cluster(await stack.enter_async_context(_signed_in(settings.kubeconfig)))
         http_port = await stack.enter_async_context(_plain_door(settings, observed))
         if settings.certificate is not None:
-            await stack.enter_async_context(_admission(settings, settings.certificate, cluster, observed))
+            shown = _certificate(settings.certificate, cluster, observed)
+            files = await stack.enter_async_context(shown)
+            await stack.enter_async_context(_admission(settings, files, cluster, observed))
         leader = Leader(cluster, settings.lease, settings.identity, times=settings.times, listener=observed)
-        log_event(log, Event.READY, host=settings.host, port=http_port)
+        log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
 
         async def lead() -> None:
             await Driver(
@@ -142,8 +157,31 @@ async def _admission(
         listener=observed,
         not_ready=lambda: None,
     )
-    await door.start(settings.host, settings.admission_port)
+    port = await door.start(settings.host, settings.admission_port)
+    log_event(log, Event.READY, kind="admission", host=settings.host, port=port)
     try:
         yield
     finally:
         await door.stop()
+
+
+@asynccontextmanager
+async def _certificate(
+    wanted: CertificateFiles | CertificateSecret, cluster: Cluster, observed: Observed
+) -> AsyncIterator[CertificateFiles]:
+    """The files that the door shows; those of a Secret are kept in a folder of this process."""
+    if isinstance(wanted, CertificateFiles):
+        yield wanted
+        return
+    with TemporaryDirectory(prefix="kvrouter-operator-") as folder:
+        own = OwnCertificate(
+            cluster, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
+        )
+        await own.ensure()
+        looking_after = asyncio.create_task(own.run(observed))
+        try:
+            yield CertificateFiles(cert=own.cert, key=own.key)
+        finally:
+            looking_after.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking_after

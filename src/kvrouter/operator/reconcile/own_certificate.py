@@ -1,0 +1,130 @@
+"""The admission door's certificate where no cert-manager is: one Secret for all replicas, renewed in time."""
+
+import asyncio
+import base64
+import binascii
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import JsonValue
+
+from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
+from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, ClusterError, Refused
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest
+
+SECRETS = Kind("v1", "Secret", "secrets")
+WEBHOOKS = Kind(
+    "admissionregistration.k8s.io/v1",
+    "ValidatingWebhookConfiguration",
+    "validatingwebhookconfigurations",
+    is_namespaced=False,
+)
+LOOK_S = 60.0
+TRIES = 5
+
+
+class Listener(Protocol):
+    """Who is told when the certificate cannot be looked after."""
+
+    def certificate_refused(self, reason: str) -> None:
+        """What was shown is shown still."""
+
+
+class OwnCertificate:
+    """Keeps the Secret good, its certificate in ``folder``, and its authority in the webhook's ``caBundle``.
+
+    Every replica does so: two that write at a time are told apart by the Secret's version.
+    """
+
+    def __init__(
+        self, cluster: Cluster, secret: Key, *, webhook: str, dns_names: Sequence[str], folder: Path
+    ) -> None:
+        self._cluster, self._secret, self._webhook = cluster, secret, webhook
+        self._dns_names, self._folder = tuple(dns_names), folder
+        self.cert, self.key = folder / SERVING_CERT, folder / SERVING_KEY
+
+    async def ensure(self) -> None:
+        """Have it good now. Raises ClusterError when that could not be done."""
+        data = await self._good_data()
+        await self._trust(data[AUTHORITY_CERT])
+        for path, content in ((self.key, data[SERVING_KEY]), (self.cert, data[SERVING_CERT])):
+            _write(path, content)
+
+    async def run(self, listener: Listener, *, look_s: float = LOOK_S) -> None:
+        """Look after it until cancelled."""
+        while True:
+            await asyncio.sleep(look_s)
+            try:
+                await self.ensure()
+            except ClusterError as error:
+                listener.certificate_refused(error.message)
+
+    async def _good_data(self) -> dict[str, bytes]:
+        tries = 0
+        while True:
+            there = await self._cluster.read(SECRETS, self._secret)
+            data = {} if there is None else _decoded(there.get("data"))
+            better = renewed(datetime.now(UTC), data, self._dns_names)
+            if better is None:
+                return data
+            try:
+                await self._store(there, better)
+            except Refused as refused:
+                tries += 1
+                if refused.status != CONFLICT or tries == TRIES:
+                    raise
+            else:
+                return better
+
+    async def _store(self, there: Manifest | None, data: dict[str, bytes]) -> None:
+        encoded: Manifest = {key: base64.b64encode(value).decode() for key, value in data.items()}
+        if there is not None:
+            await self._cluster.replace(SECRETS, {**there, "data": encoded})
+            return
+        metadata: Manifest = {"namespace": self._secret.namespace, "name": self._secret.name}
+        manifest: Manifest = {"metadata": metadata, "type": "kubernetes.io/tls", "data": encoded}
+        await self._cluster.create(SECRETS, {"apiVersion": "v1", "kind": "Secret", **manifest})
+
+    async def _trust(self, authorities: bytes) -> None:
+        bundle = base64.b64encode(authorities).decode()
+        place = Key("", self._webhook)
+        found = await self._cluster.read(WEBHOOKS, place)
+        if found is None:
+            message = f"{WEBHOOKS.name} {self._webhook} is not there: install the manifests, or name another"
+            raise ClusterError(message)
+        webhooks = found.get("webhooks")
+        trusting: list[JsonValue] = [
+            _trusting(webhook, bundle) for webhook in (webhooks if isinstance(webhooks, list) else [])
+        ]
+        if trusting != webhooks:
+            await self._cluster.replace(WEBHOOKS, {**found, "webhooks": trusting})
+
+
+def _trusting(webhook: JsonValue, bundle: str) -> JsonValue:
+    if not isinstance(webhook, dict):
+        return webhook
+    client = webhook.get("clientConfig")
+    return {**webhook, "clientConfig": {**(client if isinstance(client, dict) else {}), "caBundle": bundle}}
+
+
+def _decoded(data: JsonValue) -> dict[str, bytes]:
+    found = {}
+    for key, value in data.items() if isinstance(data, dict) else ():
+        try:
+            found[key] = base64.b64decode(str(value), validate=True)
+        except (binascii.Error, ValueError):
+            continue
+    return found
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Exchange a file at once, and leave one alone that is as it should be."""
+    if path.exists() and path.read_bytes() == content:
+        return
+    fresh = path.with_name(f".{path.name}.new")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(content)
+    fresh.replace(path)
