@@ -1,11 +1,14 @@
 """Discovery by a real API server keeps the laws of every discovery, and those of its own."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from kvrouter.core.ids import Epoch
+from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.kubernetes import Account, Pod
 from kvrouter.planes.discovery.port import Gone
 from tests.cluster.certificates import LOOPBACK
@@ -24,6 +27,7 @@ from tests.support.discovery_laws import OLD, ONE, CardLaws, LeaseLaws
 from tests.support.discovery_stores import card, listen
 from tests.support.processes import eventually, fleet
 from tests.support.served import words
+from tests.support.waits import until
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,22 @@ async def test_workers_and_frontends_need_no_more_rights_than_the_page_lists(
     assert what == "worker 2"
     assert "cannot create resource" in why
     assert "bind a Role" in why
+
+
+async def test_of_starts_of_one_id_at_the_same_moment_exactly_one_keeps_it(store: KubernetesStore) -> None:
+    lost: list[Epoch] = []
+    starts = [Epoch(number) for number in range(100, 108)]
+    ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
+    ear = await listen(store.end())
+    await asyncio.gather(*(end.publish(card(1, each)) for end, each in zip(ends, starts, strict=True)))
+    await until(lambda: len(lost) == len(starts) - 1)
+    (winner,) = set(starts) - set(lost)
+    late = await listen(store.end())
+    assert late.heard == [card(1, winner)]
+    await ends[starts.index(winner)].publish(card(1, winner, draining=True))
+    await ear.until(lambda: card(1, winner, draining=True) in ear.heard)
+    cards = [each for each in ear.heard if isinstance(each, WorkerCard)]
+    assert cards[-2:] == [card(1, winner), card(1, winner, draining=True)]
 
 
 async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(

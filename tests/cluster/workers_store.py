@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from kvrouter.planes.discovery.kubernetes import Account, KubernetesDiscovery, Pod
+from kvrouter.planes.discovery.port import GoneSink
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.support.discovery_stores import LEASE_S
@@ -70,7 +71,11 @@ class KubernetesStore:
         return ("kvw", "--namespace", namespace, "--selector", f"kvrouter.dev/namespace={self.fleet}")
 
     def end(
-        self, *, account: Account | None = None, pod: Pod | None = None, remove_after_s: float = 600.0
+        self,
+        *,
+        account: Account | None = None,
+        pod: Pod | None = None,
+        on_lost: GoneSink | None = None,
     ) -> KubernetesDiscovery:
         made = KubernetesDiscovery(
             account or self._account,
@@ -78,7 +83,7 @@ class KubernetesStore:
             on_trouble=lambda *trouble: self.troubles.append(trouble),
             on_refused=lambda *refusal: self.refusals.append(refusal),
             lease_s=LEASE_S,
-            remove_after_s=remove_after_s,
+            on_lost=on_lost,
             pod=pod,
         )
         self.ends.append(made)
