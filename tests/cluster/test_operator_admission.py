@@ -34,7 +34,9 @@ async def test_a_follower_refuses_what_cannot_be_and_admits_the_rest_with_a_cert
             async with operator(plane, namespace, "two", *own, "--admission-port", str(port + 1)) as two:
                 await until_told(two, "kind=admission")
                 assert bundle(plane, name) == trusted
-                with pytest.raises(KubectlError, match="this cluster knows no ClusterTopologyBinding") as refused:
+                with pytest.raises(
+                    KubectlError, match="this cluster knows no ClusterTopologyBinding"
+                ) as refused:
                     await asyncio.to_thread(plane.apply, graph(namespace, "llm", **UNKNOWN))
                 assert "clusterTopologyName" in refused.value.said
                 await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
