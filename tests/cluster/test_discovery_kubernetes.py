@@ -7,9 +7,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvrouter.core.ids import Epoch
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.kubernetes import Account, Pod
+from kvrouter.planes.discovery.kubernetes.api import ApiError, WorkersApi
 from kvrouter.planes.discovery.port import Gone
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.conftest import new_namespace
@@ -104,12 +105,27 @@ async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(
     uid = plane.read("pod", "worker-7", "--namespace", space)["metadata"]["uid"]
     worker = store.end(pod=Pod("worker-7", uid))
     await worker.publish(card(7))
-    await worker.close()
-    assert "worker-7" not in await store.kubectl("get", *store.selected)
+    await worker.publish(card(7, draining=True))
     ear = await listen(store.end())
+    await store.end().withdraw(WorkerId(7), OLD)
+    await ear.until_heard(card(7, draining=True), (7, OLD, Gone.WITHDRAWN))
+    await worker.close()
     await store.kubectl("delete", "pod", "worker-7", "--namespace", space, "--force", "--grace-period=0")
     await store.kubectl("wait", "--for=delete", *store.selected, "--timeout=120s")
-    await ear.until_heard(card(7), (7, OLD, Gone.EXPIRED))
+
+
+async def test_a_version_that_is_too_old_for_a_watch_is_told_as_410(
+    store: KubernetesStore, anyone: Account
+) -> None:
+    await store.end().publish(card())
+    api = WorkersApi(anyone, fleet=store.fleet, answer_s=60.0)
+    try:
+        with pytest.raises(ApiError) as told:
+            async with api.watch("1") as stream:
+                await anext(stream)
+    finally:
+        await api.close()
+    assert told.value.code == 410
 
 
 async def test_an_object_that_somebody_deleted_takes_nobody_away_and_is_written_again(
