@@ -69,6 +69,18 @@ async def test_vllm_is_asked_for_all_that_its_card_says() -> None:
         )
 
 
+async def test_vllms_other_names_and_its_adapters_are_on_its_card() -> None:
+    async with scripted_engine() as scripted:
+        models = scripted.json("/v1/models")
+        base = models["data"][0]
+        models["data"] = [base, {**base, "id": "alias"}, {**base, "id": "french", "parent": "tiny"}]
+        scripted.set_json("/v1/models", models)
+        async with attaching(scripted, at(EngineKind.VLLM)) as attached:
+            card = card_of(attached, at(EngineKind.VLLM))
+    assert card.names == {"alias": None, "french": "french"}
+    assert card.runtime_config.taints == {"kvrouter.adapter/french"}
+
+
 async def test_a_prefill_engine_whose_kv_nobody_may_find_is_warned_of() -> None:
     said = at(EngineKind.VLLM, role=Role.PREFILL)
     async with scripted_engine() as scripted:

@@ -46,4 +46,8 @@ def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id:
         dp_start=min(facts.ranks),
         publishes_kv_events=bool(events),
         warnings=warnings,
+        names={
+            **{name: None for name in facts.models if name != model},
+            **{adapter: adapter for adapter in facts.adapters},
+        },
     )

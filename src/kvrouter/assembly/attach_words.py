@@ -1,7 +1,7 @@
 """An engine that runs already: what its operator says of it, and what it says of itself."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from kvrouter.core.errors import ConfigError
@@ -69,6 +69,8 @@ class Attached:
     dp_start: int = 0
     bootstrap: tuple[str, int] | None = None
     """Host and port where prefill handoffs meet."""
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    """What else calls may ask it for: another name of the model (None), or an adapter of it."""
 
 
 def check_model(

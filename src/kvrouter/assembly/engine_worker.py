@@ -14,6 +14,7 @@ from kvrouter.assembly.tls import LOOPBACK, advertised
 from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import Settings
+from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.planes.discovery.port import GoneSink
@@ -128,8 +129,11 @@ def engine_card(
         event_source=event_source,
         tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
         takes_calls=True,
+        names=attached.names,
         runtime_config=replace(
             spec.runtime_config,
+            taints=spec.runtime_config.taints
+            | {adapter_taint(name) for name in attached.names.values() if name is not None},
             total_kv_blocks=attached.total_kv_blocks,
             enable_local_indexer=spec.enable_local_indexer,
             bootstrap_host=None if attached.bootstrap is None else _reached_at(attached.bootstrap[0], here),

@@ -23,6 +23,11 @@ class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     preferred_taints: Mapping[Taint, float] = {}
 
 
+def adapter_taint(name: str) -> Taint:
+    """Return the taint of workers whose engine has the adapter ``name``: calls that name it need one."""
+    return Taint(f"kvrouter.adapter/{name}")
+
+
 class RouterConfigOverride(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the decision that one request may replace; None keeps the router's."""
 

@@ -87,6 +87,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     was given none of its own for the model loads that. A worker that ``takes_calls`` gives its engine a
     client's call as it was written; the others serve what their frontend understands of it. With
     ``cache_is_partial`` some of its engine's KV events are lost for good: it holds more than it tells.
+    ``names`` are what else calls may ask it for: another name of the model (None), or an adapter of it.
     """
 
     worker_id: WorkerId
@@ -107,6 +108,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     event_source: EventSource = EventSource(EventLane.MEMORY)
     tokenizer: str | None = None
     takes_calls: bool = False
+    names: Mapping[str, str | None] = {}
     cache_is_partial: bool = False
     draining: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()

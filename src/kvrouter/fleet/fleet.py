@@ -1,7 +1,7 @@
 """The fleet of one model: worker ranks and their slots."""
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -123,6 +123,11 @@ class Fleet:
         if self._members:
             self._took_calls = self.derived(_takes_calls, None)
         return self._took_calls
+
+    @property
+    def names(self) -> Mapping[str, str | None]:
+        """What else calls may ask for: another name of the model (None), or an adapter of it."""
+        return self.derived(_names, None)
 
     @property
     def required_domain(self) -> str | None:
@@ -356,6 +361,10 @@ def _known(count: int | None) -> int:
 
 def _takes_calls(fleet: Fleet, _key: None) -> bool:
     return all(card.takes_calls for card in fleet)
+
+
+def _names(fleet: Fleet, _: None) -> Mapping[str, str | None]:
+    return {name: adapter for card in fleet for name, adapter in card.names.items()}
 
 
 def _has_open_circuits(fleet: Fleet, _: None) -> bool:

@@ -81,7 +81,7 @@ class GenerateRoutes:
         passed = parse_passed(_ROUTES[exchange.kind], body)
         call = passed.call
         text = self._hall.text_of(call)
-        exchange.model = call.model
+        exchange.model = self._hall.named(call.model).model
         generate = await self._hall.prepare_passed(passed, text, exchange.request_id)
         async with self._service.generate(generate, received_s=received_s) as generation:
             if call.stream:

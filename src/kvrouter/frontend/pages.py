@@ -1,6 +1,7 @@
 """Pages for whoever runs or watches the router: models, health, readiness, metrics."""
 
 import time
+from itertools import starmap
 
 import msgspec
 from starlette.requests import Request
@@ -8,9 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrouter.core.errors import ShuttingDown, UnknownModel
-from kvrouter.core.ids import ModelName
 from kvrouter.frontend.errors import NotReady
-from kvrouter.frontend.prepare import Hall
+from kvrouter.frontend.prepare import Hall, Named
 from kvrouter.frontend.readiness import Awaited, nobody_awaited, why_not_ready
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Telemetry
@@ -47,14 +47,15 @@ class Pages:
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        return json_page({"object": "list", "data": [self._model_json(name) for name in self._hall.models()]})
+        return json_page({"object": "list", "data": [*starmap(self._model_json, self._hall.names().items())]})
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{model}``."""
-        name = ModelName(request.path_params["model"])
-        if name not in self._hall.models():
+        name = request.path_params["model"]
+        named = self._hall.names().get(name)
+        if named is None:
             raise UnknownModel(f"model: {name!r} is not served here", param="model")
-        return json_page(self._model_json(name))
+        return json_page(self._model_json(name, named))
 
     async def health(self, _: Request) -> Response:
         """``GET /health``: the process answers, whatever it can do."""
@@ -81,11 +82,13 @@ class Pages:
         """``GET /metrics``, in Prometheus' text format."""
         return Response(self._telemetry.render(), headers={"content-type": METRICS_CONTENT_TYPE})
 
-    def _model_json(self, name: ModelName) -> dict[str, object]:
+    def _model_json(self, name: str, named: Named) -> dict[str, object]:
+        parent = {} if named.adapter is None else {"parent": named.model}
         return {
             "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": OWNER,
-            "max_model_len": self._hall.text(name).context_length_tokens,
+            "max_model_len": self._hall.text(named.model).context_length_tokens,
+            **parent,
         }

@@ -3,9 +3,11 @@
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
@@ -18,6 +20,13 @@ from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
 
 
+class Named(NamedTuple):
+    """What a call's ``model`` means: a model, and an adapter of it or none."""
+
+    model: ModelName
+    adapter: str | None
+
+
 class Hall:
     """One way in, for requests that are sent and for those that are only explained."""
 
@@ -27,6 +36,22 @@ class Hall:
         self._service = service
         self._texts = texts
         self._observed = observed
+
+    def named(self, name: str) -> Named:
+        """Return the model that calls mean by ``name``, and the adapter; an unknown name as it is."""
+        models = tuple(self._service.models())
+        if not any(model.fleet.model == name for model in models):
+            for model in models:
+                if name in model.fleet.names:
+                    return Named(model.fleet.model, model.fleet.names[name])
+        return Named(ModelName(name), None)
+
+    def names(self) -> dict[str, Named]:
+        """All that can be asked for: models, their other names, and their adapters."""
+        known = set(self.models())
+        names = (name for model in self._service.models() for name in model.fleet.names)
+        found = {name: self.named(name) for name in (*known, *names)}
+        return {name: found[name] for name in sorted(found) if found[name].model in known}
 
     def models(self) -> list[ModelName]:
         """The models that can be asked for: they have workers, and their tokenizer is here."""
@@ -38,8 +63,9 @@ class Hall:
 
     def text_of(self, call: Call) -> TextModel:
         """Check, before the prompt is tokenized, what costs nothing: the model, and what can never be met."""
-        refuse_contradictions(call, self._service.model(call.model))
-        return self.text(call.model)
+        model = self.named(call.model).model
+        refuse_contradictions(call, self._service.model(model))
+        return self.text(model)
 
     def text(self, model: ModelName) -> TextModel:
         """Return what turns the model's text into tokens; raise :class:`UnknownModel` when it is not here."""
@@ -53,7 +79,7 @@ class Hall:
         models = tuple(self._service.models())
         if not any(model.fleet.takes_calls for model in models):
             return False
-        name = model_of(data)
+        name = self.named(model_of(data)).model
         return any(model.fleet.model == name and model.fleet.takes_calls for model in models)
 
     async def prepare_passed(
@@ -67,17 +93,19 @@ class Hall:
         began_s = time.perf_counter()
         token_ids, is_exact, has_media = await passed_tokens(passed, text)
         call, written = passed.call, passed.client_call
-        self._observed.tokenized(model=call.model, seconds=time.perf_counter() - began_s)
+        model, adapter = self.named(call.model)
+        self._observed.tokenized(model=model, seconds=time.perf_counter() - began_s)
         room_tokens = max(1, text.context_length_tokens - len(token_ids))
         return GenerateRequest(
             request_id=request_id,
-            model=call.model,
+            model=model,
             token_ids=token_ids,
             sampling=Sampling(max_tokens=min(call.max_tokens or room_tokens, room_tokens)),
-            constraints=call.constraints,
+            constraints=call.constraints if adapter is None else _with_adapter(call.constraints, adapter),
             override=call.override,
             pin=call.pin,
             prefill_pin=call.prefill_pin,
+            lora_name=adapter,
             cache_namespace=call.cache_namespace,
             call=written if is_exact else replace(written, resumable=False),
             has_media=has_media,
@@ -91,6 +119,11 @@ class Hall:
         token_ids, field = await _token_ids(parsed, text)
         self._observed.tokenized(model=parsed.call.model, seconds=time.perf_counter() - began_s)
         return _request(parsed.call, token_ids, text, request_id, field=field)
+
+
+def _with_adapter(constraints: RoutingConstraints, adapter: str) -> RoutingConstraints:
+    """Only a worker whose engine has the adapter can answer."""
+    return replace(constraints, required_taints=constraints.required_taints | {adapter_taint(adapter)})
 
 
 def answer_tokens(
