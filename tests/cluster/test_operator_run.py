@@ -1,16 +1,18 @@
 """The operator as a process: what a deployment says becomes so, and its status tells how it is."""
 
 import json
+from itertools import count
 from typing import Any
 
 import pytest
+from kubernetes.aio.client import ApiClient
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
 from tests.cluster.operators import WAIT, Operator, graph, install_crds, operator
+from tests.cluster.pods import bound, pod
 from tests.support.processes import eventually
 
-RACK_POLICY = {"labelKey": RACK, "domain": "rack"}
 ZONE_POLICY = {"labelKey": "topology.kubernetes.io/zone", "domain": "zone"}
 
 
@@ -156,6 +158,37 @@ async def test_a_nodes_label_that_comes_later_reaches_its_pods(plane: ControlPla
         plane.kubectl("delete", "node", node)
 
 
+async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_goes_with_the_deployment(
+    plane: ControlPlane, api: ApiClient, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one") as replica:
+        plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))
+        wait(plane, namespace, "DomainBalanced=True")
+        numbers = count()
+        seen: dict[str, Any] = {}
+
+        async def is_in_force() -> bool:
+            stray = pod(namespace, f"llm-prefill-{next(numbers)}", {RACK: "forged"})
+            seen.update(await bound(plane, api, stray))
+            return bool(seen["metadata"]["labels"][RACK] != "forged")
+
+        await eventually(is_in_force)
+        node = plane.read("node", seen["spec"]["nodeName"])
+        assert seen["metadata"]["labels"][RACK] == node["metadata"]["labels"][RACK]
+        assert namespace in policy_namespaces(plane)
+        before = replica.log.count("pod_labelled")
+        plane.kubectl("delete", "pods", "-l", "kvrouter.dev/component=decode", "--namespace", namespace)
+        plane.kubectl("rollout", "status", "deployment/llm-decode", "--namespace", namespace, WAIT)
+        wait(plane, namespace, "TopologyResolved=True")
+        assert replica.log.count("pod_labelled") == before
+        plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
+
+        async def is_gone() -> bool:
+            return namespace not in policy_namespaces(plane)
+
+        await eventually(is_gone)
+
+
 async def test_a_zone_without_decode_workers_is_told(plane: ControlPlane, namespace: str) -> None:
     async with operator(plane, namespace, "one"):
         spec = graph(namespace, "llm", **ZONE_POLICY)
@@ -228,6 +261,13 @@ def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
 def domains(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = plane.read("dgd", "llm", "--namespace", namespace)["status"]["domains"]
     return found
+
+
+def policy_namespaces(plane: ControlPlane) -> set[str]:
+    """The namespaces whose pods are labelled at their binding."""
+    found = plane.read("mutatingadmissionpolicies")["items"]
+    selectors = [each["spec"]["matchConstraints"]["namespaceSelector"] for each in found]
+    return {value for selector in selectors for value in selector["matchExpressions"][0]["values"]}
 
 
 def reasons(plane: ControlPlane, namespace: str) -> set[str]:

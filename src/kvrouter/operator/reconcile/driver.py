@@ -8,7 +8,8 @@ from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults
 from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
 from kvrouter.operator.reconcile.backlog import Backlog
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, wanted_by
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     NODES,
@@ -23,7 +24,7 @@ from kvrouter.operator.reconcile.kinds import (
 )
 from kvrouter.operator.reconcile.known import read_facts
 from kvrouter.operator.reconcile.reconciler import Listener as ReconcilerListener
-from kvrouter.operator.reconcile.reconciler import Reconciler, Seen, node_name_of
+from kvrouter.operator.reconcile.reconciler import Reconciler, Seen, last_levels, node_name_of
 from kvrouter.operator.reconcile.recorder import Recorder
 from kvrouter.operator.reconcile.watched import RETRY_S, Watched
 
@@ -72,6 +73,7 @@ class Driver:
         self._backlog = Backlog[Key]()
         self._stirred = asyncio.Event()
         self._owners: dict[str, Key] = {}
+        self._generations: dict[Key, tuple[str, object]] = {}
         self._node_labels: dict[str, object] = {}
 
         def watched(
@@ -95,6 +97,8 @@ class Driver:
         self._pods = watched(PODS, DEPLOYMENT_LABEL, _deployment_of, self._pod_changed)
         self._nodes = watched(NODES, "", lambda _: None, self._node_changed)
         self._applied = Applied(cluster, self._owned)
+        self._bindings = Bindings(cluster, namespace)
+        self._bindings_due = self._bindings_lost = False
         self._reconciler = Reconciler(
             cluster,
             Seen(self._deployments, self._pods, self._nodes),
@@ -134,6 +138,7 @@ class Driver:
             error: Exception | None = None
             retry_s = 0.0
             try:
+                await self._write_bindings()
                 await self._reconciler.reconcile(key, self._facts)
             except Exception as failed:  # noqa: BLE001 - one deployment's trouble must not stop the others
                 error = failed
@@ -144,6 +149,29 @@ class Driver:
                 retry_s = self._backlog.failed(key, loop.time())
             self._stirred.set()
             self._listener.looked(key, loop.time() - began_s, error, retry_s)
+
+    async def _write_bindings(self) -> None:
+        """Labels at the binding come before the pods, where the cluster can do that. Without them labels come
+        late, and engines wait for them: that stops no deployment.
+        """
+        if not self._bindings_due or not self._facts.has_mutating_policies:
+            return
+        self._bindings_due = False
+        wanted = [
+            each
+            for found in self._deployments.all()
+            if (each := wanted_by(found, self._facts, last_levels(self._applied, found))) is not None
+        ]
+        try:
+            await self._bindings.write(wanted)
+        except ClusterError as error:
+            self._bindings_lost = True
+            self._bindings_due = isinstance(error, ClusterLost)
+            self._listener.lost(POLICIES, error)
+        else:
+            if self._bindings_lost:
+                self._bindings_lost = False
+                self._listener.lost(POLICIES, None)
 
     async def _until_due(self) -> None:
         self._stirred.clear()
@@ -183,9 +211,11 @@ class Driver:
 
     async def _resync(self) -> None:
         self._applied.forget()
+        self._bindings.forget()
         self._look_at_all()
 
     def _look_at_all(self) -> None:
+        self._bindings_due = True
         for manifest in self._deployments.all():
             self._add(key_of(manifest))
 
@@ -197,8 +227,14 @@ class Driver:
         key, uid = key_of(manifest), uid_of(manifest)
         if self._deployments.get(key) is None:
             self._owners.pop(uid, None)
+            self._generations.pop(key, None)
+            self._bindings_due = True
         else:
             self._owners[uid] = key
+            generation = metadata_of(manifest).get("generation")
+            if self._generations.get(key) != (uid, generation):
+                self._generations[key] = (uid, generation)
+                self._bindings_due = True
         self._add(key)
 
     def _owned_changed(self, manifest: Manifest) -> None:

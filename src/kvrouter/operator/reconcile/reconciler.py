@@ -91,7 +91,7 @@ class Reconciler:
             await self._recorder.record(found, "SpecInvalid", _told(reading.problems), warns=True)
             return
         deployment = reading.deployment
-        planned = plan(deployment, facts, self._defaults, last_levels=self._last_levels(found))
+        planned = plan(deployment, facts, self._defaults, last_levels=last_levels(self._applied, found))
         changes = Changes()
         if not planned.problems:
             changes = await self._applied.apply(key, uid_of(found), planned.manifests)
@@ -173,13 +173,15 @@ class Reconciler:
             else:
                 self._listener.labelled(place)
 
-    def _last_levels(self, found: Manifest) -> tuple[Level, ...]:
-        for workload in self._applied.objects_of(uid_of(found), WORKLOADS):
-            annotations = metadata_of(workload).get("annotations")
-            levels = annotations.get(LEVELS_ANNOTATION) if isinstance(annotations, dict) else None
-            if isinstance(levels, str):
-                return read_levels(levels)
-        return ()
+
+def last_levels(applied: Applied, found: Manifest) -> tuple[Level, ...]:
+    """Return the levels that a deployment's workers were planned with last; none when there are none."""
+    for workload in applied.objects_of(uid_of(found), WORKLOADS):
+        annotations = metadata_of(workload).get("annotations")
+        levels = annotations.get(LEVELS_ANNOTATION) if isinstance(annotations, dict) else None
+        if isinstance(levels, str):
+            return read_levels(levels)
+    return ()
 
 
 def node_name_of(pod: Manifest) -> str:

@@ -1,0 +1,58 @@
+"""Which policies for bindings are wanted: one for each set of levels, for the workers that need it."""
+
+from typing import Any
+
+from kvrouter.operator.api import ClusterTopology, Level
+from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.labels import Copy
+from kvrouter.operator.reconcile.bindings import Wanted, policies_for, wanted_by
+
+ZONE = Copy("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
+RACK = Copy("rack", "example.com/rack", "example.com/rack")
+
+
+def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
+    wanted = [
+        Wanted("b", ("chat-decode",), (ZONE,)),
+        Wanted("a", ("llm-decode", "llm-prefill"), (ZONE,)),
+        Wanted("a", ("code-decode",), (RACK,)),
+    ]
+    policies = policies_for(wanted, "kvrouter-topology-")
+    assert policies == policies_for(reversed(wanted), "kvrouter-topology-")
+    told = sorted(str(policy["spec"]) for policy, _ in policies.values())
+    assert len(told) == 2
+    assert sum("'values': ['a', 'b']" in spec and "chat-decode-" in spec for spec in told) == 1
+    assert sum("'values': ['a']" in spec and "code-decode-" in spec for spec in told) == 1
+    assert all(name.startswith("kvrouter-topology-") for name in policies)
+
+
+def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> None:
+    policy = {"labelKey": "example.com/rack", "domain": "rack"}
+    assert wanted_by(graph(policy), ClusterFacts(), ()) == Wanted(
+        "team", ("llm-prefill", "llm-decode"), (RACK,)
+    )
+
+
+def test_a_topology_that_is_gone_is_wanted_as_it_was_known_last() -> None:
+    policy = {"clusterTopologyName": "fabric", "domain": "rack"}
+    levels = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack"))
+    facts = ClusterFacts(grove=Grove.PRESENT, topologies={"fabric": ClusterTopology("fabric", levels)})
+    there = wanted_by(graph(policy), facts, ())
+    assert there is not None
+    assert [copy.domain for copy in there.copies] == ["zone", "rack"]
+    assert wanted_by(graph(policy), ClusterFacts(grove=Grove.PRESENT), levels) == there
+
+
+def test_nothing_is_wanted_without_a_policy_or_by_what_cannot_be_read() -> None:
+    assert wanted_by(graph(None), ClusterFacts(), ()) is None
+    assert (
+        wanted_by({"metadata": {"name": "llm"}, "spec": {"components": "none"}}, ClusterFacts(), ()) is None
+    )
+
+
+def graph(policy: dict[str, str] | None) -> dict[str, Any]:
+    components = [{"name": name, "type": name} for name in ("frontend", "prefill", "decode")]
+    spec: dict[str, Any] = {"components": components}
+    if policy is not None:
+        spec["experimental"] = {"kvTransferPolicy": policy}
+    return {"metadata": {"namespace": "team", "name": "llm"}, "spec": spec}
