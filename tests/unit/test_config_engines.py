@@ -54,6 +54,9 @@ def test_an_engine_without_a_kind_is_a_mock_engine() -> None:
         (A, 'url: "a:8000"', "4: workers[0].engine.url: must be http://HOST:PORT, or https, not 'a:8000'"),
         (A, 'url: "http://a/v1/"', "4: workers[0].engine.url: must be the server's own URL, without /v1"),
         (A, 'url: "http://a:x"', "4: workers[0].engine.url: must be http://HOST:PORT, or https, not 'http://a:x'"),
+        (A, 'url: "http://me:secret@a:8000"',
+         "4: workers[0].engine.url: must name no user: a key goes into KVROUTER_ENGINE_API_KEY, "
+         "not 'http://…@a:8000'"),
         (A, 'url: "http://b:8000/"',
          "5: workers[1].engine.urls[0]: must be unique: http://b:8000 is workers[0].engine.url"),
         (B, "urls: []", "5: workers[1].engine.urls: must not be empty"),

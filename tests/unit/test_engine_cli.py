@@ -16,6 +16,7 @@ URL = ("--url", "http://127.0.0.1:1")
         ((), "--url"),
         (("--url", "127.0.0.1:8000"), "--url: must be http://HOST:PORT, or https, not '127.0.0.1:8000'"),
         (("--url", "http://a:x"), "--url: must be http://HOST:PORT, or https, not 'http://a:x'"),
+        (("--url", "http://me:secret@a"), "KVROUTER_ENGINE_API_KEY, not 'http://…@a'"),
         (("--url", "http://a:8000/v1"), "--url: must be the server's own URL, without /v1"),
         ((*URL, "--no-kv-events", "--kv-events", "tcp://h:1"), "--no-kv-events and --kv-events contradict"),
         ((*URL, "--kv-events-replay", "tcp://h:1"), "--kv-events-replay: only together with --kv-events"),

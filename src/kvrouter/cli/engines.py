@@ -17,6 +17,7 @@ from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet, settings_document
 from kvrouter.config.fleet_engines import url_mistake
 from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of
+from kvrouter.config.problems import without_password
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
@@ -252,7 +253,7 @@ def _spec_of_flags(
 def _checked_url(url: str) -> str:
     mistake = url_mistake(url)
     if mistake is not None:
-        raise ConfigError(f"--url: {mistake}, not {url!r}", param="url")
+        raise ConfigError(f"--url: {mistake}, not {without_password(repr(url))}", param="url")
     return url
 
 

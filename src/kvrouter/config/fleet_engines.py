@@ -122,6 +122,8 @@ def url_mistake(url: str) -> str | None:
         has_place = False
     if not has_place or parts.scheme not in {"http", "https"}:
         return "must be http://HOST:PORT, or https"
+    if "@" in parts.netloc:
+        return "must name no user: a key goes into KVROUTER_ENGINE_API_KEY"
     if parts.path.rstrip("/").endswith("/v1"):
         return "must be the server's own URL, without /v1"
     return None

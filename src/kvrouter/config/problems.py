@@ -1,5 +1,6 @@
 """What is wrong with a setting or a fleet file, in words that name the field and the mend."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -160,6 +161,12 @@ def _number(limit: object) -> str:
 
 
 _SHOWN_MAX_CHARS = 60
+_USER_IN_URL = re.compile(r"//[^/@]*@")
+
+
+def without_password(text: str) -> str:
+    """Return ``text`` without the users and passwords that URLs in it name: mistakes are shown and logged."""
+    return _USER_IN_URL.sub("//…@", text)
 
 
 def _but_is(error: ErrorDetails) -> str:
@@ -167,7 +174,7 @@ def _but_is(error: ErrorDetails) -> str:
     if isinstance(value, bool):
         return f", not {str(value).lower()}"
     if isinstance(value, int | float | str) and value != "":
-        text = repr(value)
+        text = without_password(repr(value))
         return f", not {text if len(text) <= _SHOWN_MAX_CHARS else text[:_SHOWN_MAX_CHARS] + '…'}"
     if isinstance(value, list) and error["type"] in _TYPE_WORDS:
         return ", not a list"
