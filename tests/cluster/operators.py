@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import sys
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
@@ -9,10 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.cluster.control_plane import ControlPlane
 
 CRDS = Path(__file__).parents[2] / "deploy" / "crds"
 IMAGE = "example.com/kvrouter:test"
+ROLES = Path(__file__).parents[2] / "deploy" / "operator" / "roles.yaml"
 ENDS_WITHIN_S = 60.0
 WAIT = "--timeout=120s"
 
@@ -22,6 +26,31 @@ def install_crds(plane: ControlPlane) -> None:
     for path in sorted(CRDS.glob("*.yaml")):
         plane.kubectl("apply", "--server-side", "--filename", str(path))
         plane.kubectl("wait", "--for=condition=Established", "--filename", str(path), WAIT)
+
+
+def account_with_roles(plane: ControlPlane, namespace: str, name: str) -> Path:
+    """Make a service account with the roles that the project ships; answers with its kubeconfig."""
+    plane.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(namespace, name)})
+    account = {"kind": "ServiceAccount", "namespace": namespace, "name": name}
+    for role in yaml.safe_load_all(ROLES.read_text()):
+        kind, of = role["kind"], role["metadata"]["name"]
+        binding = {
+            "apiVersion": role["apiVersion"],
+            "kind": f"{kind}Binding",
+            "metadata": _named(namespace, f"{of}-{namespace}"),
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": of},
+            "subjects": [account],
+        }
+        if kind == "Role":
+            role["metadata"]["namespace"] = namespace
+        else:
+            del binding["metadata"]["namespace"]
+        plane.apply(role, binding)
+    return plane.account_kubeconfig(namespace, name)
+
+
+def _named(namespace: str, name: str) -> dict[str, str]:
+    return {"namespace": namespace, "name": name}
 
 
 class Operator:
@@ -35,6 +64,12 @@ class Operator:
     def log(self) -> str:
         """What it wrote."""
         return self._log.read_text()
+
+    def port(self, kind: str) -> int:
+        """The port of its plain door (``http``) or of its admission door, once it is open."""
+        found = re.search(rf" ready kind={kind} .*?port=(\d+)", self.log)
+        assert found is not None
+        return int(found[1])
 
     @property
     def is_leading(self) -> bool:
@@ -53,11 +88,13 @@ class Operator:
 
 
 @asynccontextmanager
-async def operator(plane: ControlPlane, namespace: str, name: str, *more: str) -> AsyncIterator[Operator]:
-    """A replica that looks after this namespace, as the administrator."""
+async def operator(
+    plane: ControlPlane, namespace: str, name: str, *more: str, kubeconfig: Path | None = None
+) -> AsyncIterator[Operator]:
+    """A replica that looks after this namespace, as the administrator unless told otherwise."""
     log = plane.folder / "logs" / f"operator-{namespace}-{name}.log"
     argv = (
-        *("--kubeconfig", str(plane.admin), "--namespace", namespace, "--image", IMAGE),
+        *("--kubeconfig", str(kubeconfig or plane.admin), "--namespace", namespace, "--image", IMAGE),
         *("--lease-namespace", namespace, "--host", "127.0.0.1", "--http-port", "0", *more),
     )
     async with AsyncExitStack() as stack:

@@ -4,12 +4,13 @@ import json
 from itertools import count
 from typing import Any
 
+import httpx
 import pytest
 from kubernetes.aio.client import ApiClient
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
-from tests.cluster.operators import WAIT, Operator, graph, install_crds, operator
+from tests.cluster.operators import WAIT, Operator, account_with_roles, graph, install_crds, operator
 from tests.cluster.pods import bound, pod
 from tests.support.processes import eventually
 
@@ -233,6 +234,36 @@ async def test_the_other_takes_over_from_a_leader_that_is_killed_and_from_one_th
                 made = ("wait", "--for=create", "deployment/third-decode", "--namespace", namespace, WAIT)
                 plane.kubectl(*made)
                 assert leads(three)
+
+
+async def test_the_roles_that_are_shipped_suffice_and_its_page_tells_of_it(
+    plane: ControlPlane, namespace: str
+) -> None:
+    account = account_with_roles(plane, namespace, "kvrouter-operator")
+    async with operator(plane, namespace, "one", kubeconfig=account) as replica:
+        plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))
+        wait(plane, namespace, "Ready=True")
+        wait(plane, namespace, "DomainBalanced=True")
+
+        async def is_told() -> bool:
+            return {"Applied", "AllPodsReady"} <= reasons(plane, namespace)
+
+        await eventually(is_told)
+        assert namespace in policy_namespaces(plane)
+        spec = graph(namespace, "llm")
+        spec["spec"]["components"] = spec["spec"]["components"][:1]
+        plane.kubectl("replace", "--filename", "-", stdin=json.dumps(spec))
+        plane.kubectl("wait", "--for=delete", "deployment/llm-prefill", "--namespace", namespace, WAIT)
+        assert "forbidden" not in replica.log
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}") as client:
+            assert (await client.get("/healthz")).text == "ok\n"
+            assert (await client.get("/readyz")).status_code == 200
+            lines = (await client.get("/metrics")).text.splitlines()
+    assert "kvrouter_operator_leading 1.0" in lines
+    assert 'kvrouter_operator_objects_total{change="created",kind="Deployment"} 3.0' in lines
+    assert not [
+        line for line in lines if line.startswith("kvrouter_operator_watches_lost{") and "1.0" in line
+    ]
 
 
 def leads(replica: Operator) -> bool:
