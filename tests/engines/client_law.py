@@ -55,6 +55,7 @@ CASES: Mapping[str, dict[str, Any]] = {
     "tools": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "find_blocks"}}},
     "tools in the prompt": {"tools": [TOOL], "tool_choice": "none"},
     "json": {"response_format": SCHEMA},
+    "any json": {"response_format": {"type": "json_object"}},
     "logprobs": {"logprobs": True, "top_logprobs": 3},
     "several": {"n": 2, "seed": 7, "temperature": 0.8},
     "stop": {"stop": ["e"]},
@@ -185,14 +186,24 @@ def _shape(event: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
 
 
 def _merged(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events whose text is joined: an engine that is busy may tell two tokens at once."""
-    text = "".join((choice["delta"].get("content") or "") for event in events for choice in event["choices"])
+    """Events whose text, calls and logprobs are joined: a busy engine may tell two tokens at once."""
+    choices = [choice for event in events for choice in event["choices"]]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    calls = [call["function"] for choice in choices for call in choice["delta"].get("tool_calls") or []]
+    told = {
+        "text": text,
+        "calls": [call["name"] for call in calls if call.get("name")],
+        "arguments": "".join(call.get("arguments") or "" for call in calls),
+        "logprobs": [
+            token for choice in choices for token in (choice.get("logprobs") or {}).get("content") or []
+        ],
+    }
     rest = [
         {**event, "choices": [{**choice, "delta": None, "logprobs": None} for choice in event["choices"]]}
         for event in events
         if any(choice["finish_reason"] for choice in event["choices"]) or not event["choices"]
     ]
-    return [{"text": text}, *rest]
+    return [told, *rest]
 
 
 def _isl_tokens(frontend: Frontend, request_id: str) -> int:
