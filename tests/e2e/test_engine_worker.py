@@ -43,13 +43,16 @@ async def test_it_joins_is_set_aside_while_its_engine_is_silent_and_leaves_when_
         await eventually(is_known)
         (found,) = await workers(frontend)
         assert (found["worker_id"], found["model"], found["domains"]) == (7, "tiny", {"zone": "a"})
+        assert found["engine"].startswith(f"{kind.replace('trtllm', 'tensorrt_llm')} ")
         assert [model["block_size"] for model in (await frontend.fleet())["models"]] == [block_size]
 
         async def is_set_aside() -> bool:
-            return [each["draining"] for each in await workers(frontend)] == [True]
+            return [(each["draining"], each["engine_silent"]) for each in await workers(frontend)] == [
+                (False, True)
+            ]
 
         async def is_back() -> bool:
-            return [each["draining"] for each in await workers(frontend)] == [False]
+            return [each["engine_silent"] for each in await workers(frontend)] == [False]
 
         assert await is_back()
         await scripted.stop()

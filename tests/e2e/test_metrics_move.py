@@ -57,7 +57,10 @@ ASSERTED_HERE = {
     "kvrouter_ledger_leases",
     "kvrouter_worker_up",
     "kvrouter_worker_draining",
+    "kvrouter_worker_engine_silent",
     "kvrouter_worker_blocks",
+    "kvrouter_worker_running_requests",
+    "kvrouter_worker_waiting_requests",
     "kvrouter_discovery_up",
     "kvrouter_planes_refused_total",
     "kvrouter_replicas",
@@ -169,6 +172,7 @@ async def test_what_running_requests_hold() -> None:
         assert running.value("ledger_active_blocks", worker="1", dp_rank="0") >= 8 + 500
         assert running.value("ledger_prefill_tokens", worker="1") > 8000
         assert running.value("worker_blocks", worker="1", which="active") > 0
+        assert running.value("worker_running_requests", worker="1", dp_rank="0") >= 1
         for stream in streams:
             for _ in range(3):
                 await anext(stream)

@@ -36,6 +36,7 @@ def card(worker_id: int, config: ModelRuntimeConfig, **fields: int) -> WorkerCar
         "here",
         dp_size=fields.get("dp_size", 1),
         draining=bool(fields.get("draining", 0)),
+        engine_silent=bool(fields.get("engine_silent", 0)),
         runtime_config=config,
     )
 
@@ -88,6 +89,7 @@ def draw_card(rng: Random) -> WorkerCard:
         role=rng.randrange(3),
         dp_size=rng.choice((1, 2, 20)),
         draining=rng.random() < 0.2,
+        engine_silent=rng.random() < 0.2,
     )
 
 
@@ -103,6 +105,7 @@ def check_columns(fleet: Fleet, cards: dict[WorkerId, WorkerCard], alive: dict[W
         there, config = ranks[rank], ranks[rank].runtime_config
         assert columns.alive[slot] == alive[rank.worker_id]
         assert columns.draining[slot] == there.draining
+        assert columns.engine_silent[slot] == there.engine_silent
         assert (columns.prefill[slot], columns.decode_or_both[slot]) == (
             there.role is Role.PREFILL,
             there.role is not Role.PREFILL,

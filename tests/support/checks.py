@@ -178,8 +178,11 @@ async def _troubles_of(
 ) -> list[str]:
     worker_id = worker["worker_id"]
     where = f"{name}: worker {worker_id}"
-    if not worker["alive"] or worker["lapsed"] or worker["draining"]:
-        return [f"{where}: alive={worker['alive']} lapsed={worker['lapsed']} draining={worker['draining']}"]
+    if not worker["alive"] or worker["lapsed"] or worker["draining"] or worker["engine_silent"]:
+        states = " ".join(
+            f"{name}={worker[name]}" for name in ("alive", "lapsed", "draining", "engine_silent")
+        )
+        return [f"{where}: {states}"]
     troubles = []
     for rank in worker["ranks"]:
         if rank["report"] is not None and (

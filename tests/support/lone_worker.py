@@ -8,7 +8,7 @@ from kvrouter.core.events import KvBatch, KvEvent, Stored
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.engines.port import EventsSink, LoadSink
+from kvrouter.engines.port import EventsSink, LoadSink, StateSink
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
@@ -46,6 +46,10 @@ class Engine:
         self.stops = 0
         self.on_events: EventsSink | None = None
         self.on_load: LoadSink | None = None
+        self.on_state: StateSink | None = None
+
+    def watch(self, on_state: StateSink) -> None:
+        self.on_state = on_state
 
     async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
         self.on_events, self.on_load = on_events, on_load

@@ -67,6 +67,7 @@ def draw_card(rng: Random, worker_id: int) -> WorkerCard:
         "here",
         dp_size=rng.choice((1, 1, 2)),
         draining=maybe(rng, 0.1),
+        engine_silent=maybe(rng, 0.1),
         runtime_config=config,
     )
 
@@ -154,7 +155,8 @@ class Brute:
         self.scene = scene
         self.card = {rank: card for card in scene.cards for rank in card.ranks()}
         self.report = {report.rank: report for report in scene.reports}
-        ready = [c for c in scene.cards if c.worker_id not in scene.dead and not c.draining]
+        there = [c for c in scene.cards if c.worker_id not in scene.dead]
+        ready = [c for c in there if not c.draining and not c.engine_silent]
         split = any(card.role is Role.PREFILL for card in ready)
         self.is_pair = split or scene.request.prefill_pin is not None
 
@@ -169,6 +171,8 @@ class Brute:
             return Reason.NOT_ALIVE
         if card.draining:
             return Reason.DRAINING
+        if card.engine_silent:
+            return Reason.ENGINE_SILENT
         if rank.worker_id in request.excluded:
             return Reason.EXCLUDED
         if pin is not None and (pin.worker_id != rank.worker_id or pin.dp_rank not in (None, rank.dp_rank)):

@@ -157,6 +157,9 @@ def test_a_report_is_the_latest_value_and_goes_with_its_rank(fleet: Fleet) -> No
     columns = fleet.columns
     assert columns.has_report.tolist() == [True, False]
     assert (columns.report_active_blocks[0], columns.report_prefill_tokens[0]) == (7, 3)
+    assert fleet.report(LoadReport(rank(1), 7, 90, running_requests=4, waiting_requests=2))
+    assert (columns.report_running_requests[0], columns.report_waiting_requests[0]) == (4, 2)
+    assert (columns.report_running_requests[1], columns.report_waiting_requests[1]) == (0, 0)
     assert columns.total_blocks[0] == 90
     fleet.join(card(1, draining=True, config=ModelRuntimeConfig(total_kv_blocks=100)))
     assert fleet.columns.total_blocks[0] == 90

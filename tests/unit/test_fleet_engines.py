@@ -313,7 +313,7 @@ async def test_one_that_comes_back_as_another_one_gets_another_worker() -> None:
     async with scripted_engine() as engine, up(file_of(VLLM.format(url=engine.url))) as here:
         (before,) = (worker.card for worker in here.workers.values())
         await engine.stop()
-        await until(lambda: here.workers[WorkerId(1)].card.draining)
+        await until(lambda: here.workers[WorkerId(1)].card.engine_silent)
         engine.replace("/metrics", 'block_size="32"', 'block_size="16"')
         engine.replace("/v1/models", "2048", "4096")
         await engine.start()

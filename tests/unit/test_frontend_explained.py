@@ -1,6 +1,7 @@
 """Explanations and kept decisions, over a real socket."""
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.service.decisions import ATTEMPTS_MAX
@@ -37,12 +38,14 @@ async def test_an_explanation_has_a_row_for_every_candidate_and_changes_nothing(
 
 
 async def test_an_explanation_of_an_aggregated_fleet_has_no_prefill_leg() -> None:
-    async with open_house(card(1), card(2, draining=True)) as house:
+    silent = replace(card(3), engine_silent=True)
+    async with open_house(card(1), card(2, draining=True), silent) as house:
         explained = (await house.http.post("/v1/route/explain", json=SECRET)).json()
     assert explained["prefill"] is None
     assert explained["constraint"] is None
     assert explained["decode"]["chosen"] == {"worker_id": 1, "dp_rank": 0}
-    assert [row["reason"] for row in explained["decode"]["candidates"]] == [None, "draining"]
+    reasons = [row["reason"] for row in explained["decode"]["candidates"]]
+    assert reasons == [None, "draining", "engine_silent"]
 
 
 async def test_a_refusal_is_explained_too() -> None:

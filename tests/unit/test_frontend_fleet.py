@@ -21,7 +21,7 @@ async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
         before = await metrics_of(house)
         await house.chat()
         await house.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
-        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 7, 1000))
+        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(2), DpRank(0)), 7, 1000, None, 3, 2))
         after = await metrics_of(house)
         house.bench.discovery.drop(3)
         without = await metrics_of(house)
@@ -34,6 +34,9 @@ async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
     assert before["kvrouter_worker_blocks", "0", "total", "2"] == 1024
     assert after["kvrouter_worker_blocks", "0", "active", "2"] == 7
     assert after["kvrouter_worker_blocks", "0", "total", "2"] == 1000
+    requests = [f"kvrouter_worker_{state}_requests" for state in ("running", "waiting")]
+    assert [after[name, "0", "2"] for name in requests] == [3, 2]
+    assert not any((name, "0", "2") in before for name in requests)
     assert before["kvrouter_ledger_active_blocks", "0", "2"] == 0
     assert before["kvrouter_ledger_leases", MODEL] == 0
     assert ("kvrouter_index_bytes", MODEL) in before
@@ -71,7 +74,7 @@ async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="rack")
     cards = (*zoned_pairs(), card(4, Role.PREFILL, taints=("gpu=h100",)), card(5, Role.DECODE, dp_size=2))
     async with open_house(*cards, script=handing_over, config=config) as house:
-        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(5), DpRank(1)), 7, 1000, 3))
+        house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(5), DpRank(1)), 7, 1000, 3, 2, 1))
         fleet = (await house.http.get("/v1/fleet")).json()
     workers = {worker["worker_id"]: worker for worker in fleet["workers"]}
     assert list(workers) == [1, 2, 3, 4, 5]
@@ -91,7 +94,12 @@ async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
     assert workers[2]["address"].endswith("2")
     first, second = workers[5]["ranks"]
     assert (first["dp_rank"], first["report"], first["total_blocks"]) == (0, None, 1024)
-    assert second["report"] == {"active_blocks": 7, "active_prefill_tokens": 3}
+    assert second["report"] == {
+        "active_blocks": 7,
+        "active_prefill_tokens": 3,
+        "running_requests": 2,
+        "waiting_requests": 1,
+    }
     assert (second["active_blocks"], second["prefill_tokens"], second["index_blocks"]) == (0, 0, 0)
     assert second["feed"]["state"] in {"live", "recovering"}
 
@@ -113,6 +121,28 @@ async def test_the_fleet_without_events_has_no_feeds(config: KvRouterConfig) -> 
 
 
 # What engines tell of themselves
+
+
+async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    told = msgspec.structs.replace(card(1), engine="vllm 0.32.0")
+    async with open_house(told, card(2)) as house:
+
+        async def shown() -> list[tuple[object, ...]]:
+            fleet = (await house.http.get("/v1/fleet")).json()
+            fields = ("engine", "engine_silent", "draining")
+            return [tuple(worker[name] for name in fields) for worker in fleet["workers"]]
+
+        assert await shown() == [("vllm 0.32.0", False, False), (None, False, False)]
+        house.bench.discovery.put(msgspec.structs.replace(told, engine_silent=True))
+        assert await shown() == [("vllm 0.32.0", True, False), (None, False, False)]
+        metrics = await metrics_of(house)
+    gauges = ("kvrouter_worker_engine_silent", "kvrouter_worker_draining")
+    assert [metrics[name, worker] for name in gauges for worker in "12"] == [1, 0, 0, 0]
+    (line,) = (each for each in caplog.records if each.message == "worker_changed")
+    assert getattr(line, "kvrouter_fields", {})["reason"] == "its engine does not answer"
 
 
 async def test_the_fleet_shows_how_far_each_ranks_predictions_were_right() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import DpRank, WorkerId
@@ -78,6 +79,21 @@ async def test_unknown_dead_and_draining_workers() -> None:
         with pytest.raises(NoEligibleWorker) as refused:
             await client.random(REQUEST)
         assert {reason.value: n for reason, n in refused.value.refusals.items()} == {"draining": 1}
+        client.close()
+
+
+async def test_workers_whose_engines_are_silent_take_nothing() -> None:
+    async with program(alike(replicas=3)) as here:
+        client = await here.endpoint.client()
+        for number in (2, 3):
+            silent = replace(here.fleet.workers[WorkerId(number)].card, engine_silent=True)
+            await here.runtime.discovery.publish(silent)
+        assert client.instance_ids() == [1]
+        await here.fleet.workers[WorkerId(1)].begin_drain()
+        with pytest.raises(NoEligibleWorker) as refused:
+            await client.random(REQUEST)
+        reasons = {reason.value: n for reason, n in refused.value.refusals.items()}
+        assert reasons == {"draining": 1, "engine_silent": 2}
         client.close()
 
 

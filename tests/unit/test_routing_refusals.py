@@ -23,7 +23,12 @@ def fleet_of(*cards: WorkerCard) -> Fleet:
 
 
 def worker(
-    worker_id: int, *taints: str, role: Role = Role.BOTH, draining: bool = False, dp_size: int = 1
+    worker_id: int,
+    *taints: str,
+    role: Role = Role.BOTH,
+    draining: bool = False,
+    engine_silent: bool = False,
+    dp_size: int = 1,
 ) -> WorkerCard:
     return WorkerCard(
         WorkerId(worker_id),
@@ -35,6 +40,7 @@ def worker(
         "here",
         dp_size=dp_size,
         draining=draining,
+        engine_silent=engine_silent,
         runtime_config=ModelRuntimeConfig(taints=frozenset(map(Taint, taints)), total_kv_blocks=100),
     )
 
@@ -91,22 +97,27 @@ def test_each_rank_is_counted_once_for_the_first_reason_that_stops_it(mode: Rout
         worker(4),
         worker(5, dp_size=2),
         worker(6, role=Role.PREFILL),
+        worker(7, draining=True, engine_silent=True),
+        worker(8, engine_silent=True),
+        worker(9, engine_silent=True),
     )
     fleet.set_alive(WorkerId(1), alive=False)
     fleet.set_alive(WorkerId(6), alive=False)
+    fleet.set_alive(WorkerId(9), alive=False)
     asked = request("gpu", pin=Pin(WorkerId(4)), excluded=(3,))
     with pytest.raises(NoEligibleWorker) as refused:
         route(asked, view(fleet, mode=mode, fraction=0.5, active=90))
     assert refused.value.refusals == {
-        Reason.NOT_ALIVE: 1,
-        Reason.DRAINING: 1,
+        Reason.NOT_ALIVE: 2,
+        Reason.DRAINING: 2,
+        Reason.ENGINE_SILENT: 1,
         Reason.EXCLUDED: 1,
         Reason.PINNED_ELSEWHERE: 2,
         Reason.TAINT_MISSING: 1,
     }
     assert (refused.value.role, refused.value.domain) == ("decode", None)
     message = str(refused.value)
-    for part in ("no decode worker", "of 6 decode ranks", "1 not_alive", "pinned to 4, a worker for both"):
+    for part in ("no decode worker", "of 9 decode ranks", "2 not_alive", "pinned to 4, a worker for both"):
         assert part in message
 
 

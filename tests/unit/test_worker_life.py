@@ -12,6 +12,7 @@ from kvrouter.core.events import Held
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig
+from kvrouter.engines.port import EngineState
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.telemetry.logs import JsonFormatter
 from kvrouter.worker import KvPublisher
@@ -69,6 +70,40 @@ async def test_a_drain_waits_for_running_legs_and_takes_no_new_ones(house: House
     assert await drain
     assert await house.cards.get() is None
     assert house.engine.stops == 1
+
+
+async def test_a_silent_engine_is_told_as_such_and_gets_no_new_legs(house: House) -> None:
+    """Those that run go on, and somebody who looks does not take it for a worker that leaves."""
+    tell = house.engine.on_state
+    assert tell is not None
+    joined = await house.cards.get()
+    stream = await house.requests.open(house.worker.card.address, house.request())
+    tell(EngineState(answers=False, why="answered 500"))
+    silent = await house.cards.get()
+    assert joined is not None
+    assert silent is not None
+    assert (silent.engine_silent, silent.draining, silent.takes_new_requests) == (True, False, False)
+    with pytest.raises(ShuttingDown, match="the engine of worker 6 does not answer"):
+        await house.requests.open(house.worker.card.address, house.request(request_id="late"))
+    house.engine.streams[0].chunks.put_nowait(EngineChunk((5,), FinishReason.LENGTH))
+    assert [chunk.token_ids async for chunk in stream] == [(5,)]
+    tell(EngineState())
+    assert await house.cards.get() == joined
+    await house.requests.open(house.worker.card.address, house.request(request_id="later"))
+    await house.worker.stop()
+
+
+async def test_a_worker_that_leaves_drains_whether_its_engine_answers_or_not(house: House) -> None:
+    tell = house.engine.on_state
+    assert tell is not None
+    await house.cards.get()
+    await house.worker.begin_drain()
+    tell(EngineState(answers=False))
+    tell(EngineState(answers=True, knows_cache=False))
+    states = [await house.cards.get(), await house.cards.get()]
+    assert [(card.draining, card.engine_silent) for card in states if card is not None] == [(True, False)] * 2
+    assert [card.cache_is_partial for card in states if card is not None] == [False, True]
+    await house.worker.stop()
 
 
 async def test_a_drain_has_a_limit(house: House) -> None:

@@ -133,6 +133,7 @@ def worker_card(
         component="prefill" if group.role is Role.PREFILL else "backend",
         serves=ModelType.Prefill if group.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=engine.kv_events,
+        engine="mock",
         runtime_config=replace(
             placed_config(fleet, group),
             total_kv_blocks=engine.total_kv_blocks,

@@ -130,6 +130,7 @@ def engine_card(
         tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
         takes_calls=True,
         names=attached.names,
+        engine=attached.version,
         runtime_config=replace(
             spec.runtime_config,
             taints=spec.runtime_config.taints

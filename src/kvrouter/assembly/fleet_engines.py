@@ -114,7 +114,7 @@ class AttachedFleet:
         """Wait until an engine that was set aside answers as another one than its worker's card describes."""
         while True:
             await asyncio.sleep(TRIED_AGAIN_S)
-            if worker.card.draining:
+            if worker.card.engine_silent:
                 try:
                     card = await self._asked_again(line)
                 except KvrouterError:

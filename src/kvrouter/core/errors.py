@@ -39,6 +39,7 @@ class Reason(StrEnum):
     BUSY = "busy"
     NOT_ALIVE = "not_alive"
     DRAINING = "draining"
+    ENGINE_SILENT = "engine_silent"
     CIRCUIT_OPEN = "circuit_open"
     KV_LOST = "kv_lost"
 

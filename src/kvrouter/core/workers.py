@@ -88,6 +88,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     client's call as it was written; the others serve what their frontend understands of it. With
     ``cache_is_partial`` some of its engine's KV events are lost for good: it holds more than it tells.
     ``names`` are what else calls may ask it for: another name of the model (None), or an adapter of it.
+    ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``; empty where nobody says. While it is
+    ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
     """
 
     worker_id: WorkerId
@@ -111,7 +113,14 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     names: Mapping[str, str | None] = {}
     cache_is_partial: bool = False
     draining: bool = False
+    engine: str = ""
+    engine_silent: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
+
+    @property
+    def takes_new_requests(self) -> bool:
+        """Whether new requests may be sent there; those that run go on in either case."""
+        return not (self.draining or self.engine_silent)
 
     def ranks(self) -> tuple[WorkerRank, ...]:
         """Every worker rank behind this card, in order."""

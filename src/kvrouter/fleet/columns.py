@@ -31,6 +31,7 @@ class Columns:
     dp_rank: npt.NDArray[np.int64]
     alive: BoolColumn
     draining: BoolColumn
+    engine_silent: BoolColumn
     circuit_open: BoolColumn
     prefill: BoolColumn
     decode_or_both: BoolColumn
@@ -39,6 +40,8 @@ class Columns:
     has_report: BoolColumn
     report_active_blocks: npt.NDArray[np.int64]
     report_prefill_tokens: npt.NDArray[np.int64]
+    report_running_requests: npt.NDArray[np.int64]
+    report_waiting_requests: npt.NDArray[np.int64]
     rank_hash: npt.NDArray[np.uint64]
 
     def __init__(self) -> None:
@@ -48,6 +51,7 @@ class Columns:
             "dp_rank": (np.int64, UNKNOWN),
             "alive": (np.bool_, False),
             "draining": (np.bool_, False),
+            "engine_silent": (np.bool_, False),
             "circuit_open": (np.bool_, False),
             "prefill": (np.bool_, False),
             "decode_or_both": (np.bool_, False),
@@ -56,6 +60,8 @@ class Columns:
             "has_report": (np.bool_, False),
             "report_active_blocks": (np.int64, 0),
             "report_prefill_tokens": (np.int64, UNKNOWN),
+            "report_running_requests": (np.int64, 0),
+            "report_waiting_requests": (np.int64, 0),
             "rank_hash": (np.uint64, 0),
         }
         self._full = {

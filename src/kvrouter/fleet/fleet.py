@@ -245,14 +245,14 @@ class Fleet:
         slot = self.slot_of(report.rank)
         if slot is None:
             return False
-        self.columns.write(slot, "has_report", True)
-        self.columns.write(slot, "report_active_blocks", report.active_blocks)
-        prefill_tokens = report.active_prefill_tokens
-        self.columns.write(
-            slot, "report_prefill_tokens", UNKNOWN if prefill_tokens is None else prefill_tokens
-        )
+        write = self.columns.write
+        write(slot, "has_report", True)
+        write(slot, "report_active_blocks", report.active_blocks)
+        write(slot, "report_prefill_tokens", _known(report.active_prefill_tokens))
+        write(slot, "report_running_requests", report.running_requests)
+        write(slot, "report_waiting_requests", report.waiting_requests)
         if report.total_blocks > 0:
-            self.columns.write(slot, "total_blocks", report.total_blocks)
+            write(slot, "total_blocks", report.total_blocks)
         return True
 
     # --- how
@@ -300,6 +300,7 @@ class Fleet:
         card, config, write = member.card, member.card.runtime_config, self.columns.write
         write(slot, "alive", member.alive)
         write(slot, "draining", card.draining)
+        write(slot, "engine_silent", card.engine_silent)
         write(slot, "circuit_open", member.circuit_open)
         write(slot, "prefill", card.role is Role.PREFILL)
         write(slot, "decode_or_both", card.role is not Role.PREFILL)

@@ -60,6 +60,8 @@ def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -
         "role": card.role.value,
         "alive": worker.alive,
         "draining": card.draining,
+        "engine": card.engine or None,
+        "engine_silent": card.engine_silent,
         "circuit": worker.circuit.value,
         "address": card.address,
         "endpoint": f"{card.namespace}.{card.component}.{card.endpoint}",
@@ -86,6 +88,8 @@ def _rank_json(rank: RankReading) -> Json:
         report = {
             "active_blocks": rank.report_active_blocks,
             "active_prefill_tokens": rank.report_prefill_tokens,
+            "running_requests": rank.report_running_requests,
+            "waiting_requests": rank.report_waiting_requests,
         }
     feed: Json | None = None
     if rank.feed is not None and rank.stale_s is not None and rank.silent_s is not None:

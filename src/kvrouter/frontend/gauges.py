@@ -46,8 +46,11 @@ class Gauges:
         telemetry.kv_events_missing.replace(page.missing)
         telemetry.worker_up.replace(page.up)
         telemetry.worker_draining.replace(page.draining)
+        telemetry.worker_engine_silent.replace(page.engine_silent)
         telemetry.worker_circuit.replace(page.circuit)
         telemetry.worker_blocks.replace(page.blocks)
+        telemetry.worker_running_requests.replace(page.running_requests)
+        telemetry.worker_waiting_requests.replace(page.waiting_requests)
         telemetry.ledger_active_blocks.replace(page.active_blocks)
         telemetry.ledger_prefill_tokens.replace(page.prefill_tokens)
         telemetry.feed_state.replace(page.feed_state)
@@ -61,8 +64,11 @@ class _Page:
     def __init__(self) -> None:
         self.up: Values = {}
         self.draining: Values = {}
+        self.engine_silent: Values = {}
         self.circuit: Values = {}
         self.blocks: Values = {}
+        self.running_requests: Values = {}
+        self.waiting_requests: Values = {}
         self.active_blocks: Values = {}
         self.prefill_tokens: Values = {}
         self.feed_state: Values = {}
@@ -77,6 +83,7 @@ class _Page:
         worker_id = str(card.worker_id)
         self.up[worker_id, card.model, card.role.value, _place(worker)] = float(worker.alive)
         self.draining[worker_id,] = float(card.draining)
+        self.engine_silent[worker_id,] = float(card.engine_silent)
         for state in CircuitState:
             self.circuit[worker_id, state.value] = float(worker.circuit is state)
         for rank in worker.ranks:
@@ -89,6 +96,10 @@ class _Page:
             self.blocks[*labels, "total"] = rank.total_blocks
         if rank.report_active_blocks is not None:
             self.blocks[*labels, "active"] = rank.report_active_blocks
+        if rank.report_running_requests is not None:
+            self.running_requests[labels] = rank.report_running_requests
+        if rank.report_waiting_requests is not None:
+            self.waiting_requests[labels] = rank.report_waiting_requests
         self.feed_state[*labels, "none"] = float(rank.feed is None)
         for state in FeedState:
             self.feed_state[*labels, state.name.lower()] = float(rank.feed is state)

@@ -26,6 +26,8 @@ class RankReading:
     total_blocks: int | None
     report_active_blocks: int | None
     report_prefill_tokens: int | None
+    report_running_requests: int | None
+    report_waiting_requests: int | None
     held_blocks: int | None
     feed: FeedState | None
     stale_s: float | None
@@ -79,6 +81,8 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     total_blocks=int(total_blocks) if np.isfinite(total_blocks) else None,
                     report_active_blocks=int(columns.report_active_blocks[slot]) if reported else None,
                     report_prefill_tokens=None if prefill_tokens == UNKNOWN else prefill_tokens,
+                    report_running_requests=int(columns.report_running_requests[slot]) if reported else None,
+                    report_waiting_requests=int(columns.report_waiting_requests[slot]) if reported else None,
                     held_blocks=None if held_of is None else held_of(slot),
                     feed=None if feed is None else _state(card, feed),
                     stale_s=None if feed is None else feed.stale_s,

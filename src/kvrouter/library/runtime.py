@@ -10,6 +10,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ class Client:
 
     def instance_ids(self) -> list[WorkerId]:
         """The workers that take requests, in order."""
-        return sorted(worker_id for worker_id, card in self._cards.items() if not card.draining)
+        return sorted(worker_id for worker_id, card in self._cards.items() if card.takes_new_requests)
 
     async def wait_for_instances(self) -> list[WorkerId]:
         """Return the workers as soon as there is one."""
@@ -157,8 +158,10 @@ class Client:
         self._refuse_when_closed()
         workers = self.instance_ids()
         if not workers:
-            draining = {Reason.DRAINING: len(self._cards)} if self._cards else {}
-            raise NoEligibleWorker("no worker serves this endpoint", refusals=draining)
+            refusals = Counter(
+                Reason.DRAINING if card.draining else Reason.ENGINE_SILENT for card in self._cards.values()
+            )
+            raise NoEligibleWorker("no worker serves this endpoint", refusals=refusals)
         return workers
 
     def _on_card(self, card: WorkerCard) -> None:

@@ -48,7 +48,7 @@ class Screen(NamedTuple):
     """Who may take one leg by all that does not depend on the other leg, nor on load.
 
     ``role`` are the worker ranks of the leg's role; ``steps`` are in the order in which they are asked, after
-    whether a rank answers and does not drain.
+    whether a rank takes anything new at all.
     """
 
     leg: Leg
@@ -83,8 +83,8 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
 
 
 def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
-    """Return the ranks of the leg's role that answer, do not drain and, but as a ``last_resort``, have no
-    open circuit: one object until the fleet changes.
+    """Return the ranks of the leg's role that answer, with their engines, do not drain and, but as a
+    ``last_resort``, have no open circuit: one object until the fleet changes.
     """
     return fleet.derived(_role_columns, (leg is Leg.PREFILL, last_resort)).ready
 
@@ -126,8 +126,12 @@ def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> lis
     if not left.any():
         return [Stopped(Reason.WRONG_ROLE, columns.present)]
     stopped = []
-    alive, not_draining = Step(Reason.NOT_ALIVE, columns.alive), Step(Reason.DRAINING, ~columns.draining)
-    for step in (alive, not_draining, *who.steps, *later):
+    there = (
+        Step(Reason.NOT_ALIVE, columns.alive),
+        Step(Reason.DRAINING, ~columns.draining),
+        Step(Reason.ENGINE_SILENT, ~columns.engine_silent),
+    )
+    for step in (*there, *who.steps, *later):
         stopped.append(Stopped(step.reason, left & ~step.passed))
         left = left & step.passed
     return stopped
@@ -137,7 +141,7 @@ def _role_columns(fleet: Fleet, key: tuple[bool, bool]) -> _RoleColumns:
     prefill, last_resort = key
     columns = fleet.columns
     role = columns.prefill if prefill else columns.decode_or_both
-    there = role & columns.alive & ~columns.draining
+    there = role & columns.alive & ~(columns.draining | columns.engine_silent)
     if last_resort or not fleet.has_open_circuits:
         return _RoleColumns(role, (), mask_of(there))
     circuits = Step(Reason.CIRCUIT_OPEN, ~columns.circuit_open)

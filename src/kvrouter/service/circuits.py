@@ -126,7 +126,7 @@ class Circuits:
             placement.has_begun = False
         worker_id = pick.rank.worker_id
         card = self._fleet.card(worker_id)
-        if not self._settings.failures or card is None or card.draining:
+        if not self._settings.failures or card is None or not card.takes_new_requests:
             return
         if not self._fleet.is_alive(worker_id):
             return  # the request plane knows, and will know when it is back

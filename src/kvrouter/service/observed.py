@@ -265,6 +265,7 @@ class ServiceObserved:
             role=card.role.value,
             domain=",".join(f"{key}={value}" for key, value in config.topology_domains.items()),
             taints=",".join(sorted(config.taints)),
+            reason="its engine does not answer" if card.engine_silent else None,
             enforcement=None
             if config.kv_transfer_enforcement is None
             else config.kv_transfer_enforcement.value,

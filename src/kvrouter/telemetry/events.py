@@ -120,7 +120,7 @@ class Fields(TypedDict, total=False):
     worker: str
     dp_rank: int
     taints: str
-    reason: str
+    reason: str | None
     code: str
     stage: str
     status: int
@@ -191,7 +191,8 @@ EVENTS: dict[Event, EventSpec] = {
     Event.REQUEST_FAILED: EventSpec(logging.WARNING, "A request ended with an error of ours."),
     Event.WORKER_JOINED: EventSpec(logging.INFO, "A worker was discovered."),
     Event.WORKER_CHANGED: EventSpec(
-        logging.INFO, "A worker published another card: domains, taints, capacity."
+        logging.INFO,
+        "A worker published another card: domains, taints, capacity, whether its engine answers.",
     ),
     Event.WORKER_DRAINING: EventSpec(logging.INFO, "A worker takes no new requests."),
     Event.WORKER_LEFT: EventSpec(logging.WARNING, "A worker is gone."),

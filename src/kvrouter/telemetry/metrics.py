@@ -268,7 +268,12 @@ class Telemetry(MetricsPage):
         "domain",
     )
     worker_draining = gauge(
-        "kvrouter_worker_draining", "1 for a worker that takes no new requests.", "worker"
+        "kvrouter_worker_draining", "1 for a worker that leaves: it takes no new requests.", "worker"
+    )
+    worker_engine_silent = gauge(
+        "kvrouter_worker_engine_silent",
+        "1 for a worker whose engine does not answer it: it takes no new requests until it does.",
+        "worker",
     )
     worker_blocks = gauge(
         "kvrouter_worker_blocks",
@@ -276,6 +281,18 @@ class Telemetry(MetricsPage):
         "worker",
         "dp_rank",
         "which",
+    )
+    worker_running_requests = gauge(
+        "kvrouter_worker_running_requests",
+        "Requests that a rank's engine runs, by its own latest load report, whoever sent them.",
+        "worker",
+        "dp_rank",
+    )
+    worker_waiting_requests = gauge(
+        "kvrouter_worker_waiting_requests",
+        "Requests that wait in a rank's engine, by its own latest load report, whoever sent them.",
+        "worker",
+        "dp_rank",
     )
 
     worker_circuit = gauge(

@@ -54,6 +54,7 @@ async def register_llm(
     publishes_kv_events: bool = True,
     event_source: EventSource | None = None,
     tokenizer: str | None = None,
+    engine: str = "",
     incarnation: Epoch | None = None,
 ) -> WorkerCard:
     """Publish a worker of ``model`` and return its card.
@@ -62,7 +63,8 @@ async def register_llm(
     Prefill workers register ``ModelType.Prefill``, all others ``ModelType.Chat | ModelType.Completions``;
     ``disaggregated`` ones of these take decode legs only. KV routing needs ``ModelInput.Tokens``.
     ``event_source`` is where the worker's events are heard, as its end of the event plane says (without one:
-    in this process); ``tokenizer`` the model's folder, for frontends that were given none of their own.
+    in this process); ``tokenizer`` the model's folder, for frontends that were given none of their own;
+    ``engine`` what serves behind it, such as ``vllm 0.32.0``, for whoever looks at the fleet.
 
     Raises ConfigError, whose ``param`` names the argument, for a card that cannot be routed to.
     """
@@ -96,6 +98,7 @@ async def register_llm(
         publishes_kv_events=publishes_kv_events,
         event_source=event_source or EventSource(EventLane.MEMORY),
         tokenizer=tokenizer,
+        engine=engine,
         runtime_config=runtime_config or ModelRuntimeConfig(),
     )
     await discovery.publish(card)

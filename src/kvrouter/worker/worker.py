@@ -77,7 +77,6 @@ class Worker:
         )
         self._engine_state = EngineState()
         self._engine_changed = asyncio.Event()
-        self._is_leaving = False
         self._has_told_strange_rank = False
         self._skipped_told = Seldom(again_after_s=SKIPPED_AGAIN_S)
 
@@ -115,12 +114,14 @@ class Worker:
             self._run(watch_topology(self._topology, self.card.runtime_config, self._moved))
 
     async def submit(self, request: EngineRequest) -> EngineStream:
-        """Accept a leg; a draining worker refuses, and the router goes elsewhere.
+        """Accept a leg. A worker that drains, or whose engine is silent, refuses: the router goes elsewhere.
 
         Raises ShuttingDown, or InvalidRequest for another model or a rank that this worker does not have.
         """
         if self.card.draining:
             raise ShuttingDown(f"worker {self.card.worker_id} is draining")
+        if self.card.engine_silent:
+            raise ShuttingDown(f"the engine of worker {self.card.worker_id} does not answer")
         if request.model != self.card.model:
             raise InvalidRequest(
                 f"worker {self.card.worker_id} serves {self.card.model}, not {request.model}", param="model"
@@ -139,7 +140,6 @@ class Worker:
 
     async def begin_drain(self) -> None:
         """Take no new legs; running ones go on."""
-        self._is_leaving = True
         self.card = replace(self.card, draining=True)
         await self._discovery.publish(self.card)
 
@@ -195,7 +195,7 @@ class Worker:
             state = self._engine_state
             card = replace(
                 self.card,
-                draining=self._is_leaving or not state.answers,
+                engine_silent=not state.answers,
                 cache_is_partial=not state.knows_cache,
             )
             if card != self.card:
