@@ -89,6 +89,12 @@ def test_every_required_taint_must_be_there(mode: RouterMode) -> None:
 
 
 @EVERY_MODE
+def test_a_worker_whose_engine_is_silent_is_not_picked(mode: RouterMode) -> None:
+    fleet = fleet_of(worker(1, engine_silent=True), worker(2), worker(3, engine_silent=True))
+    assert [route(request(), view(fleet, mode=mode)).decode.rank.worker_id for _ in range(6)] == [2] * 6
+
+
+@EVERY_MODE
 def test_each_rank_is_counted_once_for_the_first_reason_that_stops_it(mode: RouterMode) -> None:
     fleet = fleet_of(
         worker(1, draining=True),
