@@ -4,7 +4,6 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import new_client_from_config
 
 from tests.cluster.control_plane import AS_BEFORE_1_35, ControlPlane
+from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import add_nodes
 
 KEPT_LOGS = pytest.StashKey[list[Path]]()
-_numbers = count(1)
 
 
 @pytest.fixture(scope="session")
@@ -46,16 +45,6 @@ async def api(plane: ControlPlane) -> AsyncIterator[ApiClient]:
     api: ApiClient = await new_client_from_config(str(plane.admin))
     async with api:
         yield api
-
-
-@contextmanager
-def new_namespace(plane: ControlPlane) -> Iterator[str]:
-    """A namespace of this plane, where pods may be made; it is deleted at the end."""
-    name = f"test-{next(_numbers)}"
-    plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    plane.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", name, "--timeout=60s")
-    yield name
-    plane.kubectl("delete", "namespace", name, "--wait=false")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,8 +13,8 @@ from kvrouter.planes.discovery.kubernetes import Account, Pod
 from kvrouter.planes.discovery.kubernetes.api import ApiError, WorkersApi
 from kvrouter.planes.discovery.port import Gone
 from tests.cluster.certificates import LOOPBACK
-from tests.cluster.conftest import new_namespace
 from tests.cluster.control_plane import ControlPlane
+from tests.cluster.namespaces import new_namespace
 from tests.cluster.pods import BY_HAND, pod
 from tests.cluster.workers_store import (
     FRONTEND_VERBS,

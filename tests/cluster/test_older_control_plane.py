@@ -1,7 +1,7 @@
 """What the operator can not rest on where Kubernetes is older than 1.35."""
 
-from tests.cluster.conftest import new_namespace
 from tests.cluster.control_plane import ControlPlane, Features
+from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK, ZONE
 from tests.cluster.pods import bound_by_hand
 

@@ -228,7 +228,11 @@ async def test_the_latest_load_arrives_and_comes_again_with_a_new_connection(beh
             opened.load(active_blocks=blocks, total_blocks=9, dp_rank=1)
         await flush(opened)
         latest = LoadReport(
-            WorkerRank(WORKER, DpRank(1)), active_blocks=3, total_blocks=9, running_requests=1
+            WorkerRank(WORKER, DpRank(1)),
+            active_blocks=3,
+            total_blocks=9,
+            active_prefill_tokens=0,
+            running_requests=1,
         )
         assert behind.loads[-1] == latest
         n_loads = len(behind.loads)
