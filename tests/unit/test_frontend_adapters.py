@@ -7,7 +7,6 @@ import pytest
 from msgspec import structs
 
 from kvrouter.core.constraints import adapter_taint
-from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import ModelRuntimeConfig, WorkerCard
 from tests.support.fleets import MODEL, card
@@ -43,13 +42,6 @@ async def test_an_adapter_is_asked_for_where_it_is() -> None:
             assert response.headers["x-kvrouter-decode-worker"] == "2"
         requests = [stream.request for stream in house.plane.opened]
     assert {(request.model, request.lora_name) for request in requests} == {(MODEL, ADAPTER)}
-
-
-async def test_its_blocks_are_its_own() -> None:
-    prompt = list(range(64))
-    assert block_hashes(prompt, block_size=16, seed=hash_seed(lora_name=ADAPTER)) != block_hashes(
-        prompt, block_size=16, seed=hash_seed()
-    )
 
 
 @pytest.mark.parametrize("name", [MODEL, OTHER_NAME])

@@ -234,6 +234,14 @@ async def test_what_cannot_be_tokenized_here_is_the_engines_to_judge(fields: dic
     assert response.json()["error"]["param"] == "theirs"
 
 
+@pytest.mark.parametrize("prompt", [[1, -1], [1, 2**32], [1, "a"], [1, 2.5], [1, None], [1, [2]]])
+async def test_tokens_that_are_none_are_refused_here(prompt: list[object]) -> None:
+    async with open_house(taking(1), script=streams("Paris")) as house:
+        response = await house.complete(prompt)
+        assert house.plane.opened == []
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
 async def test_a_fleet_of_both_kinds_answers_with_tokens() -> None:
     async with open_house(taking(1), card(2), script=goes_on("Paris")) as house:
         response = await house.chat()

@@ -11,8 +11,6 @@ from kvrouter.frontend.openai.passed import PassedBody, PassedCall
 from kvrouter.text.messages import media_named
 from kvrouter.text.model import TextModel
 
-TOKEN_LIMIT = 2**32
-
 LONG_BODY_BYTES = 256 * 1024
 """Pictures in a longer call are named in a thread: it takes a while to read them."""
 
@@ -68,9 +66,12 @@ async def _prompt_tokens(body: PassedBody, text: TextModel) -> PassedTokens:
     if isinstance(prompt, str):
         return PassedTokens(await text.encode_prompt(prompt), is_exact)
     if isinstance(prompt, list):
-        if all(isinstance(token, int) and 0 <= token < TOKEN_LIMIT for token in prompt):
+        try:
             return PassedTokens(array("I", prompt), is_exact)
-        raise InvalidRequest("prompt: token ids are integers from 0 to 2**32-1", param="prompt")
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest(
+                "prompt: token ids are integers from 0 to 2**32-1", param="prompt"
+            ) from error
     return PassedTokens(array("I"), is_exact=False)
 
 

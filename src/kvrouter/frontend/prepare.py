@@ -39,9 +39,10 @@ class Hall:
 
     def named(self, name: str) -> Named:
         """Return the model that calls mean by ``name``, and the adapter; an unknown name as it is."""
-        models = tuple(self._service.models())
-        if not any(model.fleet.model == name for model in models):
-            for model in models:
+        try:
+            return Named(self._service.model(ModelName(name)).fleet.model, None)
+        except UnknownModel:
+            for model in self._service.models():
                 if name in model.fleet.names:
                     return Named(model.fleet.model, model.fleet.names[name])
         return Named(ModelName(name), None)
