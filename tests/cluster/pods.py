@@ -3,18 +3,20 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Any
 
-from kubernetes.aio.client import ApiClient, CoreV1Api
-from kubernetes.aio.watch import Watch
+from kubernetes.aio.client import ApiClient
 
+from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.kinds import PODS, key_of
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
 
 BY_HAND = {"kvrouter.test/kubelet": "by-hand"}
 """Labels of a pod that KWOK leaves alone: whoever wants it to run, and to go, writes so itself."""
 
-BOUND_WITHIN_S = 120.0
+BOUND_WITHIN_S = 120
 
 
 def pod(namespace: str, name: str, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -33,15 +35,11 @@ async def bound(plane: ControlPlane, api: ApiClient, manifest: Mapping[str, Any]
     namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
     before = plane.read("pods", "--namespace", namespace)["metadata"]["resourceVersion"]
     plane.apply(manifest)
-    async with asyncio.timeout(BOUND_WITHIN_S), Watch() as watch:
-        async for event in watch.stream(
-            CoreV1Api(api).list_namespaced_pod,
-            namespace,
-            field_selector=f"metadata.name={name}",
-            resource_version=before,
-        ):
-            seen: dict[str, Any] = event["raw_object"]
-            if "nodeName" in seen["spec"]:
+    watch = Cluster(api).watch(PODS, before, namespace=namespace, for_s=BOUND_WITHIN_S)
+    async with asyncio.timeout(BOUND_WITHIN_S), aclosing(watch):
+        async for _, told in watch:
+            seen: dict[str, Any] = told
+            if key_of(told) == (namespace, name) and "nodeName" in seen["spec"]:
                 return seen
     raise ConnectionError("the watch ended before the pod was bound")
 

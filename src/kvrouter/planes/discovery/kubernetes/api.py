@@ -137,7 +137,7 @@ class WorkersApi:
                 await self._check(response)
             yield _events(response)
         finally:
-            response.close()
+            _hang_up(response)
 
     async def _ask(
         self, method: str, url: str, *, params: dict[str, str] | None = None, body: bytes | None = None
@@ -182,6 +182,14 @@ class WorkersApi:
 
     def _url(self, worker_id: WorkerId) -> str:
         return f"{self._path}/{name_of(self._fleet, worker_id)}"
+
+
+def _hang_up(response: aiohttp.ClientResponse) -> None:
+    """End a connection now: a polite end of TLS waits for the peer, and outlives the session's own close."""
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    response.close()
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
