@@ -10,13 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tests.cluster.control_plane import ControlPlane
+from tests.support.chart import OF_ROLES, is_hook, rendered
 
 CRDS = Path(__file__).parents[2] / "deploy" / "crds"
 IMAGE = "example.com/kvrouter:test"
-ROLES = Path(__file__).parents[2] / "deploy" / "operator" / "roles.yaml"
 ENDS_WITHIN_S = 60.0
 WAIT = "--timeout=120s"
 
@@ -28,29 +26,16 @@ def install_crds(plane: ControlPlane) -> None:
         plane.kubectl("wait", "--for=condition=Established", "--filename", str(path), WAIT)
 
 
-def account_with_roles(plane: ControlPlane, namespace: str, name: str) -> Path:
-    """Make a service account with the roles that the project ships; answers with its kubeconfig."""
-    plane.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(namespace, name)})
-    account = {"kind": "ServiceAccount", "namespace": namespace, "name": name}
-    for role in yaml.safe_load_all(ROLES.read_text()):
-        kind, of = role["kind"], role["metadata"]["name"]
-        binding = {
-            "apiVersion": role["apiVersion"],
-            "kind": f"{kind}Binding",
-            "metadata": _named(namespace, f"{of}-{namespace}"),
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": of},
-            "subjects": [account],
-        }
-        if kind == "Role":
-            role["metadata"]["namespace"] = namespace
-        else:
-            del binding["metadata"]["namespace"]
-        plane.apply(role, binding)
+def account_with_roles(plane: ControlPlane, namespace: str, name: str, **values: object) -> Path:
+    """Make a service account with the roles that the chart has for it; answers with its kubeconfig."""
+    given = {"serviceAccount": {"name": name}, **values}
+    manifests = [
+        each
+        for each in rendered(given, namespace=namespace)
+        if each["kind"] in OF_ROLES and not is_hook(each)
+    ]
+    plane.apply(*manifests)
     return plane.account_kubeconfig(namespace, name)
-
-
-def _named(namespace: str, name: str) -> dict[str, str]:
-    return {"namespace": namespace, "name": name}
 
 
 class Operator:
