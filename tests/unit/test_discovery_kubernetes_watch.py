@@ -12,7 +12,7 @@ import pytest
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.kubernetes import watch as watch_module
+from kvrouter.planes.discovery.kubernetes import follow
 from kvrouter.planes.discovery.kubernetes.account import Account
 from kvrouter.planes.discovery.kubernetes.api import ApiError, WorkersApi
 from kvrouter.planes.discovery.kubernetes.backoff import Backoff
@@ -154,7 +154,7 @@ async def test_a_watch_that_is_too_old_begins_anew_and_nobody_is_lost_or_doubled
 async def test_a_watch_that_ends_goes_on_from_the_last_version_that_it_heard(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_module, "LIVES_LEAST_S", -1.0)
+    monkeypatch.setattr(follow, "LIVES_LEAST_S", -1.0)
     await scene.listen()
     scene.api.tell([scene.api.write(card(1))])
     scene.api.tell(None)
@@ -177,7 +177,7 @@ async def test_watches_that_end_at_once_are_asked_for_ever_more_seldom(
             waits.append(super().after(error))
             return 0.0
 
-    monkeypatch.setattr(watch_module, "Backoff", Told)
+    monkeypatch.setattr(follow, "Backoff", Told)
     await scene.listen()
     for n_ends in range(1, 9):
         scene.api.tell(None)
