@@ -8,11 +8,20 @@ import pytest
 from kvrouter.assembly.router_wires import needs_nats
 from kvrouter.config import load_settings
 from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.operator.plan import fleet_name
 from kvrouter.planes.discovery.kubernetes import Account, KubernetesDiscovery, Pod, account_of_pod
 from kvrouter.planes.discovery.kubernetes.account import Token
-from kvrouter.planes.discovery.kubernetes.api import ApiError, reason
+from kvrouter.planes.discovery.kubernetes.api import reason
 from kvrouter.planes.discovery.kubernetes.backoff import Backoff
-from kvrouter.planes.discovery.kubernetes.objects import Status, WorkerObject, encode_object, record_of
+from kvrouter.planes.discovery.kubernetes.objects import (
+    FLEET_LABEL,
+    Status,
+    WorkerObject,
+    checked_fleet,
+    encode_object,
+    record_of,
+)
+from kvrouter.planes.discovery.kubernetes.server import ApiError
 from kvrouter.planes.discovery.wire import CardRecord
 from tests.support.discovery_stores import card, nobody
 
@@ -50,11 +59,27 @@ def test_an_object_is_of_the_fleet_and_the_worker_that_its_name_says() -> None:
             record_of(renamed, fleet="a-1")
 
 
+def test_a_fleet_of_an_operators_deployment_has_objects_of_its_own() -> None:
+    found = msgspec.json.decode(encode_object(RECORD, fleet="team_a-1"), type=WorkerObject)
+    assert (found.metadata.name, found.metadata.labels) == ("team.a-1-5", {FLEET_LABEL: "team_a-1"})
+    assert record_of(found, fleet="team_a-1") == RECORD
+    for other in ("team-a-1", "team_a_1", "team_a"):
+        with pytest.raises(ProtocolError):
+            record_of(found, fleet=other)
+    long = fleet_name("n" * 60, "d.e" * 60)
+    assert checked_fleet(long) == long
+    assert checked_fleet(fleet_name("team", "a-1")) == "team_a-1"
+    assert checked_fleet(fleet_name("1team", "a.b")) != checked_fleet(fleet_name("1team", "a-b"))
+
+
 @pytest.mark.parametrize(
     ("param", "changes"),
     [
         ("namespace", {"namespace": "Space"}),
-        ("namespace", {"namespace": "a_b"}),
+        ("namespace", {"namespace": "a.b"}),
+        ("namespace", {"namespace": "a__b"}),
+        ("namespace", {"namespace": "a_-b"}),
+        ("namespace", {"namespace": "a" * 64}),
         ("namespace", {"namespace": "-a"}),
         ("namespace", {"namespace": ""}),
         ("lease_s", {"lease_s": 0.0}),

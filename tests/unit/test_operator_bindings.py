@@ -1,13 +1,16 @@
 """Which policies for bindings are wanted: one for each set of levels, for the workers that need it."""
 
+import re
 from typing import Any
 
 from kvrouter.operator.api import ClusterTopology, Level
 from kvrouter.operator.facts import ClusterFacts, Grove
 from kvrouter.operator.labels import Copy
-from kvrouter.operator.reconcile.bindings import Wanted, policies_for, wanted_by
+from kvrouter.operator.reconcile.bindings import OPERATOR_LABEL, Wanted, owner_label, policies_for, wanted_by
+from kvrouter.operator.reconcile.kinds import Key, metadata_of
 
 ZONE = Copy("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
+LEASE = Key("kvrouter-system", "kvrouter-operator")
 RACK = Copy("rack", "example.com/rack", "example.com/rack")
 
 
@@ -17,13 +20,33 @@ def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
         Wanted("a", ("llm-decode", "llm-prefill"), (ZONE,)),
         Wanted("a", ("code-decode",), (RACK,)),
     ]
-    policies = policies_for(wanted, "kvrouter-topology-")
-    assert policies == policies_for(reversed(wanted), "kvrouter-topology-")
+    policies = policies_for(wanted, LEASE)
+    assert policies == policies_for(reversed(wanted), LEASE)
     told = sorted(str(policy["spec"]) for policy, _ in policies.values())
     assert len(told) == 2
     assert sum("'values': ['a', 'b']" in spec and "chat-decode-" in spec for spec in told) == 1
     assert sum("'values': ['a']" in spec and "code-decode-" in spec for spec in told) == 1
     assert all(name.startswith("kvrouter-topology-") for name in policies)
+
+
+def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None:
+    others = [
+        Key("kvrouter-system", "other"),
+        Key("kvrouter", "system.kvrouter-operator"),
+        Key("n" * 63, "l" * 253),
+    ]
+    names = set[str]()
+    for lease in (LEASE, *others):
+        label = owner_label(lease)
+        assert re.fullmatch(r"[a-z0-9][-a-z0-9.]{0,61}[a-z0-9]", label)
+        ((name, manifests),) = policies_for([Wanted("a", ("llm-decode",), (ZONE,))], lease).items()
+        names.add(name)
+        for manifest in manifests:
+            labels = metadata_of(manifest)["labels"]
+            assert isinstance(labels, dict)
+            assert labels[OPERATOR_LABEL] == label
+            assert labels["app.kubernetes.io/managed-by"] == "kvrouter-operator"
+    assert len(names) == 4
 
 
 def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> None:

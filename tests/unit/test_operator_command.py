@@ -32,3 +32,21 @@ def test_a_kubeconfig_that_is_none_is_told(tmp_path: Path, capsys: pytest.Captur
     path.write_text("clusters: []\n")
     assert main(["operator", "run", "--image", "kvrouter", "--kubeconfig", str(path)]) == 2
     assert "kvrouter: --kubeconfig" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--discovery", "nats"), ("--request-plane", "nats"), ("--event-plane", "jetstream")]
+)
+def test_a_plane_of_nats_needs_to_know_where_that_is(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["operator", "run", "--image", "kvrouter", flag, value]) == 2
+    assert f"{flag} is NATS: say with --nats-server where that is" in capsys.readouterr().err
+
+
+def test_clean_up_needs_a_cluster_as_the_operator_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    assert main(["operator", "clean-up"]) == 2
+    assert "no --kubeconfig is given, and this is no pod of a cluster" in capsys.readouterr().err

@@ -4,16 +4,51 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from kvrouter.config.planes import DiscoveryBackend, RequestPlaneKind
+from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind
 from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.logs import configure_logging
 
+if TYPE_CHECKING:  # these need the extra
+    from kvrouter.operator.plan import PlanDefaults
+    from kvrouter.operator.run import CertificateFiles, CertificateSecret
+
 EXTRA = "kubernetes"
 OF_EXTRA = ("cryptography", "kubernetes")
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFlags:
+    """What ``kvrouter operator run`` was told."""
+
+    kubeconfig: Path | None
+    lease_namespace: str
+    lease_name: str
+    namespace: str
+    image: str
+    wait_timeout_s: int
+    nats_server: str | None
+    discovery: str
+    request_plane: str
+    event_plane: str
+    plane_token_secret: str | None
+    plane_token_key: str
+    host: str
+    http_port: int
+    admission_port: int
+    certificate: Path | None
+    certificate_secret: str | None
+    webhook: str
+    service: str
 
 
 @click.group()
@@ -21,53 +56,137 @@ def operator() -> None:
     """Look after DynamoGraphDeployments in a Kubernetes cluster."""
 
 
+def of_installation(command: F) -> F:
+    """Add the options by which every command finds the cluster, and which operator is meant."""
+    for option in (
+        click.option(
+            "--lease-name",
+            default="kvrouter-operator",
+            show_default=True,
+            metavar="NAME",
+            help="What the lease is called.",
+        ),
+        click.option(
+            "--lease-namespace",
+            envvar="POD_NAMESPACE",
+            default="default",
+            show_default=True,
+            metavar="NAME",
+            help="Where the lease is that one of the replicas holds.  [POD_NAMESPACE]",
+        ),
+        click.option(
+            "--kubeconfig",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="How to reach the cluster.  [default: the service account of this pod]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def of_planes(command: F) -> F:
+    """Add the options that say how the processes of deployments find and reach each other."""
+    for option in (
+        click.option(
+            "--plane-token-key",
+            default="token",
+            show_default=True,
+            metavar="KEY",
+            help="The key of that Secret under which the token is.",
+        ),
+        click.option(
+            "--plane-token-secret",
+            metavar="NAME",
+            help="The Secret with the token that frontends and workers share; each namespace of deployments "
+            "needs one of this name.  [default: no token]",
+        ),
+        click.option(
+            "--event-plane",
+            type=click.Choice([kind.value for kind in EventPlaneKind]),
+            default=EventPlaneKind.AUTO.value,
+            show_default=True,
+            help="How KV events reach frontends. auto is zmq with --discovery kubernetes.",
+        ),
+        click.option(
+            "--request-plane",
+            type=click.Choice([kind.value for kind in RequestPlaneKind]),
+            default=RequestPlaneKind.TCP.value,
+            show_default=True,
+            help="How frontends send requests to workers.",
+        ),
+        click.option(
+            "--discovery",
+            type=click.Choice([DiscoveryBackend.KUBERNETES.value, DiscoveryBackend.NATS.value]),
+            default=DiscoveryBackend.KUBERNETES.value,
+            show_default=True,
+            help="Where workers are announced.",
+        ),
+        click.option(
+            "--nats-server",
+            metavar="URL",
+            help="NATS, as the pods of deployments reach it; needed where a plane is NATS.  [default: none]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def of_admission(command: F) -> F:
+    """Add the options of the admission door."""
+    for option in (
+        click.option(
+            "--service",
+            default="kvrouter-operator",
+            show_default=True,
+            metavar="NAME",
+            help="The Service, beside the lease, by which that finds the door; with --certificate-secret.",
+        ),
+        click.option(
+            "--webhook",
+            default="kvrouter-operator",
+            show_default=True,
+            metavar="NAME",
+            help="The ValidatingWebhookConfiguration that must trust it; with --certificate-secret.",
+        ),
+        click.option(
+            "--certificate-secret",
+            metavar="NAME",
+            help="Open it with a certificate of its own, kept in this Secret beside the lease and renewed.",
+        ),
+        click.option(
+            "--certificate",
+            type=click.Path(path_type=Path),
+            metavar="FOLDER",
+            help="Open the admission door with FOLDER/tls.crt and tls.key, as cert-manager's Secret has "
+            "them.",
+        ),
+        click.option(
+            "--admission-port",
+            type=click.IntRange(0, 65_535),
+            default=9443,
+            show_default=True,
+            help="The port of the admission door; with --certificate.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @operator.command("run", short_help="Run one replica of the operator.")
-@click.option(
-    "--kubeconfig",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="How to reach the cluster.  [default: the service account of this pod]",
-)
+@of_installation
 @click.option(
     "--namespace", default="", metavar="NAME", help="Look after this namespace alone.  [default: all]"
 )
 @click.option("--image", required=True, metavar="IMAGE", help="The image that holds kvrouter.")
 @click.option(
-    "--nats-server",
-    default="nats://kvrouter-nats:4222",
+    "--wait-timeout-s",
+    type=click.IntRange(min=1),
+    default=300,
     show_default=True,
-    metavar="URL",
-    help="NATS, as the pods of deployments reach it.",
+    help="How long a worker's init container waits for its place before it is started again.",
 )
-@click.option(
-    "--request-plane",
-    type=click.Choice([kind.value for kind in RequestPlaneKind]),
-    default=RequestPlaneKind.TCP.value,
-    show_default=True,
-    help="How their frontends send requests to workers.",
-)
-@click.option(
-    "--discovery",
-    type=click.Choice([DiscoveryBackend.NATS.value, DiscoveryBackend.KUBERNETES.value]),
-    default=DiscoveryBackend.NATS.value,
-    show_default=True,
-    help="Where their workers are announced.",
-)
-@click.option(
-    "--lease-namespace",
-    envvar="POD_NAMESPACE",
-    default="default",
-    show_default=True,
-    metavar="NAME",
-    help="Where the lease is that one of the replicas holds.  [POD_NAMESPACE]",
-)
-@click.option(
-    "--lease-name",
-    default="kvrouter-operator",
-    show_default=True,
-    metavar="NAME",
-    help="What the lease is called.",
-)
+@of_planes
 @click.option("--host", default="0.0.0.0", show_default=True, help="Where it listens.")  # noqa: S104
 @click.option(
     "--http-port",
@@ -76,74 +195,55 @@ def operator() -> None:
     show_default=True,
     help="The port of /healthz, /readyz and /metrics.",
 )
-@click.option(
-    "--admission-port",
-    type=click.IntRange(0, 65_535),
-    default=9443,
-    show_default=True,
-    help="The port of the admission door; with --certificate.",
-)
-@click.option(
-    "--certificate",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Open the admission door with FOLDER/tls.crt and tls.key, as cert-manager's Secret has them.",
-)
-@click.option(
-    "--certificate-secret",
-    metavar="NAME",
-    help="Open it with a certificate of its own, kept in this Secret beside the lease and renewed.",
-)
-@click.option(
-    "--webhook",
-    default="kvrouter-operator",
-    show_default=True,
-    metavar="NAME",
-    help="The ValidatingWebhookConfiguration that must trust it; with --certificate-secret.",
-)
-@click.option(
-    "--service",
-    default="kvrouter-operator",
-    show_default=True,
-    metavar="NAME",
-    help="The Service, beside the lease, by which that finds the door; with --certificate-secret.",
-)
+@of_admission
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text")
-def operator_run(
-    *,
-    kubeconfig: Path | None,
-    namespace: str,
-    image: str,
-    nats_server: str,
-    request_plane: str,
-    discovery: str,
-    lease_namespace: str,
-    lease_name: str,
-    host: str,
-    http_port: int,
-    admission_port: int,
-    certificate: Path | None,
-    certificate_secret: str | None,
-    webhook: str,
-    service: str,
-    log_level: str,
-    log_format: str,
-) -> None:
+def operator_run(*, log_level: str, log_format: str, **flags: object) -> None:
     """Make of every DynamoGraphDeployment its Deployments and Services, and tell in its status how it is.
 
     Run two: one holds the lease and writes, the other follows, answers at the admission door, and takes over
     when the first one ends or is not heard of for 15 s.
     """
-    try:
-        from kvrouter.operator.plan import PlanDefaults  # noqa: PLC0415
+    with _extra_is_there():
         from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
-        from kvrouter.operator.run import (  # noqa: PLC0415
-            CertificateFiles,
-            CertificateSecret,
-            OperatorSettings,
-            run_operator,
-        )
+        from kvrouter.operator.run import OperatorSettings, run_operator  # noqa: PLC0415
+    configure_logging(log_level, log_format=log_format)
+    told = RunFlags(**flags)  # type: ignore[arg-type]  # click checked them
+    settings = OperatorSettings(
+        identity=_identity(),
+        lease=Key(told.lease_namespace, told.lease_name),
+        defaults=_defaults(told),
+        kubeconfig=told.kubeconfig,
+        namespace=told.namespace,
+        host=told.host,
+        http_port=told.http_port,
+        admission_port=told.admission_port,
+        certificate=_certificate(told),
+    )
+    sys.exit(run_operator(settings))
+
+
+@operator.command("clean-up", short_help="Remove what uninstalling would leave in the cluster.")
+@of_installation
+def operator_clean_up(*, kubeconfig: Path | None, lease_namespace: str, lease_name: str) -> None:
+    """Remove the admission policies that the operator with this lease wrote: no other object owns them.
+
+    Run it before the operator is uninstalled. A replica that still leads stops within seconds; deployments
+    and their pods go on. To run it again is no mistake.
+    """
+    with _extra_is_there():
+        from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
+        from kvrouter.operator.run import clean_up_operator  # noqa: PLC0415
+    removed = clean_up_operator(Key(lease_namespace, lease_name), kubeconfig, f"clean-up_{_identity()}")
+    for line in removed or ["nothing to remove"]:
+        click.echo(line)
+
+
+@contextmanager
+def _extra_is_there() -> Iterator[None]:
+    """Say of a package that is missing how to install it."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in OF_EXTRA:
@@ -151,32 +251,42 @@ def operator_run(
         raise ConfigError(
             f"the operator needs {package}, which is not installed: pip install 'kvrouter[{EXTRA}]'"
         ) from error
-    configure_logging(log_level, log_format=log_format)
-    shown: CertificateFiles | CertificateSecret | None = None
-    if certificate is not None and certificate_secret is not None:
-        raise click.UsageError("give --certificate or --certificate-secret, and not both")
-    if certificate is not None:
-        shown = CertificateFiles(cert=certificate / "tls.crt", key=certificate / "tls.key")
-    elif certificate_secret is not None:
-        shown = CertificateSecret(
-            secret=Key(lease_namespace, certificate_secret),
-            webhook=webhook,
-            dns_names=(f"{service}.{lease_namespace}.svc",),
-        )
-    settings = OperatorSettings(
-        identity=f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}",
-        lease=Key(lease_namespace, lease_name),
-        defaults=PlanDefaults(
-            image=image,
-            nats_server=nats_server,
-            request_plane=RequestPlaneKind(request_plane),
-            discovery=DiscoveryBackend(discovery),
-        ),
-        kubeconfig=kubeconfig,
-        namespace=namespace,
-        host=host,
-        http_port=http_port,
-        admission_port=admission_port,
-        certificate=shown,
+
+
+def _identity() -> str:
+    return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+
+
+def _defaults(told: RunFlags) -> "PlanDefaults":
+    from kvrouter.operator.plan import PlanDefaults, SecretKey  # noqa: PLC0415
+
+    secret = told.plane_token_secret
+    found = PlanDefaults(
+        image=told.image,
+        nats_server=told.nats_server,
+        request_plane=RequestPlaneKind(told.request_plane),
+        discovery=DiscoveryBackend(told.discovery),
+        event_plane=EventPlaneKind(told.event_plane),
+        plane_token=None if secret is None else SecretKey(secret, told.plane_token_key),
+        wait_timeout_s=told.wait_timeout_s,
     )
-    sys.exit(run_operator(settings))
+    for plane in found.planes_of_nats if told.nats_server is None else ():
+        raise click.UsageError(f"--{plane} is NATS: say with --nats-server where that is")
+    return found
+
+
+def _certificate(told: RunFlags) -> "CertificateFiles | CertificateSecret | None":
+    from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
+    from kvrouter.operator.run import CertificateFiles, CertificateSecret  # noqa: PLC0415
+
+    if told.certificate is not None and told.certificate_secret is not None:
+        raise click.UsageError("give --certificate or --certificate-secret, and not both")
+    if told.certificate is not None:
+        return CertificateFiles(cert=told.certificate / "tls.crt", key=told.certificate / "tls.key")
+    if told.certificate_secret is None:
+        return None
+    return CertificateSecret(
+        secret=Key(told.lease_namespace, told.certificate_secret),
+        webhook=told.webhook,
+        dns_names=(f"{told.service}.{told.lease_namespace}.svc",),
+    )

@@ -17,6 +17,7 @@ from kvrouter.operator.admission.server import AdmissionDoor
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.observed import Observed, log
 from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.reconcile.clean_up import clean_up
 from kvrouter.operator.reconcile.cluster import Cluster
 from kvrouter.operator.reconcile.driver import Driver
 from kvrouter.operator.reconcile.election import LeaseTimes
@@ -75,6 +76,19 @@ def run_operator(settings: OperatorSettings) -> int:
     return 0
 
 
+def clean_up_operator(lease: Key, kubeconfig: Path | None, identity: str) -> list[str]:
+    """Remove what the operator of ``lease`` wrote and no object owns; return what went.
+
+    Raises ConfigError for what cannot sign in, and ClusterError.
+    """
+
+    async def signed_in() -> list[str]:
+        async with _signed_in(kubeconfig) as api:
+            return await clean_up(Cluster(api), lease, identity, LeaseTimes())
+
+    return asyncio.run(signed_in())
+
+
 async def _run(settings: OperatorSettings) -> None:
     observed = Observed()
     async with AsyncExitStack() as stack:
@@ -92,6 +106,7 @@ async def _run(settings: OperatorSettings) -> None:
                 cluster,
                 defaults=settings.defaults,
                 identity=settings.identity,
+                lease=settings.lease,
                 namespace=settings.namespace,
                 listener=observed,
             ).run()

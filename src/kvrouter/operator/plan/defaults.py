@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvrouter.config.planes import DiscoveryBackend, RequestPlaneKind
+from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, RequestPlaneKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,32 @@ class PlanDefaults:
     """What containers get that do not say otherwise themselves.
 
     ``image`` holds kvrouter: it runs the init container, and each container that names no image of its own.
-    ``nats_server`` is where the fleet's NATS is, the chart's own or another one. ``wait_timeout_s`` is how
-    long an init container waits for topology files before it fails and is started again.
+    ``nats_server`` is where the fleet's NATS is, the chart's own or another one; None where there is none.
+    ``wait_timeout_s`` is how long an init container waits for topology files before it fails and is started
+    again.
     """
 
     image: str
-    nats_server: str = "nats://kvrouter-nats:4222"
+    nats_server: str | None = None
     request_plane: RequestPlaneKind = RequestPlaneKind.TCP
-    discovery: DiscoveryBackend = DiscoveryBackend.NATS
+    discovery: DiscoveryBackend = DiscoveryBackend.KUBERNETES
+    event_plane: EventPlaneKind = EventPlaneKind.AUTO
     plane_token: SecretKey | None = None
     wait_timeout_s: int = 300
+
+    @property
+    def event_lane(self) -> EventPlaneKind:
+        """How KV events travel: where workers are announced in Kubernetes nothing else has to run."""
+        if self.event_plane is EventPlaneKind.AUTO and self.discovery is DiscoveryBackend.KUBERNETES:
+            return EventPlaneKind.ZMQ
+        return self.event_plane
+
+    @property
+    def planes_of_nats(self) -> tuple[str, ...]:
+        """The planes that need NATS."""
+        needs = {
+            "discovery": self.discovery is DiscoveryBackend.NATS,
+            "request-plane": self.request_plane is RequestPlaneKind.NATS,
+            "event-plane": self.event_lane in (EventPlaneKind.NATS, EventPlaneKind.JETSTREAM),
+        }
+        return tuple(plane for plane, is_needed in needs.items() if is_needed)

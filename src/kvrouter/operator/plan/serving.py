@@ -90,8 +90,13 @@ def _variables(
         variable("DYN_NAMESPACE", fleet_name(metadata.namespace, metadata.name)),
         variable("DYN_DISCOVERY_BACKEND", defaults.discovery.value),
         variable("DYN_REQUEST_PLANE", defaults.request_plane.value),
-        variable("NATS_SERVER", defaults.nats_server),
+        variable("DYN_EVENT_PLANE", defaults.event_lane.value),
+        _field("POD_NAME", "metadata.name"),
+        _field("POD_UID", "metadata.uid"),
+        _field("POD_NAMESPACE", "metadata.namespace"),
     ]
+    if defaults.nats_server is not None:
+        found.append(variable("NATS_SERVER", defaults.nats_server))
     if defaults.plane_token is not None:
         token: JsonValue = {"name": defaults.plane_token.name, "key": defaults.plane_token.key}
         found.append({"name": "KVROUTER_PLANE_TOKEN", "valueFrom": {"secretKeyRef": token}})
@@ -100,9 +105,14 @@ def _variables(
         found.append(variable(HTTP_PORT_VARIABLE, str(HTTP_PORT)))
     else:
         found.append(variable("KVROUTER_LISTEN_HOST", "0.0.0.0"))  # noqa: S104 - as above
-        pod_ip: JsonValue = {"fieldRef": {"fieldPath": "status.podIP"}}
-        found.append({"name": "KVROUTER_ADVERTISE_HOST", "valueFrom": pod_ip})
+        found.append(_field("KVROUTER_ADVERTISE_HOST", "status.podIP"))
     return found
+
+
+def _field(name: str, path: str) -> Manifest:
+    """A variable with what the pod is, by the Downward API."""
+    field: JsonValue = {"fieldRef": {"fieldPath": path}}
+    return {"name": name, "valueFrom": field}
 
 
 def _open_door(draft: PodDraft) -> None:

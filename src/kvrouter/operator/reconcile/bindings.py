@@ -2,16 +2,16 @@
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from kvrouter.operator.api import Level, read_deployment
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, PolicyScope, binding_policy, resolve
-from kvrouter.operator.plan import MANAGER, object_name
+from kvrouter.operator.plan import object_name
 from kvrouter.operator.policy import read_policy
 from kvrouter.operator.reconcile.cluster import Cluster
-from kvrouter.operator.reconcile.kinds import Kind, Manifest, key_of, uid_of
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of
 
 POLICIES = Kind(
     "admissionregistration.k8s.io/v1",
@@ -23,6 +23,16 @@ POLICY_BINDINGS = POLICIES._replace(
     name="MutatingAdmissionPolicyBinding", plural="mutatingadmissionpolicybindings"
 )
 KINDS = (POLICIES, POLICY_BINDINGS)
+
+OWNER_CHARS_MAX = 54
+OPERATOR_LABEL = "kvrouter.dev/operator"
+"""Carries whose a policy is: several operators may be in one cluster, each with a lease of its own."""
+
+
+def owner_label(lease: Key) -> str:
+    """Return the label of the operator whose replicas share ``lease``: what fits into a label, and a hash."""
+    digest = hashlib.sha256(str(lease).encode()).hexdigest()[:8]
+    return f"{str(lease).replace('/', '.')[:OWNER_CHARS_MAX].rstrip('-.')}-{digest}"
 
 
 class Wanted(NamedTuple):
@@ -45,37 +55,53 @@ def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]
     return Wanted(of.namespace, names, resolve(policy, facts, last_levels).copies) if names else None
 
 
-def policies_for(wanted: Iterable[Wanted], prefix: str) -> dict[str, tuple[Manifest, ...]]:
-    """Return the manifests by the name that both of a set have: ``prefix`` and a hash of its levels."""
+def policies_for(wanted: Iterable[Wanted], lease: Key) -> dict[str, tuple[Manifest, ...]]:
+    """Return the manifests by the name that both of a set have: a hash of the lease and of its levels."""
+    owner = owner_label(lease)
     groups: dict[tuple[Copy, ...], list[Wanted]] = {}
     for each in wanted:
         groups.setdefault(each.copies, []).append(each)
     found = {}
     for copies, members in groups.items():
-        name = f"{prefix}{hashlib.sha256(repr([tuple(copy) for copy in copies]).encode()).hexdigest()[:12]}"
+        levels = hashlib.sha256(repr([tuple(copy) for copy in copies]).encode()).hexdigest()[:12]
+        name = f"kvrouter-topology-{owner.rpartition('-')[2]}-{levels}"
         scope = PolicyScope(
             tuple(sorted({member.namespace for member in members})),
             tuple(sorted({workload for member in members for workload in member.workloads})),
         )
-        found[name] = binding_policy(name, copies, scope)
+        found[name] = tuple(_owned(manifest, owner) for manifest in binding_policy(name, copies, scope))
     return found
 
 
+async def remove_policies(cluster: Cluster, lease: Key, kept: Container[str] = ()) -> list[str]:
+    """Remove the policies of the operator of ``lease`` but those called as in ``kept``; return what went.
+
+    A binding goes before its policy, so that no binding is ever without one. Raises ClusterError.
+    """
+    removed = []
+    for kind in reversed(KINDS):
+        found = await cluster.find(kind, labels=f"{OPERATOR_LABEL}={owner_label(lease)}")
+        for manifest in found.objects:
+            key = key_of(manifest)
+            if key.name not in kept:
+                await cluster.delete(kind, key, uid=uid_of(manifest))
+                removed.append(f"{kind.name} {key}")
+    return removed
+
+
 class Bindings:
-    """Writes those policies, and removes its own that nobody wants any more. ``reach`` is the namespace that
-    the operator looks after, empty for all: operators apart do not remove each other's.
+    """Writes those policies, and removes its own that nobody wants any more: those of the operator of
+    ``lease``.
     """
 
-    def __init__(self, cluster: Cluster, reach: str) -> None:
-        self._cluster = cluster
-        digest = hashlib.sha256(reach.encode()).hexdigest()[:8]
-        self._prefix = f"kvrouter-topology-{digest}-"
+    def __init__(self, cluster: Cluster, lease: Key) -> None:
+        self._cluster, self._lease = cluster, lease
         self._there: dict[str, tuple[Manifest, ...]] | None = None
         self._one_at_a_time = asyncio.Lock()
 
     async def write(self, wanted: Iterable[Wanted]) -> None:
         """Make the cluster's policies be those that are wanted. Raises ClusterError."""
-        policies = policies_for(wanted, self._prefix)
+        policies = policies_for(wanted, self._lease)
         async with self._one_at_a_time:
             if self._there == policies:
                 return
@@ -84,17 +110,16 @@ class Bindings:
                 if there is None or there.get(name) != manifests:
                     for kind, manifest in zip(KINDS, manifests, strict=True):
                         await self._cluster.apply(kind, manifest)
-            await self._prune(policies)
+            await remove_policies(self._cluster, self._lease, policies)
             self._there = policies
 
     def forget(self) -> None:
         """Write everything again the next time, whoever changed it meanwhile."""
         self._there = None
 
-    async def _prune(self, policies: Mapping[str, object]) -> None:
-        for kind in reversed(KINDS):
-            found = await self._cluster.find(kind, labels=f"app.kubernetes.io/managed-by={MANAGER}")
-            for manifest in found.objects:
-                key = key_of(manifest)
-                if key.name.startswith(self._prefix) and key.name not in policies:
-                    await self._cluster.delete(kind, key, uid=uid_of(manifest))
+
+def _owned(manifest: Manifest, owner: str) -> Manifest:
+    metadata = metadata_of(manifest)
+    labels = metadata.get("labels")
+    ours: Manifest = {**(labels if isinstance(labels, dict) else {}), OPERATOR_LABEL: owner}
+    return {**manifest, "metadata": {**metadata, "labels": ours}}

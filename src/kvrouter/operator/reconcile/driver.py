@@ -61,6 +61,7 @@ class Driver:
         *,
         defaults: PlanDefaults,
         identity: str,
+        lease: Key,
         namespace: str,
         listener: Listener,
         facts_s: float = FACTS_S,
@@ -97,7 +98,7 @@ class Driver:
         self._pods = watched(PODS, DEPLOYMENT_LABEL, _deployment_of, self._pod_changed)
         self._nodes = watched(NODES, "", lambda _: None, self._node_changed)
         self._applied = Applied(cluster, self._owned)
-        self._bindings = Bindings(cluster, namespace)
+        self._bindings = Bindings(cluster, lease)
         self._bindings_due = self._bindings_lost = False
         self._reconciler = Reconciler(
             cluster,

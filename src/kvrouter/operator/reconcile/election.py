@@ -46,17 +46,11 @@ class Candidate:
         is_ours = holder == self.identity
         if holder and not is_ours and now_s < self._seen_s + self._times.lease_s:
             return None
-        changes = spec.get("leaseTransitions")
-        changed = lease is not None and not is_ours
-        written = _written(today)
-        renewed: Manifest = {
-            "holderIdentity": self.identity,
-            "leaseDurationSeconds": round(self._times.lease_s),
-            "acquireTime": spec.get("acquireTime", written) if is_ours else written,
-            "renewTime": written,
-            "leaseTransitions": (changes if isinstance(changes, int) else 0) + changed,
-        }
-        return self._lease(lease, renewed)
+        return self._held(lease, today)
+
+    def take(self, lease: Manifest | None, today: datetime) -> Manifest | None:
+        """Return the lease to write, whoever holds it; None where nobody does."""
+        return self._held(lease, today) if _spec(lease).get("holderIdentity") else None
 
     def release(self, lease: Manifest | None, today: datetime) -> Manifest | None:
         """Return the lease to write so that another takes it at once; None when it is not ours."""
@@ -66,6 +60,21 @@ class Candidate:
         return self._lease(
             lease, {**spec, "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _written(today)}
         )
+
+    def _held(self, lease: Manifest | None, today: datetime) -> Manifest:
+        spec = _spec(lease)
+        is_ours = spec.get("holderIdentity") == self.identity
+        changes = spec.get("leaseTransitions")
+        changed = lease is not None and not is_ours
+        written = _written(today)
+        held: Manifest = {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": round(self._times.lease_s),
+            "acquireTime": spec.get("acquireTime", written) if is_ours else written,
+            "renewTime": written,
+            "leaseTransitions": (changes if isinstance(changes, int) else 0) + changed,
+        }
+        return self._lease(lease, held)
 
     def _lease(self, lease: Manifest | None, spec: Manifest) -> Manifest:
         metadata: Manifest = {"namespace": self._place.namespace, "name": self._place.name}

@@ -20,7 +20,9 @@ FLEET_LABEL = "kvrouter.dev/namespace"
 RENEWALS_ANNOTATION = "kvrouter.dev/renewals"
 """Differs from one renewal to the next: an object that is written as it was is not written at all."""
 
-_FLEET = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+FLEET_CHARS_MAX = 63
+_PART = "[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_FLEET = re.compile(rf"{_PART}(_{_PART})*")
 _NAME = re.compile(r"(?P<fleet>.+)-(?P<worker>0|[1-9][0-9]{0,18})")
 
 
@@ -98,18 +100,23 @@ class Page(msgspec.Struct, frozen=True):
 
 def checked_fleet(namespace: str) -> str:
     """Return ``namespace``; raise ConfigError for one that cannot be in the name of an object."""
-    if not _FLEET.fullmatch(checked_namespace(namespace)):
+    if len(checked_namespace(namespace)) > FLEET_CHARS_MAX or not _FLEET.fullmatch(namespace):
         raise ConfigError(
-            "namespace: with --discovery kubernetes 1 to 63 lower-case letters, digits and '-', "
-            f"not {namespace[:80]!r}",
+            f"namespace: with --discovery kubernetes 1 to {FLEET_CHARS_MAX} lower-case letters, digits and "
+            f"'-', and '_' between two of the former, not {namespace[:80]!r}",
             param="namespace",
         )
     return namespace
 
 
 def name_of(fleet: str, worker_id: WorkerId) -> str:
-    """Return the name of a worker's object."""
-    return f"{fleet}-{worker_id}"
+    """Return the name of a worker's object, which has a ``.`` where its fleet's has a ``_``."""
+    return f"{_written(fleet)}-{worker_id}"
+
+
+def _written(fleet: str) -> str:
+    """No fleet's name has a ``.``, so no two are written alike."""
+    return fleet.replace("_", ".")
 
 
 def encode_object(
@@ -143,14 +150,14 @@ def decoded_event(event: Event) -> WorkerObject:
 def worker_of(found: WorkerObject, *, fleet: str) -> WorkerId | None:
     """Return whose object it is, by its name; None for a name that no worker has."""
     named = _NAME.fullmatch(found.metadata.name)
-    return None if named is None or named["fleet"] != fleet else WorkerId(int(named["worker"]))
+    return None if named is None or named["fleet"] != _written(fleet) else WorkerId(int(named["worker"]))
 
 
 def record_of(found: WorkerObject, *, fleet: str) -> CardRecord:
     """Return the record in an object. Raises ProtocolError that names what makes it none."""
     worker_id = worker_of(found, fleet=fleet)
     if worker_id is None:
-        raise ProtocolError(f"its name is not {fleet}-<worker id>", param="worker_id")
+        raise ProtocolError(f"its name is not {_written(fleet)}-<worker id>", param="worker_id")
     record = decode_record(bytes(found.spec))
     if record.card.worker_id != worker_id:
         raise ProtocolError(f"holds the card of worker {record.card.worker_id}", param="worker_id")
