@@ -10,7 +10,8 @@ import pytest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.kubernetes import Account, Pod
-from kvrouter.planes.discovery.kubernetes.api import ApiError, WorkersApi
+from kvrouter.planes.discovery.kubernetes.api import WorkersApi
+from kvrouter.planes.discovery.kubernetes.server import ApiError
 from kvrouter.planes.discovery.port import Gone
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane

@@ -14,7 +14,7 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.kubernetes import follow
 from kvrouter.planes.discovery.kubernetes.account import Account
-from kvrouter.planes.discovery.kubernetes.api import ApiError, WorkersApi
+from kvrouter.planes.discovery.kubernetes.api import WorkersApi
 from kvrouter.planes.discovery.kubernetes.backoff import Backoff
 from kvrouter.planes.discovery.kubernetes.objects import (
     Event,
@@ -23,6 +23,7 @@ from kvrouter.planes.discovery.kubernetes.objects import (
     encode_object,
     name_of,
 )
+from kvrouter.planes.discovery.kubernetes.server import ApiError
 from kvrouter.planes.discovery.kubernetes.watch import Refusals, WorkersWatch
 from kvrouter.planes.discovery.leases import Delivery
 from kvrouter.planes.discovery.port import Gone

@@ -10,7 +10,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.background import go_on
 from kvrouter.planes.discovery.kubernetes.account import Account
-from kvrouter.planes.discovery.kubernetes.api import STORE_ERRORS, ApiError, WorkersApi, reason
+from kvrouter.planes.discovery.kubernetes.api import WorkersApi, reason
 from kvrouter.planes.discovery.kubernetes.backoff import Backoff
 from kvrouter.planes.discovery.kubernetes.objects import (
     Pod,
@@ -19,6 +19,7 @@ from kvrouter.planes.discovery.kubernetes.objects import (
     encode_object,
     record_of,
 )
+from kvrouter.planes.discovery.kubernetes.server import STORE_ERRORS, ApiError
 from kvrouter.planes.discovery.kubernetes.watch import Refusals, WorkersWatch
 from kvrouter.planes.discovery.leases import (
     RENEWALS_PER_LEASE,

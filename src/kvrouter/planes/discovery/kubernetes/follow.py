@@ -14,9 +14,9 @@ from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar
 
 from kvrouter.planes.background import go_on
-from kvrouter.planes.discovery.kubernetes.api import STORE_ERRORS
 from kvrouter.planes.discovery.kubernetes.backoff import Backoff
 from kvrouter.planes.discovery.kubernetes.objects import Event
+from kvrouter.planes.discovery.kubernetes.server import STORE_ERRORS
 
 LIVES_LEAST_S = 1.0
 """A watch that the API server ends sooner than this counts as broken."""

@@ -91,13 +91,6 @@ class ListMetadata(
     more: str = ""
 
 
-class Page(msgspec.Struct, frozen=True):
-    """A page of a list."""
-
-    metadata: ListMetadata
-    items: list[WorkerObject]
-
-
 def checked_fleet(namespace: str) -> str:
     """Return ``namespace``; raise ConfigError for one that cannot be in the name of an object."""
     if len(checked_namespace(namespace)) > FLEET_CHARS_MAX or not _FLEET.fullmatch(namespace):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import WorkerId
-from kvrouter.planes.discovery.kubernetes.api import STORE_ERRORS, ApiError, WorkersApi, reason
+from kvrouter.planes.discovery.kubernetes.api import WorkersApi, reason
 from kvrouter.planes.discovery.kubernetes.follow import Follow
 from kvrouter.planes.discovery.kubernetes.objects import (
     Event,
@@ -15,6 +15,7 @@ from kvrouter.planes.discovery.kubernetes.objects import (
     record_of,
     worker_of,
 )
+from kvrouter.planes.discovery.kubernetes.server import STORE_ERRORS, ApiError
 from kvrouter.planes.discovery.leases import CardLeases, Delivery, TroubleSink
 
 WORKERS_MAX = 16_384
