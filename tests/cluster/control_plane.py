@@ -11,7 +11,8 @@ import ssl
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -32,6 +33,7 @@ READY_WITHIN_S = 240.0
 APISERVER_STARTS = 3
 """It gives up when its own admission is not ready within ten seconds, which a busy machine may need."""
 
+API_SERVER = "kube-apiserver"
 LOOK_EVERY_S = 0.05
 LOG_TAIL_CHARS = 2000
 KUBECTL_WITHIN_S = 300.0
@@ -96,30 +98,31 @@ class ControlPlane:
         """Start every server; returns once all answer that they are ready.
 
         Raises ChildProcessError when one ends meanwhile and TimeoutError when one is not ready in time, each
-        with the end of that server's log.
+        with the end of that server's log; none of them is left then.
         """
-        for name in ("keys", "logs", "users", "etcd"):
-            (self.folder / name).mkdir()
-        keys = self.folder / "keys"
-        self.authority.for_server().write(keys, "server")
-        (keys / "ca.crt").write_bytes(self.authority.certificate_pem)
-        (keys / "accounts.key").write_bytes(signing_key_pem())
-        self._start("etcd", *self._etcd_flags())
-        self._start_apiserver()
-        for name, more in (("kube-scheduler", ()), ("kube-controller-manager", self._controllers_flags())):
-            self._start(name, *self._client_flags(name), *more)
-        self._start("kwok", *self._kwok_flags())
-        for name, port in self._ports.items():
-            self._until_ready(name, f"https://{LOOPBACK}:{port}/healthz")
+        try:
+            self._start_all()
+        except BaseException:
+            self.kill()
+            raise
 
     def kill(self) -> None:
         """End every server at once; idempotent."""
         self._together.kill()
 
+    def kill_api_server(self) -> None:
+        """Take the API server away, as by ``kill -9``; all that it stored stays."""
+        self._together.kill_one(API_SERVER)
+
+    def bring_back_api_server(self) -> None:
+        """Start it again, on its port and with its store; returns once it is ready."""
+        self._start_apiserver()
+
     def rss_bytes(self) -> dict[str, int]:
-        """The memory that each server holds now."""
+        """The memory that each server holds now; of those that run."""
         page_bytes = os.sysconf("SC_PAGE_SIZE")
-        statm = {name: Path(f"/proc/{pid}/statm").read_text() for name, pid in self._pids.items()}
+        running = {name: pid for name, pid in self._pids.items() if name not in self._together.ended()}
+        statm = {name: Path(f"/proc/{pid}/statm").read_text() for name, pid in running.items()}
         return {name: int(text.split()[1]) * page_bytes for name, text in statm.items()}
 
     def kubeconfig(self, user: str, *, groups: Iterable[str] = ()) -> Path:
@@ -170,6 +173,20 @@ class ControlPlane:
         answer: dict[str, Any] = json.loads(self.kubectl("get", "--output", "json", *arguments))
         return answer
 
+    @contextmanager
+    def deleting(self, *arguments: str) -> Iterator[None]:
+        """Run ``kubectl delete ARGUMENTS`` at the end.
+
+        What fails before is what is told, whatever becomes of this.
+        """
+        try:
+            yield
+        except BaseException:
+            with suppress(KubectlError, subprocess.TimeoutExpired):
+                self.kubectl("delete", *arguments)
+            raise
+        self.kubectl("delete", *arguments)
+
     def add_node(self, name: str, labels: Mapping[str, str]) -> None:
         """Add a node that KWOK plays: ready, with 64 CPUs, 8 GPUs and room for 110 pods."""
         metadata = {"name": name, "labels": dict(labels), "annotations": {KWOK_NODE: "yes"}}
@@ -209,6 +226,21 @@ class ControlPlane:
             if path.name != "logs":
                 shutil.rmtree(path)
 
+    def _start_all(self) -> None:
+        for name in ("keys", "logs", "users", "etcd"):
+            (self.folder / name).mkdir()
+        keys = self.folder / "keys"
+        self.authority.for_server().write(keys, "server")
+        (keys / "ca.crt").write_bytes(self.authority.certificate_pem)
+        (keys / "accounts.key").write_bytes(signing_key_pem())
+        self._start("etcd", *self._etcd_flags())
+        self._start_apiserver()
+        for name, more in (("kube-scheduler", ()), ("kube-controller-manager", self._controllers_flags())):
+            self._start(name, *self._client_flags(name), *more)
+        self._start("kwok", *self._kwok_flags())
+        for name, port in self._ports.items():
+            self._until_ready(name, f"https://{LOOPBACK}:{port}/healthz")
+
     def _start(self, name: str, *flags: str) -> None:
         log = self.folder / "logs" / f"{name}.log"
         environ = {"HOME": str(self.folder), "PATH": os.environ["PATH"]}
@@ -216,9 +248,9 @@ class ControlPlane:
 
     def _start_apiserver(self) -> None:
         for starts_left in reversed(range(APISERVER_STARTS)):
-            self._start("kube-apiserver", *self._apiserver_flags())
+            self._start(API_SERVER, *self._apiserver_flags())
             try:
-                self._until_ready("kube-apiserver", f"{self.url}/readyz")
+                self._until_ready(API_SERVER, f"{self.url}/readyz")
             except ChildProcessError:
                 if not starts_left:
                     raise

@@ -14,6 +14,6 @@ def new_namespace(plane: ControlPlane) -> Iterator[str]:
     """A namespace of this plane, where pods may be made; it is deleted at the end."""
     name = f"test-{next(_numbers)}"
     plane.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    plane.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", name, "--timeout=60s")
-    yield name
-    plane.kubectl("delete", "namespace", name, "--wait=false")
+    with plane.deleting("namespace", name, "--wait=false"):
+        plane.kubectl("wait", "--for=create", "serviceaccount/default", "--namespace", name, "--timeout=60s")
+        yield name

@@ -26,6 +26,13 @@ def test_both_features_for_labels_at_binding_are_on(plane: ControlPlane) -> None
     assert plane.features() == Features(mutating_admission_policy=True, copies_binding_labels=True)
 
 
+def test_a_clean_up_that_fails_is_told_unless_the_test_failed_before(plane: ControlPlane) -> None:
+    with pytest.raises(ZeroDivisionError), plane.deleting("node", "absent"):
+        raise ZeroDivisionError
+    with pytest.raises(KubectlError, match='nodes "absent" not found'), plane.deleting("node", "absent"):
+        pass
+
+
 def test_a_deployments_pods_become_ready_in_three_zones(plane: ControlPlane, namespace: str) -> None:
     plane.apply(_deployment(namespace, replicas=6))
     plane.kubectl("rollout", "status", "deployment/many", "--namespace", namespace, "--timeout=120s")
@@ -267,7 +274,9 @@ async def _door(plane: ControlPlane, dns_name: str) -> AsyncIterator[int]:
     async def refuse(request: web.Request) -> web.Response:
         review = await request.json()
         answer = {"uid": review["request"]["uid"], "allowed": False, "status": {"message": "no"}}
-        return web.json_response({**review, "response": answer})
+        told = web.json_response({**review, "response": answer})
+        told.force_close()  # nobody waits for the end of TLS when the door is closed
+        return told
 
     certificate, key = plane.authority.for_server(dns_name).write(plane.folder / "keys", dns_name)
     app = web.Application()

@@ -5,6 +5,9 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.cluster.control_plane import ControlPlane
 from tests.cluster.together import Together
 from tests.support.processes import eventually
 
@@ -51,3 +54,12 @@ def test_a_kill_ends_all_and_may_come_twice(tmp_path: Path) -> None:
     assert not any(map(_runs, pids))
     assert together.ended() == {"0": -signal.SIGKILL, "1": -signal.SIGKILL}
     together.kill()
+
+
+def test_a_plane_that_does_not_start_tells_why_and_leaves_nothing(tmp_path: Path) -> None:
+    plane = ControlPlane(tmp_path, flags=["--no-such-flag"])
+    with pytest.raises(ChildProcessError, match="unknown flag: --no-such-flag"):
+        plane.start()
+    assert plane.rss_bytes() == {}
+    plane.keep_only_logs()
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]

@@ -16,6 +16,11 @@ class Together:
         self._guard = subprocess.Popen(GUARD, stdin=subprocess.PIPE, process_group=0)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
+    @property
+    def group(self) -> int:
+        """The process group: whoever is started in it ends with it."""
+        return self._guard.pid
+
     def start(self, argv: Sequence[str | Path], *, log: Path, environ: Mapping[str, str]) -> int:
         """Start a program of the group that writes to ``log``; answers with its process id."""
         with log.open("ab") as output:
@@ -25,7 +30,7 @@ class Together:
                 stdout=output,
                 stderr=output,
                 env=environ,
-                process_group=self._guard.pid,
+                process_group=self.group,
             )
         self._processes[log.stem] = process
         return process.pid
@@ -33,6 +38,12 @@ class Together:
     def ended(self) -> dict[str, int]:
         """The exit status of each program that has ended, by the stem of its log's name."""
         return {name: status for name, p in self._processes.items() if (status := p.poll()) is not None}
+
+    def kill_one(self, name: str) -> None:
+        """End the program whose log has this stem at once; it may be started again."""
+        process = self._processes[name]
+        process.kill()
+        process.wait(KILLED_WITHIN_S)
 
     def kill(self) -> None:
         """End all of them at once; idempotent."""
