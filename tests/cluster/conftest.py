@@ -32,6 +32,13 @@ def older_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
         yield plane
 
 
+@pytest.fixture(scope="module")
+def own_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
+    """Another one, whose nodes and servers a test may disturb."""
+    with _running(request) as plane:
+        yield plane
+
+
 @pytest.fixture
 def namespace(plane: ControlPlane) -> Iterator[str]:
     """A namespace of the test's own, where pods may be made; it is deleted at the end."""

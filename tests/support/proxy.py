@@ -78,6 +78,10 @@ class Proxy:
         if self._listener is not None:
             await self._listener.wait_closed()
 
+    def target(self) -> tuple[str, int]:
+        """Where the next connection is led. Raises OSError when it is led nowhere."""
+        return self._target
+
     async def __aenter__(self) -> Self:
         await self.start()
         return self
@@ -91,7 +95,7 @@ class Proxy:
         self.n_accepted += 1
         self._writers.add(writer)
         try:
-            there_reader, there_writer = await asyncio.open_connection(*self._target)
+            there_reader, there_writer = await asyncio.open_connection(*self.target())
         except OSError:
             writer.transport.abort()
             self._writers.discard(writer)

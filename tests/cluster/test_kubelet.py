@@ -1,0 +1,144 @@
+"""The tests' kubelet: what it makes of a pod follows from the pod alone, and nothing of it stays."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.kubelet import Kubelet, PlayedPod
+from tests.cluster.kubelet.fields import NotPlayedError, Outside, expanded, field
+from tests.cluster.kubelet.volumes import exchange
+from tests.cluster.pods import BY_HAND
+from tests.support.waits import until
+
+POD = {"metadata": {"name": "p", "labels": {"a.b/c": "here"}}, "spec": {"nodeName": "n"}}
+GONE = "--timeout=60s"
+PLACE = {"name": "place", "mountPath": "/etc/place"}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("metadata.labels['a.b/c']", "here"),
+        ("metadata.labels['other']", ""),
+        ("metadata.annotations['other']", ""),
+        ("metadata.name", "p"),
+        ("spec.nodeName", "n"),
+        ("status.podIP", "127.1.1.1"),
+    ],
+)
+def test_a_field_is_the_pods_own(path: str, said: str) -> None:
+    assert field(POD, path, "127.1.1.1") == said
+
+
+def test_a_field_that_is_not_played_is_told() -> None:
+    with pytest.raises(NotPlayedError, match="hostIP"):
+        field(POD, "status.hostIP", "127.1.1.1")
+
+
+@pytest.mark.parametrize(
+    ("word", "here"),
+    [
+        ("--mount-path=/etc/place", "--mount-path=/root/place"),
+        ("/etc/place/zone:/etc/place", "/root/place/zone:/root/place"),
+        ("/etc/placement", "/etc/placement"),
+        ("/mnt/etc/place", "/mnt/etc/place"),
+        ("/etc/place/inner/x", "/root/inner/x"),
+        ("0.0.0.0", "127.1.1.1"),
+        ("0.0.0.0/0", "0.0.0.0/0"),
+    ],
+)
+def test_paths_of_mounts_and_the_address_are_rewritten_and_nothing_else(word: str, here: str) -> None:
+    mounts = {"/etc/place": Path("/root/place"), "/etc/place/inner/": Path("/root/inner")}
+    assert Outside(mounts, "127.1.1.1").word(word) == here
+
+
+def test_references_to_variables_are_expanded_as_kubernetes_does() -> None:
+    assert expanded("$(A)-$(B)-$$(A)-$A", {"A": "x"}) == "x-$(B)-$(A)-$A"
+
+
+def test_files_are_exchanged_at_one_moment(tmp_path: Path) -> None:
+    exchange(tmp_path, {"zone": b"a", "rack": b"r"})
+    before = (tmp_path / "zone").resolve()
+    exchange(tmp_path, {"zone": b"b"})
+    assert (tmp_path / "zone").read_bytes() == b"b"
+    assert not (tmp_path / "rack").is_symlink()
+    assert not before.exists()
+    assert (tmp_path / "..data").is_symlink()
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("..")] == ["zone"]
+
+
+async def test_a_pod_waits_for_its_files_fails_is_started_again_and_ends_in_order(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with Kubelet(plane, namespace) as kubelet:
+        kubelet.hold_files()
+        plane.apply(two_step_pod(namespace))
+        await until(lambda: bool(kubelet.pods))
+        (pod,) = kubelet.pods.values()
+        (waits,), (main,) = pod.init_containers, pod.containers
+        await until(lambda: waits.starts >= 3)
+        assert main.starts == 0
+        await until(lambda: init_status(pod).get("restartCount", 0) >= 2)
+        assert init_status(pod)["lastState"]["terminated"]["exitCode"] == 1
+        assert "no file" in init_status(pod)["lastState"]["terminated"]["message"]
+        assert not pod.is_ready
+        kubelet.release_files()
+        await until(lambda: pod.is_ready)
+        await until(lambda: main.log == f"here two-step {pod.address} 3\n")
+        plane.kubectl("label", "pod/two-step", "place=there", "--overwrite", "--namespace", namespace)
+        await until(lambda: (pod.volume("place") / "zone").read_text() == "there")
+        main.kill()
+        await until(lambda: main.log.endswith(f"there two-step {pod.address} 3\n"))
+        assert main.starts == 2
+        await asyncio.to_thread(plane.kubectl, "delete", "pod/two-step", "--namespace", namespace, GONE)
+        assert main.log.endswith("bye\n")
+        assert not main.is_running
+        await until(lambda: not kubelet.pods)
+
+
+async def test_what_still_runs_ends_with_the_test(plane: ControlPlane, namespace: str) -> None:
+    async with Kubelet(plane, namespace) as kubelet:
+        plane.apply(two_step_pod(namespace))
+        await until(lambda: any(pod.is_ready for pod in kubelet.pods.values()))
+        (pod,) = kubelet.pods.values()
+        process = pod.containers[0].process
+        assert process is not None
+        os.kill(process.pid, 0)
+    assert process.returncode == -signal.SIGKILL
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
+    plane.kubectl("delete", "pod/two-step", "--namespace", namespace, "--grace-period=0", "--force")
+
+
+def init_status(pod: PlayedPod) -> dict[str, Any]:
+    found: list[dict[str, Any]] = pod.stored.get("status", {}).get("initContainerStatuses", [])
+    return found[0] if found else {}
+
+
+def two_step_pod(namespace: str) -> dict[str, Any]:
+    """A pod whose first step wants a file, and whose second tells of itself and says goodbye."""
+    wants = "test -s /etc/place/zone || { echo no file; exit 1; }"
+    account = "/var/run/secrets/kubernetes.io/serviceaccount"
+    parts = f"$(tr . '\\n' < {account}/token | grep -c .)"
+    tells = f"echo $(cat /etc/place/zone) $MINE $WHERE {parts}"
+    stays = "trap 'echo bye; exit' TERM; while :; do sleep 0.1; done"
+    names = {"MINE": "metadata.name", "WHERE": "status.podIP"}
+    env = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in names.items()]
+    shell = {"image": "example.com/sh:1", "command": ["/bin/sh", "-c"], "volumeMounts": [PLACE]}
+    fell_back = {"terminationMessagePolicy": "FallbackToLogsOnError"}
+    zone = {"path": "zone", "fieldRef": {"fieldPath": "metadata.labels['place']"}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"namespace": namespace, "name": "two-step", "labels": {**BY_HAND, "place": "here"}},
+        "spec": {
+            "initContainers": [{**shell, **fell_back, "name": "wants", "args": [wants]}],
+            "containers": [{**shell, "name": "main", "args": [f"{tells}; {stays}"], "env": env}],
+            "volumes": [{"name": "place", "downwardAPI": {"items": [zone]}}],
+        },
+    }
