@@ -17,7 +17,7 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.planes.discovery.file import FileDiscovery
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.planes.discovery.nats import NatsDiscovery
-from kvrouter.planes.discovery.port import Discovery, Gone
+from kvrouter.planes.discovery.port import Discovery, Gone, GoneSink
 from tests.support.nats_server import NatsServer
 
 TOKEN = "t0p"
@@ -170,13 +170,14 @@ class NatsStore:
         """The connection of one process or another."""
         return next(self._clients)
 
-    def end(self) -> NatsDiscovery:
+    def end(self, *, on_lost: GoneSink | None = None) -> NatsDiscovery:
         made = NatsDiscovery(
             self.client(),
             namespace=self.namespace,
             token=TOKEN,
             on_trouble=lambda *trouble: self.troubles.append(trouble),
             on_refused=lambda *refusal: self.refusals.append(refusal),
+            on_lost=on_lost,
             lease_s=LEASE_S,
         )
         self.ends.append(made)

@@ -24,9 +24,10 @@ from kvrouter.planes.discovery.kubernetes.objects import (
     name_of,
 )
 from kvrouter.planes.discovery.kubernetes.server import ApiError
-from kvrouter.planes.discovery.kubernetes.watch import Refusals, WorkersWatch
+from kvrouter.planes.discovery.kubernetes.watch import WorkersWatch
 from kvrouter.planes.discovery.leases import Delivery
 from kvrouter.planes.discovery.port import Gone
+from kvrouter.planes.discovery.refusals import Refusals
 from kvrouter.planes.discovery.wire import CardRecord
 from tests.support.discovery_stores import Ear, card
 from tests.support.waits import until

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.nats import NatsDiscovery
 from kvrouter.planes.discovery.port import Gone
@@ -292,11 +292,14 @@ async def test_many_workers_that_die_at_once_all_expire(store: NatsStore) -> Non
 
 
 async def test_of_many_that_start_at_once_exactly_one_keeps_the_key(store: NatsStore) -> None:
-    ends = [store.end() for _ in range(8)]
+    lost: list[Epoch] = []
+    starts = [Epoch(number) for number in range(8)]
+    ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
     ear = await listen(store.end())
-    await asyncio.gather(*(end.publish(card(1, number)) for number, end in enumerate(ends)))
-    await until(lambda: sum(bool(end._held) for end in ends) == 1)
-    (held,) = [held.record.card for end in ends for held in end._held.values()]
+    await asyncio.gather(*(end.publish(card(1, each)) for each, end in zip(starts, ends, strict=True)))
+    await until(lambda: len(lost) == len(starts) - 1)
+    (winner,) = set(starts) - set(lost)
+    held = card(1, winner)
     await ear.until(lambda: ear.heard[-1] == held)
     late = await listen(store.end())
     assert late.heard == [held]
@@ -310,7 +313,6 @@ async def test_withdrawing_while_nats_is_away_is_told(mortal: NatsStore) -> None
     await ear.until_heard(card(), False)
     await until(lambda: not any(mortal.client().is_connected for _ in range(3)))
     await worker.publish(card(2))
-    never_written = worker._held[WorkerId(2)]
     mortal.troubles.clear()
     for number in (1, 2):
         await worker.withdraw(WorkerId(number), card().incarnation)
@@ -319,7 +321,6 @@ async def test_withdrawing_while_nats_is_away_is_told(mortal: NatsStore) -> None
     ]
     await mortal.bring_back(is_empty=False)
     await until(lambda: all(mortal.client().is_connected for _ in range(3)))
-    await worker._write(never_written)
     await ear.until_heard(card(), False, True, (1, 9, Gone.EXPIRED))
 
 

@@ -17,33 +17,13 @@ from kvrouter.planes.discovery.kubernetes.objects import (
 )
 from kvrouter.planes.discovery.kubernetes.server import STORE_ERRORS, ApiError
 from kvrouter.planes.discovery.leases import CardLeases, Delivery, TroubleSink
+from kvrouter.planes.discovery.refusals import Refusals
 
 WORKERS_MAX = 16_384
 """How many workers one watcher follows; those beyond are told, and let go."""
 
-REFUSALS_MAX = 1024
-"""How many objects that hold no card are told."""
-
 REMOVALS_AT_ONCE = 64
 """How many objects that nobody renews are removed at one look."""
-
-
-class Refusals:
-    """Tells of objects that hold no card, each once until it holds one, however many watches see it."""
-
-    def __init__(self, on_refused: TroubleSink) -> None:
-        self._on_refused = on_refused
-        self._told: set[str] = set()
-
-    def tell(self, name: str, why: str) -> None:
-        """``name`` holds no card."""
-        if name not in self._told and len(self._told) < REFUSALS_MAX:
-            self._told.add(name)
-            self._on_refused(f"object {name[:80]}", why)
-
-    def forget(self, name: str) -> None:
-        """``name`` holds a card, or is gone."""
-        self._told.discard(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +130,8 @@ class WorkersWatch(Follow[WorkerObject]):
             if worker_id not in self._leases and len(self._leases) >= WORKERS_MAX:
                 raise ProtocolError(f"more than {WORKERS_MAX} workers", param="worker_id")
         except ProtocolError as error:
-            self._refusals.tell(found.metadata.name, error.message)
+            name = found.metadata.name
+            self._refusals.tell(name, f"object {name[:80]}", error.message)
             return None
         self._refusals.forget(found.metadata.name)
         now, stamp = time.monotonic(), (found.metadata.uid, found.metadata.resource_version)

@@ -26,7 +26,8 @@ from nats.js.errors import (
 )
 from nats.js.kv import KV_MARKER_REASON, KV_OP, KeyValue
 
-from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.errors import ProtocolError
+from kvrouter.planes.discovery.held import OtherWrote
 from kvrouter.planes.discovery.nats.majority import check_majority
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, decode_record, encode_record
 from kvrouter.planes.seal import SEAL_BYTES, Seal
@@ -43,10 +44,6 @@ KeptSink = Callable[[str, bytes | None, int], None]
 
 _EXISTS = 10058
 """The server's code for a stream of that name which is configured differently."""
-
-
-class OtherWrote(KvrouterError):
-    """The key is not as it was thought to be: somebody else wrote it."""
 
 
 class Kept(NamedTuple):

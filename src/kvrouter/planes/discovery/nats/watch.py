@@ -9,8 +9,9 @@ from nats.aio.subscription import Subscription
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import WorkerId
 from kvrouter.planes.background import go_on
-from kvrouter.planes.discovery.leases import CardLeases, Delivery, TroubleSink
+from kvrouter.planes.discovery.leases import CardLeases, Delivery
 from kvrouter.planes.discovery.nats.bucket import STORE_ERRORS, Bucket
+from kvrouter.planes.discovery.refusals import Refusals
 from kvrouter.planes.nats_reasons import reason
 
 READS_AT_ONCE = 128
@@ -19,32 +20,8 @@ READS_AT_ONCE = 128
 WORKERS_MAX = 16_384
 """How many workers one watcher follows; those beyond are told, and let go."""
 
-REFUSALS_MAX = 1024
-"""How many keys that hold no card are told."""
-
 REMEMBERED_LEASES = 10
 """For how many leases a worker that is over is remembered. Its key is gone after one."""
-
-
-class Refusals:
-    """Tells of keys that hold no card, each once until it holds one, however many watches see it."""
-
-    def __init__(self, on_refused: TroubleSink) -> None:
-        self._on_refused = on_refused
-        self._told: dict[str, int] = {}
-
-    def tell(self, key: str, revision: int, what: str, why: str) -> None:
-        """``key`` holds no card."""
-        if key in self._told:
-            self._told[key] = max(revision, self._told[key])
-        elif len(self._told) < REFUSALS_MAX:
-            self._told[key] = revision
-            self._on_refused(what, why)
-
-    def forget(self, key: str, revision: int) -> None:
-        """``key`` holds a card; a watch that is behind says nothing about what was told since."""
-        if revision > self._told.get(key, revision):
-            del self._told[key]
 
 
 class BucketWatch:
@@ -182,7 +159,8 @@ class BucketWatch:
         try:
             self._take_checked(key, value, revision)
         except ProtocolError as error:
-            self._refusals.tell(key, revision, f"key {key[:80]} of bucket {self._bucket.name}", error.message)
+            what = f"key {key[:80]} of bucket {self._bucket.name}"
+            self._refusals.tell(key, what, error.message, version=revision)
 
     def _take_checked(self, key: str, value: bytes, revision: int) -> None:
         number, record = self._bucket.opened(key, value)
@@ -204,5 +182,5 @@ class BucketWatch:
             raise ProtocolError(f"holds the card of worker {record.card.worker_id}", param="worker_id")
         changes = self._leases.hear(record, number, time.monotonic())
         self._numbers[worker_id] = number
-        self._refusals.forget(key, revision)
+        self._refusals.forget(key, version=revision)
         self._delivery.changes(changes)
