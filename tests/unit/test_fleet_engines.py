@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvrouter.assembly import Embedded, attached, embedded, fleet_engines
+from kvrouter.assembly import Embedded, attached, beside, embedded
 from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.ids import Taint, WorkerId
@@ -30,7 +30,7 @@ CALL = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(fleet_engines, "TRIED_AGAIN_S", 0.01)
+    monkeypatch.setattr(beside, "TRIED_AGAIN_S", 0.01)
 
 
 @dataclass

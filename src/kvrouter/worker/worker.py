@@ -143,6 +143,11 @@ class Worker:
         self.card = replace(self.card, draining=True)
         await self._discovery.publish(self.card)
 
+    async def end_drain(self) -> None:
+        """Take new legs again."""
+        self.card = replace(self.card, draining=False)
+        await self._discovery.publish(self.card)
+
     async def drain(self, limit_s: float) -> bool:
         """Take no new legs, wait up to ``limit_s`` seconds for the running ones, and leave the fleet.
 
