@@ -5,7 +5,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.service.due import DueTimes
+from kvrouter.core.due import DueTimes
 
 SUBJECTS = st.integers(0, 5)
 MOMENTS = st.integers(0, 50)
@@ -17,6 +17,7 @@ MOMENTS = st.integers(0, 50)
             st.tuples(st.just("put"), SUBJECTS, MOMENTS),
             st.tuples(st.just("drop"), SUBJECTS, st.just(0)),
             st.tuples(st.just("take"), st.just(0), MOMENTS),
+            st.tuples(st.just("take first"), st.just(0), MOMENTS),
         ),
         max_size=400,
     )
@@ -31,12 +32,19 @@ def test_what_is_due_comes_once_and_in_order(deeds: list[tuple[str, int, int]]) 
         elif deed == "drop":
             due.drop(subject)
             known.pop(subject, None)
+        elif deed == "take first":
+            first = due.take_first(at_s)
+            soonest_s = min(known.values(), default=inf)
+            assert (first is not None) == (soonest_s <= at_s)
+            assert first is None or known.pop(first) == soonest_s
         else:
             taken = due.take(at_s)
             assert sorted(taken) == sorted(each for each, due_s in known.items() if due_s <= at_s)
             moments = [known.pop(each) for each in taken]
             assert moments == sorted(moments)
         assert due.next_s <= min(known.values(), default=inf)
+        assert due.waiting == len(known)
+        assert all(due.due_s(each) == known.get(each, inf) for each in range(6))
 
 
 def test_nothing_is_kept_of_what_was_put_off() -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
+from kvrouter.core.due import DueTimes
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, mix64
 from kvrouter.service.circuits_observed import CircuitsObserved
-from kvrouter.service.due import DueTimes
 from kvrouter.service.placement import Placement
 
 PAIRS_MAX = 4096

@@ -1,8 +1,10 @@
 """Which objects are to be looked at, and when: one entry for each, later ones for those that failed."""
 
-import heapq
 from collections.abc import Hashable
+from math import inf
 from typing import Generic, TypeVar
+
+from kvrouter.core.due import DueTimes
 
 FIRST_RETRY_S = 0.5
 RETRY_MAX_S = 300.0
@@ -22,14 +24,12 @@ class Backlog(Generic[K]):
 
     def __init__(self, *, entries_max: int = ENTRIES_MAX) -> None:
         self._entries_max = entries_max
-        self._due_s: dict[K, float] = {}
-        self._heap: list[tuple[float, int, K]] = []
-        self._added = 0
+        self._due = DueTimes[K]()
         self._working: dict[K, float | None] = {}
         self._failures: dict[K, int] = {}
 
     def __len__(self) -> int:
-        return len(self._due_s)
+        return self._due.waiting
 
     def add(self, key: K, due_s: float) -> bool:
         """Have ``key`` looked at from ``due_s`` on, or earlier if it was; return False when it is full."""
@@ -37,23 +37,19 @@ class Backlog(Generic[K]):
             again_s = self._working[key]
             self._working[key] = due_s if again_s is None else min(again_s, due_s)
             return True
-        if due_s >= self._due_s.get(key, float("inf")):
+        at_s = self._due.due_s(key)
+        if due_s >= at_s:
             return True
-        if key not in self._due_s and len(self._due_s) >= self._entries_max:
+        if at_s == inf and self._due.waiting >= self._entries_max:
             return False
-        self._due_s[key] = due_s
-        self._added += 1
-        heapq.heappush(self._heap, (due_s, self._added, key))
+        self._due.put(key, due_s)
         return True
 
     def take(self, now_s: float) -> K | None:
         """Return a key that is due, to work on until :meth:`done` or :meth:`failed`; None when none is."""
-        self._drop_stale()
-        if not self._heap or self._heap[0][0] > now_s:
-            return None
-        _, _, key = heapq.heappop(self._heap)
-        del self._due_s[key]
-        self._working[key] = None
+        key = self._due.take_first(now_s)
+        if key is not None:
+            self._working[key] = None
         return key
 
     def done(self, key: K) -> None:
@@ -70,17 +66,11 @@ class Backlog(Generic[K]):
         return delay_s
 
     def next_due_s(self) -> float | None:
-        """Return when the next key is due; None when none waits."""
-        self._drop_stale()
-        return self._heap[0][0] if self._heap else None
+        """Return a moment before which no key is due; None when none waits."""
+        return self._due.next_s if self._due.waiting else None
 
     def _put_back(self, key: K, due_s: float | None) -> None:
         again_s = self._working.pop(key)
         for at_s in (due_s, again_s):
             if at_s is not None:
                 self.add(key, at_s)
-
-    def _drop_stale(self) -> None:
-        """An entry that was brought forward leaves its old one behind."""
-        while self._heap and self._due_s.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)

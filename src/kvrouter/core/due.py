@@ -24,6 +24,15 @@ class DueTimes(Generic[Subject]):
         return len(self._heap)
 
     @property
+    def waiting(self) -> int:
+        """How many subjects wait."""
+        return len(self._due_s)
+
+    def due_s(self, subject: Subject) -> float:
+        """When it is due; ``inf`` when it does not wait."""
+        return self._due_s.get(subject, inf)
+
+    @property
     def next_s(self) -> float:
         """Before this nothing is due; ``inf`` when nothing waits."""
         return self._heap[0][0] if self._heap else inf
@@ -47,9 +56,21 @@ class DueTimes(Generic[Subject]):
     def take(self, now_s: float) -> list[Subject]:
         """Return what is due by now, the first first; it is no longer due."""
         taken = []
-        while self._heap and self._heap[0][0] <= now_s:
-            due_s, _, subject = heappop(self._heap)
-            if self._due_s.get(subject) == due_s:
-                del self._due_s[subject]
-                taken.append(subject)
+        while (subject := self.take_first(now_s)) is not None:
+            taken.append(subject)
         return taken
+
+    def take_first(self, now_s: float) -> Subject | None:
+        """Return what is due by now and was due first, which is no longer due; None when nothing is."""
+        self._drop_stale()
+        if not self._heap or self._heap[0][0] > now_s:
+            return None
+        _, _, subject = heappop(self._heap)
+        del self._due_s[subject]
+        self._drop_stale()
+        return subject
+
+    def _drop_stale(self) -> None:
+        """A moment that was put off, or dropped, is left behind in the heap."""
+        while self._heap and self._due_s.get(self._heap[0][2]) != self._heap[0][0]:
+            heappop(self._heap)
