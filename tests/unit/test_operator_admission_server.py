@@ -1,9 +1,11 @@
 """The admission door over real HTTPS: questions, limits, probes, and a certificate that changes."""
 
 import asyncio
+import base64
+import json
 import os
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,9 +18,10 @@ from pydantic import JsonValue
 from kvrouter.core.errors import ConfigError
 from kvrouter.operator.admission import Verdict
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.admission.server import AdmissionDoor, Facts
+from kvrouter.operator.admission.server import AdmissionDoor, Facts, Labels
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.labels import BoundPod
 from tests.support.operator_deployments import GROVE, Document, deployment
 
 NAMES = ("localhost", "127.0.0.1")
@@ -45,10 +48,14 @@ def write(folder: Path, data: Data) -> tuple[Path, Path]:
 class Heard:
     verdicts: list[Verdict] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    labels: list[Mapping[str, str] | None] = field(default_factory=list)
     certificates: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
 
     def judged(self, verdict: Verdict) -> None:
         self.verdicts.append(verdict)
+
+    def bound(self, labels: Mapping[str, str] | None) -> None:
+        self.labels.append(labels)
 
     def not_answered(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -80,29 +87,42 @@ async def known() -> ClusterFacts:
     return GROVE
 
 
+async def placed(pod: BoundPod) -> Mapping[str, str] | None:
+    """Of the pod ``mine`` its place, of ``odd`` nothing that is known; the others are not ours."""
+    return (
+        None if pod.name == "odd" else {"a/zone": f"{pod.namespace}-{pod.node}"} if pod.name == "mine" else {}
+    )
+
+
 @asynccontextmanager
 async def opened(
     folder: Path,
     *,
     facts: Facts = known,
+    labels: Labels = placed,
     facts_s: float = SOON_S,
+    labels_s: float = SOON_S,
     body_s: float = SOON_S,
     body_bytes_max: int = 100_000,
     reviews_max: int = 8,
+    bindings_max: int = 8,
 ) -> AsyncIterator[Opened]:
     data = secret()
     certificate = ShownCertificate(*write(folder, data))
     found = Opened("", Heard(), data, folder)
     door = AdmissionDoor(
         facts=facts,
+        labels=labels,
         certificate=certificate,
         listener=found.heard,
         not_ready=lambda: found.not_ready,
         facts_s=facts_s,
         body_s=body_s,
+        labels_s=labels_s,
         reread_s=0.01,
         body_bytes_max=body_bytes_max,
         reviews_max=reviews_max,
+        bindings_max=bindings_max,
     )
     port = await door.start("127.0.0.1", 0)
     found.url = f"https://localhost:{port}"
@@ -119,6 +139,96 @@ def review(document: JsonValue) -> Document:
         "kind": "AdmissionReview",
         "request": {"uid": "1-2", "kind": kind, "operation": "CREATE", "object": document},
     }
+
+
+def binding(name: str, **metadata: JsonValue) -> Document:
+    target: JsonValue = {"kind": "Node", "name": "n1"}
+    stored: JsonValue = {"metadata": {"name": name, **metadata}, "target": target}
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "1-2",
+            "kind": {"group": "", "version": "v1", "kind": "Binding"},
+            "operation": "CREATE",
+            "namespace": "fleet",
+            "name": name,
+            "object": stored,
+        },
+    }
+
+
+async def bound(client: aiohttp.ClientSession, question: Document) -> Document:
+    async with client.post("/bind", json=question) as answer:
+        assert answer.status == 200
+        response: Document = (await answer.json())["response"]
+        assert (response["uid"], response["allowed"]) == ("1-2", True)
+        return response
+
+
+async def test_a_pod_is_bound_with_the_labels_of_its_place(tmp_path: Path) -> None:
+    async with opened(tmp_path) as door, door.client() as client:
+        response = await bound(client, binding("mine", labels={"a/zone": "forged"}))
+        assert response["patchType"] == "JSONPatch"
+        assert json.loads(base64.b64decode(str(response["patch"]))) == [
+            {"op": "add", "path": "/metadata/labels/a~1zone", "value": "fleet-n1"}
+        ]
+        for other in ("odd", "theirs"):
+            assert "patch" not in await bound(client, binding(other))
+    assert door.heard.labels == [{"a/zone": "fleet-n1"}, None, {}]
+
+
+async def test_a_place_that_is_not_known_in_time_holds_up_no_pod(tmp_path: Path) -> None:
+    async def never(_pod: BoundPod) -> Mapping[str, str] | None:
+        await asyncio.Event().wait()
+        return {}
+
+    async with opened(tmp_path, labels=never, labels_s=0.05) as door, door.client() as client:
+        assert "patch" not in await bound(client, binding("mine"))
+    assert door.heard.labels == [None]
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"operation": "DELETE"}, "a Binding that is created"),
+        ({"kind": {"group": "", "kind": "Pod"}}, "a Binding that is created"),
+        ({"namespace": ""}, "request.namespace: must be there"),
+        ({"object": {"target": {}}}, "request.object.target.name: must be there"),
+        ({"object": None}, "request.object: must be an object"),
+    ],
+)
+async def test_what_is_no_binding_is_told_so(tmp_path: Path, part: Document, reason: str) -> None:
+    question = binding("mine")
+    request = question["request"]
+    assert isinstance(request, dict)
+    request.update(part)
+    async with (
+        opened(tmp_path) as door,
+        door.client() as client,
+        client.post("/bind", json=question) as answer,
+    ):
+        assert answer.status == 400
+        assert reason in await answer.text()
+
+
+async def test_bindings_and_deployments_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    entered, go = asyncio.Event(), asyncio.Event()
+
+    async def held(_pod: BoundPod) -> Mapping[str, str] | None:
+        entered.set()
+        await go.wait()
+        return {}
+
+    async with opened(tmp_path, labels=held, bindings_max=1) as door, door.client() as client:
+        first = asyncio.create_task(bound(client, binding("mine")))
+        await entered.wait()
+        async with client.post("/bind", json=binding("mine")) as answer:
+            assert answer.status == 503
+        async with client.post("/validate", json=review(deployment())) as answer:
+            assert answer.status == 200
+        go.set()
+        await first
 
 
 async def test_a_question_is_answered(tmp_path: Path) -> None:
@@ -261,6 +371,7 @@ async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
         taken = int(door.url.rpartition(":")[2])
         other = AdmissionDoor(
             facts=known,
+            labels=placed,
             certificate=ShownCertificate(*write(tmp_path, secret())),
             listener=Heard(),
             not_ready=lambda: None,

@@ -147,7 +147,8 @@ def of_admission(command: F) -> F:
             default="kvrouter-operator",
             show_default=True,
             metavar="NAME",
-            help="The ValidatingWebhookConfiguration that must trust it; with --certificate-secret.",
+            help="The ValidatingWebhookConfiguration that must trust it, and where it is the "
+            "MutatingWebhookConfiguration of that name with -binding after it; with --certificate-secret.",
         ),
         click.option(
             "--certificate-secret",

@@ -1,6 +1,7 @@
 """What the operator tells of itself: log lines and metrics."""
 
 import logging
+from collections.abc import Mapping
 
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.reconcile.applied import Changes
@@ -80,6 +81,10 @@ class Observed:
         self.telemetry.reviews.inc("allowed" if verdict.is_allowed else "refused")
         if not verdict.is_allowed:
             log_event(log, Event.ADMISSION_REFUSED, detail="; ".join(told.must for told in verdict.problems))
+
+    def bound(self, labels: Mapping[str, str] | None) -> None:
+        """A pod was let go to its node, with these labels or without."""
+        self.telemetry.bindings.inc("unknown" if labels is None else "labelled" if labels else "left")
 
     def not_answered(self, reason: str) -> None:
         """A question was none, or came when the door was full."""

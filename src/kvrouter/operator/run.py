@@ -25,6 +25,7 @@ from kvrouter.operator.reconcile.kinds import Key
 from kvrouter.operator.reconcile.known import facts_for_admission
 from kvrouter.operator.reconcile.leader import Leader
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
+from kvrouter.operator.reconcile.places import Places
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, log_event
 
 CONNECTIONS_MAX = 32
@@ -41,7 +42,8 @@ class CertificateFiles:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertificateSecret:
     """A certificate of the operator's own, in a Secret that all replicas share. The authority that signed it
-    is written into the ValidatingWebhookConfiguration ``webhook``, which calls the door by ``dns_names``.
+    is written into the ValidatingWebhookConfiguration ``webhook``, which calls the door by ``dns_names``,
+    and into the MutatingWebhookConfiguration ``webhook``-binding where that is.
     """
 
     secret: Key
@@ -166,18 +168,24 @@ async def _plain_door(settings: OperatorSettings, observed: Observed) -> AsyncIt
 async def _admission(
     settings: OperatorSettings, files: CertificateFiles, cluster: Cluster, observed: Observed
 ) -> AsyncIterator[None]:
+    places = Places(cluster, namespace=settings.namespace, lost=observed.lost)
     door = AdmissionDoor(
         facts=lambda: facts_for_admission(cluster),
+        labels=places.labels_of,
         certificate=ShownCertificate(files.cert, files.key),
         listener=observed,
         not_ready=lambda: None,
     )
     port = await door.start(settings.host, settings.admission_port)
     log_event(log, Event.READY, kind="admission", host=settings.host, port=port)
+    keeping_up = asyncio.create_task(places.run())
     try:
         yield
     finally:
         await door.stop()
+        keeping_up.cancel()
+        with suppress(asyncio.CancelledError):
+            await keeping_up
 
 
 @asynccontextmanager

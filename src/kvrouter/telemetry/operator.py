@@ -35,6 +35,13 @@ class OperatorTelemetry(MetricsPage):
         "answer",
     )
 
+    bindings = counter(
+        "kvrouter_operator_bindings",
+        "Bindings of pods that the API server asked about, by what was answered: labelled, left (no pod of a "
+        "worker, or one that gets its labels without us), or unknown (labels then come late).",
+        "answer",
+    )
+
     SPECS: ClassVar[tuple[MetricSpec, ...]]
 
 

@@ -30,18 +30,32 @@ class Review(NamedTuple):
     old: object
 
 
-def read_review(body: object) -> Review:
-    """Return what an AdmissionReview asks. Raises ProtocolError, naming the field, for what is none."""
-    review = _mapping(body, "")
+class Request(NamedTuple):
+    """What every AdmissionReview has: what is asked, under which name the answer goes back, and of what."""
+
+    uid: str
+    operation: str
+    fields: Mapping[str, object]
+
+
+def read_request(body: object) -> Request:
+    """Return the question of an AdmissionReview. Raises ProtocolError, naming the field, for what is none."""
+    review = mapping_at(body, "")
     if review.get("apiVersion") != API_VERSION or review.get("kind") != REVIEW_KIND:
         raise ProtocolError(f"must be an {REVIEW_KIND} of {API_VERSION}", param="apiVersion")
-    request = _mapping(review.get("request"), "request")
+    request = mapping_at(review.get("request"), "request")
     uid, operation = request.get("uid"), request.get("operation")
     if not isinstance(uid, str) or not uid:
         raise ProtocolError("request.uid: must be there", param="request.uid")
     if not isinstance(operation, str):
         raise ProtocolError("request.operation: must be there", param="request.operation")
-    kind = _mapping(request.get("kind"), "request.kind")
+    return Request(uid, operation, request)
+
+
+def read_review(body: object) -> Review:
+    """Return what an AdmissionReview asks about a deployment. Raises ProtocolError as above."""
+    uid, operation, request = read_request(body)
+    kind = mapping_at(request.get("kind"), "request.kind")
     return Review(
         uid,
         operation,
@@ -71,6 +85,11 @@ def answer(uid: str, verdict: Verdict) -> dict[str, JsonValue]:
         }
     if verdict.warnings:
         response["warnings"] = [*_fitting(verdict.warnings)]
+    return answered(response)
+
+
+def answered(response: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the AdmissionReview around ``response``."""
     return {"apiVersion": API_VERSION, "kind": REVIEW_KIND, "response": response}
 
 
@@ -110,7 +129,8 @@ def _fitting(warnings: Sequence[Problem]) -> list[str]:
     return fitting
 
 
-def _mapping(found: object, at: str) -> Mapping[str, object]:
+def mapping_at(found: object, at: str) -> Mapping[str, object]:
+    """Return ``found``, which must be an object. Raises ProtocolError, naming its place, for what is none."""
     if not isinstance(found, dict):
         raise ProtocolError(f"{at or 'body'}: must be an object", param=at or None)
     return found

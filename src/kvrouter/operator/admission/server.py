@@ -2,29 +2,42 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from aiohttp import web
 from pydantic import JsonValue
 
 from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.operator.admission.bound import bind_answer, read_binding
 from kvrouter.operator.admission.review import answer, judged, read_review
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.labels import BoundPod
 
 BODY_BYTES_MAX = 8 * 2**20
 """Two objects of the most that an API server takes, and what is around them."""
 REVIEWS_MAX = 32
 """Questions that are answered at a time; one more is answered 503."""
+BINDINGS_MAX = 128
+"""The same of Bindings, which cost little: a scheduler binds many pods at a time."""
 FACTS_S = 5.0
 BODY_S = 5.0
+LABELS_S = 1.0
+"""Well within the 2 s that the API server waits for us before it binds a pod without us."""
 REREAD_S = 10.0
 
 Facts = Callable[[], Awaitable[ClusterFacts]]
 """Reads the cluster. May raise OSError or TimeoutError: then it is judged as one that could not be read."""
+
+Labels = Callable[[BoundPod], Awaitable[Mapping[str, str] | None]]
+"""Returns the labels that a pod gets when it is bound: none for a pod of others, None when not known."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_T = TypeVar("_T")
 
 
 class Listener(Protocol):
@@ -32,6 +45,9 @@ class Listener(Protocol):
 
     def judged(self, verdict: Verdict) -> None:
         """A question was answered with this verdict."""
+
+    def bound(self, labels: Mapping[str, str] | None) -> None:
+        """A pod was let go to its node with these labels; None when they were not known in time."""
 
     def not_answered(self, reason: str) -> None:
         """A question was no question, or came when the door was full."""
@@ -44,31 +60,38 @@ class Listener(Protocol):
 
 
 class AdmissionDoor:
-    """``POST /validate``, ``GET /healthz`` and ``GET /readyz`` over TLS.
+    """``POST /validate``, ``POST /bind``, ``GET /healthz`` and ``GET /readyz`` over TLS.
 
     ``not_ready`` returns why the operator is not ready yet, or None. The cluster has ``facts_s`` to answer;
-    then topologies count as unread, and only what needs none is admitted.
+    then topologies count as unread, and only what needs none is admitted. ``labels`` has ``labels_s``; then
+    the pod is bound without, as every Binding is: the door never refuses one.
     """
 
     def __init__(
         self,
         *,
         facts: Facts,
+        labels: Labels,
         certificate: ShownCertificate,
         listener: Listener,
         not_ready: Callable[[], str | None],
         facts_s: float = FACTS_S,
         body_s: float = BODY_S,
+        labels_s: float = LABELS_S,
         reread_s: float = REREAD_S,
         body_bytes_max: int = BODY_BYTES_MAX,
         reviews_max: int = REVIEWS_MAX,
+        bindings_max: int = BINDINGS_MAX,
     ) -> None:
-        self._facts, self._listener, self._not_ready = facts, listener, not_ready
+        self._facts, self._labels = facts, labels
+        self._listener, self._not_ready = listener, not_ready
         self._certificate = certificate
         self._facts_s, self._body_s, self._reread_s = facts_s, body_s, reread_s
-        self._body_bytes_max, self._reviews_left = body_bytes_max, reviews_max
+        self._labels_s = labels_s
+        self._body_bytes_max = body_bytes_max
         app = web.Application(client_max_size=body_bytes_max)
-        app.router.add_post("/validate", self._validate)
+        app.router.add_post("/validate", self._at_most(reviews_max, self._validate))
+        app.router.add_post("/bind", self._at_most(bindings_max, self._bind))
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=facts_s + body_s)
@@ -110,20 +133,43 @@ class AdmissionDoor:
         reason = self._not_ready()
         return web.Response(text="ok\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
-    async def _validate(self, request: web.Request) -> web.Response:
-        if self._reviews_left <= 0:
-            return self._refused(503, "too many questions at a time")
-        self._reviews_left -= 1
-        try:
-            return await self._answered(request)
-        finally:
-            self._reviews_left += 1
+    def _at_most(self, questions: int, answer_one: Handler) -> Handler:
+        """``answer_one`` for so many at a time: one more is told at once to try elsewhere."""
+        left = asyncio.Semaphore(questions)
 
-    async def _answered(self, request: web.Request) -> web.Response:
+        async def answer_or_not(request: web.Request) -> web.StreamResponse:
+            if left.locked():
+                return self._refused(503, "too many questions at a time")
+            async with left:
+                return await answer_one(request)
+
+        return answer_or_not
+
+    async def _validate(self, request: web.Request) -> web.Response:
+        review = await self._asked(request, read_review)
+        if isinstance(review, web.Response):
+            return review
+        verdict = judged(review, await self._known())
+        self._listener.judged(verdict)
+        return _json(answer(review.uid, verdict))
+
+    async def _bind(self, request: web.Request) -> web.Response:
+        review = await self._asked(request, read_binding)
+        if isinstance(review, web.Response):
+            return review
+        labels: Mapping[str, str] | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._labels_s):
+                labels = await self._labels(review.pod)
+        self._listener.bound(labels)
+        return _json(bind_answer(review, labels or {}))
+
+    async def _asked(self, request: web.Request, read: Callable[[object], _T]) -> _T | web.Response:
+        """What is asked, or the answer to what is no question."""
         try:
             async with asyncio.timeout(self._body_s):
                 body = await request.read()
-            review = read_review(json.loads(body))
+            return read(json.loads(body))
         except TimeoutError:
             return self._refused(408, f"no whole body within {self._body_s:g} s")
         except web.HTTPRequestEntityTooLarge:
@@ -132,9 +178,6 @@ class AdmissionDoor:
             return self._refused(400, f"no JSON: {error}")
         except ProtocolError as error:
             return self._refused(400, error.message)
-        verdict = judged(review, await self._known())
-        self._listener.judged(verdict)
-        return _json(answer(review.uid, verdict))
 
     async def _known(self) -> ClusterFacts:
         try:

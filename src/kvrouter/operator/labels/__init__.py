@@ -1,11 +1,18 @@
 """What a pod is told of the node that it is bound to: labels, in the very write that binds it."""
 
-from kvrouter.operator.labels.binding import PolicyScope, binding_patch, binding_policy
+from kvrouter.operator.labels.binding import (
+    BoundPod,
+    PolicyScope,
+    binding_patch,
+    binding_policy,
+    pod_name_stem,
+)
 from kvrouter.operator.labels.copies import Copy, Resolution, Source, copies_of, pod_labels, resolve
 from kvrouter.operator.labels.late import LateLabels, late_labels
 from kvrouter.operator.labels.seen import Node, Pod, read_node, read_pod
 
 __all__ = [
+    "BoundPod",
     "Copy",
     "LateLabels",
     "Node",
@@ -18,6 +25,7 @@ __all__ = [
     "copies_of",
     "late_labels",
     "pod_labels",
+    "pod_name_stem",
     "read_node",
     "read_pod",
     "resolve",

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pydantic import JsonValue
 
@@ -11,6 +12,14 @@ from kvrouter.operator.labels.copies import Copy
 API_VERSION = "admissionregistration.k8s.io/v1"
 POD_NAME_STEM_CHARS_MAX = 58
 """A ReplicaSet's pods are named by it, cut to these characters, and five more of chance."""
+
+
+class BoundPod(NamedTuple):
+    """What a Binding says: this pod goes to this node."""
+
+    namespace: str
+    name: str
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,12 @@ def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tup
     return policy, bound
 
 
-def binding_patch(binding: Mapping[str, JsonValue], labels: Mapping[str, str]) -> list[JsonValue]:
+def pod_name_stem(workload: str) -> str:
+    """Return what the names of a Deployment's pods start with."""
+    return f"{workload}-"[:POD_NAME_STEM_CHARS_MAX]
+
+
+def binding_patch(binding: Mapping[str, object], labels: Mapping[str, str]) -> list[JsonValue]:
     """Return the JSON patch that puts ``labels`` onto a Binding; empty when they are there already.
 
     The API server copies a Binding's labels onto its pod since 1.35, whatever the pod had under those keys.
@@ -99,7 +113,7 @@ def _namespaces(names: tuple[str, ...]) -> dict[str, JsonValue]:
 def _conditions(workloads: tuple[str, ...]) -> list[JsonValue]:
     if not workloads:
         return []
-    stems = sorted({f"{name}-"[:POD_NAME_STEM_CHARS_MAX] for name in workloads})
+    stems = sorted(set(map(pod_name_stem, workloads)))
     starts = " || ".join(f"object.metadata.name.startsWith({_quoted(stem)})" for stem in stems)
     return [{"name": "is-a-worker", "expression": starts}]
 

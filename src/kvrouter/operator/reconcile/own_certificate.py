@@ -16,12 +16,13 @@ from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, ClusterError,
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest
 
 SECRETS = Kind("v1", "Secret", "secrets")
-WEBHOOKS = Kind(
+VALIDATING = Kind(
     "admissionregistration.k8s.io/v1",
     "ValidatingWebhookConfiguration",
     "validatingwebhookconfigurations",
     is_namespaced=False,
 )
+MUTATING = VALIDATING._replace(name="MutatingWebhookConfiguration", plural="mutatingwebhookconfigurations")
 LOOK_S = 60.0
 TRIES = 5
 
@@ -34,7 +35,9 @@ class Listener(Protocol):
 
 
 class OwnCertificate:
-    """Keeps the Secret good, its certificate in ``folder``, and its authority in the webhook's ``caBundle``.
+    """Keeps the Secret good, its certificate in ``folder``, and its authority in the webhooks' ``caBundle``:
+    those of the ValidatingWebhookConfiguration ``webhook`` and, where the cluster has it, of the
+    MutatingWebhookConfiguration of that name with ``-binding`` after it.
 
     Every replica does so: two that write at a time are told apart by the Secret's version.
     """
@@ -90,17 +93,25 @@ class OwnCertificate:
 
     async def _trust(self, authorities: bytes) -> None:
         bundle = base64.b64encode(authorities).decode()
-        place = Key("", self._webhook)
-        found = await self._cluster.read(WEBHOOKS, place)
-        if found is None:
-            message = f"{WEBHOOKS.name} {self._webhook} is not there: install the manifests, or name another"
+        if not await self._is_trusting(VALIDATING, self._webhook, bundle):
+            message = (
+                f"{VALIDATING.name} {self._webhook} is not there: install the manifests, or name another"
+            )
             raise ClusterError(message)
+        await self._is_trusting(MUTATING, f"{self._webhook}-binding", bundle)
+
+    async def _is_trusting(self, kind: Kind, name: str, bundle: str) -> bool:
+        """Have its webhooks trust ``bundle``; return False when it is not there."""
+        found = await self._cluster.read(kind, Key("", name))
+        if found is None:
+            return False
         webhooks = found.get("webhooks")
         trusting: list[JsonValue] = [
             _trusting(webhook, bundle) for webhook in (webhooks if isinstance(webhooks, list) else [])
         ]
         if trusting != webhooks:
-            await self._cluster.replace(WEBHOOKS, {**found, "webhooks": trusting})
+            await self._cluster.replace(kind, {**found, "webhooks": trusting})
+        return True
 
 
 def _trusting(webhook: JsonValue, bundle: str) -> JsonValue:

@@ -1,0 +1,185 @@
+"""Which labels a pod gets when it is bound, known by every replica: for the webhook on Bindings."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvrouter.operator.api import read_deployment
+from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.labels import BoundPod, Copy, pod_labels, pod_name_stem, read_node, resolve
+from kvrouter.operator.plan import object_name
+from kvrouter.operator.policy import read_policy
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.kinds import (
+    DEPLOYMENTS_OF_GRAPHS,
+    NODES,
+    TOPOLOGIES,
+    Key,
+    Kind,
+    Manifest,
+    key_of,
+    metadata_of,
+    uid_of,
+)
+from kvrouter.operator.reconcile.known import read_facts
+from kvrouter.operator.reconcile.watched import Watched
+
+FACTS_S = 15.0
+"""How often topologies are read anew."""
+AGAIN_S = 1.0
+"""How soon after a deployment named one that is not known."""
+
+Lost = Callable[[Kind, ClusterError | None], None]
+"""Is told that a kind cannot be watched, or read; with None that it can again."""
+
+
+class _Workers(NamedTuple):
+    """The worker pods of one deployment, by the starts of their names, and what they get."""
+
+    stems: tuple[str, ...]
+    copies: tuple[Copy, ...]
+
+
+class Places:
+    """Answers from what it watches, and reads of a pod's node what it says at that moment.
+
+    Deployments are followed only where a Binding's labels reach its pod and no policy of the cluster writes
+    them. Levels of a topology that is not found are not known here: such labels come late.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        namespace: str,
+        lost: Lost,
+        facts_s: float = FACTS_S,
+        again_s: float = AGAIN_S,
+    ) -> None:
+        self._cluster, self._lost = cluster, lost
+        self._facts_s, self._again_s = facts_s, again_s
+        self._facts: ClusterFacts | None = None
+        self._facts_lost = False
+        self._stale = asyncio.Event()
+        self._workers: dict[str, dict[Key, _Workers]] = {}
+        self._generations: dict[Key, tuple[str, object]] = {}
+        self._deployments: Watched[None] = Watched(
+            cluster,
+            DEPLOYMENTS_OF_GRAPHS,
+            namespace=namespace,
+            group_of=lambda _: None,
+            changed=self._changed,
+            lost=lambda error: lost(DEPLOYMENTS_OF_GRAPHS, error),
+        )
+
+    async def run(self) -> None:
+        """Keep up to date until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            following: asyncio.Task[None] | None = None
+            while True:
+                self._stale.clear()
+                await self._read_facts()
+                if following is None and self._facts is not None and _is_wanted(self._facts):
+                    following = group.create_task(self._deployments.run())
+                await asyncio.sleep(self._again_s)
+                await self._until_stale()
+
+    async def labels_of(self, pod: BoundPod) -> Mapping[str, str] | None:
+        """Return the labels of a pod that goes to its node; None when they are not known.
+
+        None at all for a pod that is no deployment's worker, or that gets them by itself.
+        """
+        if self._facts is None:
+            return None
+        if not _is_wanted(self._facts):
+            return {}
+        if not self._deployments.synced.is_set():
+            return None
+        copies = self._copies_for(pod)
+        if not copies:
+            return {}
+        try:
+            found = await self._cluster.read(NODES, Key("", pod.node))
+        except ClusterError:
+            return None
+        node = None if found is None else read_node(found)
+        return None if node is None else pod_labels(node.labels, copies)
+
+    def _copies_for(self, pod: BoundPod) -> Sequence[Copy]:
+        """Of two that a name may be of, the one with more of it: llm-a-b is no pod of llm-a."""
+        found = {
+            stem: workers.copies
+            for workers in self._workers.get(pod.namespace, {}).values()
+            for stem in workers.stems
+            if pod.name.startswith(stem)
+        }
+        return found[max(found, key=len)] if found else ()
+
+    async def _read_facts(self) -> None:
+        """Read topologies; while they cannot be read, those that were read last hold."""
+        try:
+            facts = await read_facts(self._cluster)
+        except ClusterError as error:
+            if not self._facts_lost:
+                self._facts_lost = True
+                self._lost(TOPOLOGIES[0], error)
+            self._stale.set()
+            return
+        if self._facts_lost:
+            self._facts_lost = False
+            self._lost(TOPOLOGIES[0], None)
+        if facts != self._facts:
+            self._facts = facts
+            for found in self._deployments.all():
+                self._learn(found)
+
+    async def _until_stale(self) -> None:
+        try:
+            async with asyncio.timeout(self._facts_s):
+                await self._stale.wait()
+        except TimeoutError:
+            return
+
+    def _changed(self, found: Manifest) -> None:
+        key = key_of(found)
+        if self._deployments.get(key) is None:
+            self._generations.pop(key, None)
+            self._forget(key)
+            return
+        generation = (uid_of(found), metadata_of(found).get("generation"))
+        if self._generations.get(key) == generation:
+            return  # its status alone
+        self._generations[key] = generation
+        if not self._learn(found):
+            self._stale.set()
+
+    def _learn(self, found: Manifest) -> bool:
+        """Return whether all that it names is known."""
+        key = key_of(found)
+        self._forget(key)
+        deployment = read_deployment(found).deployment
+        policy = None if deployment is None else read_policy(deployment.spec).policy
+        if deployment is None or policy is None or self._facts is None:
+            return True
+        copies, source = resolve(policy, self._facts)
+        if not source.is_found:
+            return False
+        names = [
+            object_name(key.name, component.name)
+            for component in deployment.spec.components
+            if component.type.is_worker
+        ]
+        stems = tuple(map(pod_name_stem, names))
+        self._workers.setdefault(key.namespace, {})[key] = _Workers(stems, copies)
+        return True
+
+    def _forget(self, key: Key) -> None:
+        workers = self._workers.get(key.namespace, {})
+        workers.pop(key, None)
+        if not workers:
+            self._workers.pop(key.namespace, None)
+
+
+def _is_wanted(facts: ClusterFacts) -> bool:
+    """Whether a webhook is what brings labels to pods in time."""
+    return facts.copies_binding_labels and not facts.has_mutating_policies
