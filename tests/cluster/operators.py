@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.control_plane import ControlPlane
-from tests.support.chart import OF_ROLES, is_hook, rendered
+from tests.support.chart import FILLED, OF_ROLES, is_hook, rendered
 
 CRDS = Path(__file__).parents[2] / "deploy" / "crds"
 IMAGE = "example.com/kvrouter:test"
+NAMED_BY_ROLES = frozenset({"Lease", "Secret"})
 ENDS_WITHIN_S = 60.0
 WAIT = "--timeout=120s"
 
@@ -27,12 +28,14 @@ def install_crds(plane: ControlPlane) -> None:
 
 
 def account_with_roles(plane: ControlPlane, namespace: str, name: str, **values: object) -> Path:
-    """Make a service account with the roles that the chart has for it; answers with its kubeconfig."""
+    """Make a service account with the roles that the chart has for it, and what they name; answers with its
+    kubeconfig.
+    """
     given = {"serviceAccount": {"name": name}, **values}
     manifests = [
         each
         for each in rendered(given, namespace=namespace)
-        if each["kind"] in OF_ROLES and not is_hook(each)
+        if each["kind"] in OF_ROLES | FILLED | NAMED_BY_ROLES and not is_hook(each)
     ]
     plane.apply(*manifests)
     return plane.account_kubeconfig(namespace, name)

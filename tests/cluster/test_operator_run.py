@@ -14,6 +14,7 @@ from tests.cluster.operators import WAIT, Operator, account_with_roles, graph, i
 from tests.cluster.pods import bound, pod
 from tests.support.processes import eventually
 
+OWNED = "deployments,services,serviceaccounts,roles,rolebindings"
 ZONE_POLICY = {"labelKey": "topology.kubernetes.io/zone", "domain": "zone"}
 
 
@@ -30,12 +31,19 @@ async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_
         wait(plane, namespace, "Ready=True")
         wait(plane, namespace, "DomainBalanced=True")
         dgd = plane.read("dgd", "llm", "--namespace", namespace)
-        owned = plane.read("deployments,services", "--namespace", namespace, "--show-managed-fields")["items"]
+        owned = plane.read(OWNED, "--namespace", namespace, "--show-managed-fields")["items"]
+        owned = [each for each in owned if each["metadata"]["name"] != "default"]
         assert sorted((each["kind"], each["metadata"]["name"]) for each in owned) == [
             ("Deployment", "llm-decode"),
             ("Deployment", "llm-frontend"),
             ("Deployment", "llm-prefill"),
+            ("Role", "llm-frontends"),
+            ("Role", "llm-workers"),
+            ("RoleBinding", "llm-frontends"),
+            ("RoleBinding", "llm-workers"),
             ("Service", "llm-frontend"),
+            ("ServiceAccount", "llm-frontends"),
+            ("ServiceAccount", "llm-workers"),
         ]
         for each in owned:
             (owner,) = each["metadata"]["ownerReferences"]

@@ -56,6 +56,12 @@ def templates(found: Plan) -> dict[str, JsonValue]:
     }
 
 
+def of_kind(found: Plan, kind: str) -> dict[str, Manifest]:
+    """The planned objects of a kind by their names."""
+    manifests = [manifest for manifest in found.manifests if manifest["kind"] == kind]
+    return {str(at(manifest, "metadata", "name")): manifest for manifest in manifests}
+
+
 def environment(template: JsonValue, container: int = 0) -> dict[str, str]:
     """The variables of one container that have a value."""
     entries = at(template, "spec", "containers", container, "env")

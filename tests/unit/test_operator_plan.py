@@ -32,6 +32,7 @@ from tests.support.deployments import (
     deployment,
     environment,
     has,
+    of_kind,
     planned,
     templates,
 )
@@ -127,7 +128,9 @@ def test_a_raw_label_is_one_file() -> None:
 def test_a_topology_that_is_gone_rolls_nothing_while_its_levels_are_known() -> None:
     of = deployment(policy=OF_FABRIC)
     before = planned(of)
-    annotation = at(before.manifests[2], "metadata", "annotations", LEVELS_ANNOTATION)
+    annotation = at(
+        of_kind(before, "Deployment")["llm-prefill"], "metadata", "annotations", LEVELS_ANNOTATION
+    )
     assert annotation == "zone=topology.kubernetes.io/zone,rack=nvidia.com/rack"
     levels = read_levels(str(annotation))
     assert levels == LEVELS
@@ -314,7 +317,7 @@ def test_users_settings_of_planes_probes_and_time_win() -> None:
     assert at(frontend, "spec", "containers", 0, "readinessProbe") == {"tcpSocket": {"port": 9000}}
     assert at(frontend, "spec", "containers", 0, "livenessProbe", "httpGet", "port") == 9000
     assert at(frontend, "spec", "terminationGracePeriodSeconds") == 5
-    assert at(found.manifests[1], "spec", "ports", 0, "targetPort") == 9000
+    assert at(of_kind(found, "Service")["llm-frontend"], "spec", "ports", 0, "targetPort") == 9000
 
 
 def test_a_plane_token_is_read_from_a_secret() -> None:

@@ -36,19 +36,17 @@ def selector(deployment: str, component: str) -> dict[str, str]:
     return {DEPLOYMENT_LABEL: _fitted(deployment, "-"), COMPONENT_LABEL: component}
 
 
-def labels_of(deployment: DynamoGraphDeployment, component: Component) -> Manifest:
-    """Return the labels of a component's objects and pods."""
-    found = selector(deployment.metadata.name, component.name)
-    return strings(
-        {
-            "app.kubernetes.io/name": "kvrouter",
-            "app.kubernetes.io/instance": found[DEPLOYMENT_LABEL],
-            "app.kubernetes.io/component": component.type.value,
-            "app.kubernetes.io/managed-by": MANAGER,
-            **found,
-            TYPE_LABEL: component.type.value,
-        }
-    )
+def labels_of(deployment: DynamoGraphDeployment, component: Component | None = None) -> Manifest:
+    """Return the labels of a component's objects and pods; without one, those of the deployment's others."""
+    of = _fitted(deployment.metadata.name, "-")
+    found = {"app.kubernetes.io/name": "kvrouter", "app.kubernetes.io/instance": of}
+    if component is not None:
+        found["app.kubernetes.io/component"] = component.type.value
+    found["app.kubernetes.io/managed-by"] = MANAGER
+    found[DEPLOYMENT_LABEL] = of
+    if component is not None:
+        found |= {COMPONENT_LABEL: component.name, TYPE_LABEL: component.type.value}
+    return strings(found)
 
 
 def _fitted(name: str, joint: str) -> str:

@@ -7,6 +7,7 @@ from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api import ComponentType, DeploymentSpec, DynamoGraphDeployment, Level
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
+from kvrouter.operator.plan.account import accounts, give_account
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.names import labels_of
@@ -42,7 +43,8 @@ def plan(
     *,
     last_levels: Sequence[Level] = (),
 ) -> Plan:
-    """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend.
+    """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend,
+    and before them the accounts of their processes.
 
     A policy that cannot be told plans nothing, since without it KV would go anywhere. ``last_levels`` are
     those of :data:`LEVELS_ANNOTATION` on what is there; they hold while the topology cannot be found, so that
@@ -51,7 +53,7 @@ def plan(
     reading = read_policy(deployment.spec)
     policy = reading.policy
     resolution = None if policy is None else resolve(policy, facts, last_levels)
-    problems, manifests = [*reading.problems], list[Manifest]()
+    problems, manifests = [*reading.problems], accounts(deployment, defaults)
     warnings = _packing(deployment.spec)
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index)
@@ -60,6 +62,7 @@ def plan(
             problems += draft
             continue
         problems += complete(draft, deployment, component, defaults)
+        give_account(draft, deployment, component.type, defaults)
         annotations: Manifest = {}
         if policy is not None and resolution is not None:
             if component.type is ComponentType.FRONTEND:

@@ -3,7 +3,7 @@
 from kvrouter.operator.api import Component, DynamoGraphDeployment
 from kvrouter.operator.plan.manifest import Manifest, strings
 from kvrouter.operator.plan.names import selector
-from kvrouter.operator.plan.workload import metadata_of
+from kvrouter.operator.plan.workload import component_metadata
 
 
 def service(deployment: DynamoGraphDeployment, component: Component, port: int) -> Manifest:
@@ -11,7 +11,7 @@ def service(deployment: DynamoGraphDeployment, component: Component, port: int) 
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata_of(deployment, component, {}),
+        "metadata": component_metadata(deployment, component),
         "spec": {
             "type": "ClusterIP",
             "selector": strings(selector(deployment.metadata.name, component.name)),

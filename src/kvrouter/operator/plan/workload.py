@@ -8,13 +8,15 @@ from kvrouter.operator.plan.manifest import Manifest, strings
 from kvrouter.operator.plan.names import labels_of, object_name, selector
 
 
-def metadata_of(deployment: DynamoGraphDeployment, component: Component, annotations: Manifest) -> Manifest:
-    """Return the metadata of a component's objects; they go when their deployment goes."""
+def owned_metadata(
+    deployment: DynamoGraphDeployment, name: str, labels: Manifest, annotations: Manifest | None = None
+) -> Manifest:
+    """Return the metadata of an object that goes when its deployment goes."""
     of = deployment.metadata
-    found: Manifest = {"name": object_name(of.name, component.name)}
+    found: Manifest = {"name": name}
     if of.namespace:
         found["namespace"] = of.namespace
-    found["labels"] = labels_of(deployment, component)
+    found["labels"] = labels
     if annotations:
         found["annotations"] = annotations
     if of.uid:
@@ -30,6 +32,14 @@ def metadata_of(deployment: DynamoGraphDeployment, component: Component, annotat
     return found
 
 
+def component_metadata(
+    deployment: DynamoGraphDeployment, component: Component, annotations: Manifest | None = None
+) -> Manifest:
+    """Return the metadata of a component's objects."""
+    name = object_name(deployment.metadata.name, component.name)
+    return owned_metadata(deployment, name, labels_of(deployment, component), annotations)
+
+
 def workload(
     deployment: DynamoGraphDeployment, component: Component, template: Manifest, annotations: Manifest
 ) -> Manifest:
@@ -38,7 +48,7 @@ def workload(
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata_of(deployment, component, annotations),
+        "metadata": component_metadata(deployment, component, annotations),
         "spec": {
             "replicas": component.replicas,
             "selector": {"matchLabels": strings(selector(deployment.metadata.name, component.name))},

@@ -14,7 +14,10 @@ from kvrouter.operator.reconcile.watched import Watched
 
 WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
 SERVICES = Kind("v1", "Service", "services")
-OWNED = (WORKLOADS, SERVICES)
+ACCOUNTS = Kind("v1", "ServiceAccount", "serviceaccounts")
+ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
+ROLE_BINDINGS = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
+OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS)
 """The kinds that plans have manifests of."""
 
 

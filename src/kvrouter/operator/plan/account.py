@@ -1,0 +1,104 @@
+"""As whom processes speak to the API server, where workers are announced there: an account for each kind."""
+
+from enum import StrEnum
+
+from pydantic import JsonValue
+
+from kvrouter.config.planes import DiscoveryBackend
+from kvrouter.config.problems import Problem
+from kvrouter.operator.api import ComponentType, DynamoGraphDeployment
+from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.manifest import Manifest
+from kvrouter.operator.plan.names import labels_of, object_name
+from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.operator.plan.workload import owned_metadata
+
+CARDS_GROUP = "kvrouter.dev"
+CARDS = "kvrouterworkers"
+RBAC_GROUP = "rbac.authorization.k8s.io"
+RBAC_VERSION = f"{RBAC_GROUP}/v1"
+
+
+class Process(StrEnum):
+    """Kinds of processes, by what they may do with cards; their names end those of their accounts."""
+
+    FRONTENDS = "frontends"
+    WORKERS = "workers"
+
+
+VERBS: dict[Process, tuple[str, ...]] = {
+    Process.FRONTENDS: ("list", "watch", "delete"),
+    Process.WORKERS: ("get", "create", "update"),
+}
+
+
+def process_of(kind: ComponentType) -> Process:
+    """Return what a component's pods are."""
+    return Process.FRONTENDS if kind is ComponentType.FRONTEND else Process.WORKERS
+
+
+def accounts(deployment: DynamoGraphDeployment, defaults: PlanDefaults) -> list[Manifest]:
+    """Return a ServiceAccount, a Role and a RoleBinding for each kind of process; none where workers are
+    announced elsewhere.
+    """
+    if defaults.discovery is not DiscoveryBackend.KUBERNETES:
+        return []
+    there = {process_of(component.type) for component in deployment.spec.components}
+    return [manifest for process in Process if process in there for manifest in _account(deployment, process)]
+
+
+def give_account(
+    draft: PodDraft, deployment: DynamoGraphDeployment, kind: ComponentType, defaults: PlanDefaults
+) -> None:
+    """Let a pod's processes speak to the API server where they have to, and not where they need not.
+
+    An account that the user names stays: it may have other rights that the pod needs.
+    """
+    own = draft.spec.get("serviceAccountName") or draft.spec.get("serviceAccount")
+    at = (*draft.at, "spec")
+    if defaults.discovery is not DiscoveryBackend.KUBERNETES:
+        if not own:
+            draft.spec.setdefault("automountServiceAccountToken", False)
+        return
+    name = _name(deployment, process_of(kind))
+    if own:
+        subject = f"{deployment.metadata.namespace or 'default'}:{own}"
+        draft.warnings.append(
+            Problem(
+                (*at, "serviceAccountName"),
+                f"is your own account, which needs what the Role {name} allows: kubectl create rolebinding "
+                f"{own}-{name} --role={name} --serviceaccount={subject} "
+                f"--namespace={deployment.metadata.namespace or 'default'}",
+            )
+        )
+    else:
+        draft.spec["serviceAccountName"] = name
+    if draft.spec.get("automountServiceAccountToken") is False:
+        must = (
+            "must not be false where workers are announced in Kubernetes: without a token nobody finds them"
+        )
+        draft.warnings.append(Problem((*at, "automountServiceAccountToken"), must))
+
+
+def _name(deployment: DynamoGraphDeployment, process: Process) -> str:
+    return object_name(deployment.metadata.name, process.value)
+
+
+def _account(deployment: DynamoGraphDeployment, process: Process) -> list[Manifest]:
+    name = _name(deployment, process)
+    metadata = owned_metadata(deployment, name, labels_of(deployment))
+    rule: JsonValue = {"apiGroups": [CARDS_GROUP], "resources": [CARDS], "verbs": [*VERBS[process]]}
+    subject: JsonValue = {"kind": "ServiceAccount", "name": name}
+    if deployment.metadata.namespace:
+        subject = {"kind": "ServiceAccount", "name": name, "namespace": deployment.metadata.namespace}
+    return [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": metadata},
+        {"apiVersion": RBAC_VERSION, "kind": "Role", "metadata": metadata, "rules": [rule]},
+        {
+            "apiVersion": RBAC_VERSION,
+            "kind": "RoleBinding",
+            "metadata": metadata,
+            "roleRef": {"apiGroup": RBAC_GROUP, "kind": "Role", "name": name},
+            "subjects": [subject],
+        },
+    ]
