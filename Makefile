@@ -79,10 +79,12 @@ replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per r
 docs: setup ## Write the generated pages, and the definitions that a cluster installs
 	$(BIN)/python -m scripts.write_docs
 	$(BIN)/python -m scripts.write_crds
+	$(BIN)/python -m scripts.write_manifests
 
 docs-check: setup ## See that the generated pages and definitions are fresh
 	$(BIN)/python -m scripts.write_docs --check
 	$(BIN)/python -m scripts.write_crds --check
+	$(BIN)/python -m scripts.write_manifests --check
 
 clean: ## Remove what was built
 	rm -rf $(VENV) native/target dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,41 +1,50 @@
 """Write the definitions that a cluster installs, made from the models of the API.
 
-``python -m scripts.write_crds`` writes them to ``deploy/crds``; with ``--check`` it writes nothing, names
-each file that is not what the models say, and exits 1 when there is one.
+``python -m scripts.write_crds`` writes them to ``deploy/crds``, and all that is there to the chart, which
+cannot point out of its own folder; with ``--check`` it writes nothing, names each file that is not what the
+models say, and exits 1 when there is one.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvrouter.operator.api.crd import CRD_FILE, crd_yaml
 
-CRDS = Path(__file__).parents[1] / "deploy" / "crds"
+DEPLOY = Path(__file__).parents[1] / "deploy"
 MADE = "# Made by `make docs` from kvrouter.operator.api: change the models, not this file.\n"
 
 FILES: dict[str, Callable[[], str]] = {CRD_FILE: crd_yaml}
 
 
-def main(arguments: list[str], crds: Path = CRDS) -> int:
+def main(arguments: list[str], deploy: Path = DEPLOY) -> int:
     """Write the files, or check them; return the exit code."""
     if arguments not in ([], ["--check"]):
         print("usage: python -m scripts.write_crds [--check]", file=sys.stderr)
         return 2
-    stale = []
-    for name, made in FILES.items():
-        path, text = crds / name, MADE + made()
+    stale = 0
+    for path, text in _files(deploy):
         if path.is_file() and path.read_text("utf-8") == text:
             continue
-        stale.append(name)
-        if not arguments:
-            crds.mkdir(parents=True, exist_ok=True)
+        stale += 1
+        name = f"deploy/{path.relative_to(deploy)}"
+        if arguments:
+            print(f"{name}: stale, run make docs", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, "utf-8")
-            print(f"deploy/crds/{name}: written")
-    if arguments and stale:
-        print(
-            "".join(f"deploy/crds/{name}: stale, run make docs\n" for name in stale), end="", file=sys.stderr
-        )
+            print(f"{name}: written")
     return 1 if arguments and stale else 0
+
+
+def _files(deploy: Path) -> Iterator[tuple[Path, str]]:
+    """Each file and what it must hold: first those of the models, then the chart's copies of all."""
+    made = {name: MADE + make() for name, make in FILES.items()}
+    crds = deploy / "crds"
+    for name, text in made.items():
+        yield crds / name, text
+    for name in sorted({*made, *(path.name for path in crds.glob("*.yaml"))}):
+        yield deploy / "helm" / "kvrouter" / "crds" / name, made.get(name) or (crds / name).read_text("utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from tests.support.chart import FILLED, OF_ROLES, is_hook, rendered
 
 CRDS = Path(__file__).parents[2] / "deploy" / "crds"
 IMAGE = "example.com/kvrouter:test"
-NAMED_BY_ROLES = frozenset({"Lease", "Secret"})
 ENDS_WITHIN_S = 60.0
 WAIT = "--timeout=120s"
 
@@ -35,7 +34,7 @@ def account_with_roles(plane: ControlPlane, namespace: str, name: str, **values:
     manifests = [
         each
         for each in rendered(given, namespace=namespace)
-        if each["kind"] in OF_ROLES | FILLED | NAMED_BY_ROLES and not is_hook(each)
+        if each["kind"] in OF_ROLES | FILLED and not is_hook(each)
     ]
     plane.apply(*manifests)
     return plane.account_kubeconfig(namespace, name)

@@ -10,6 +10,8 @@ from helm_python import Chart
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "kvrouter"
 NOTES = "templates/NOTES.txt"
 OF_ROLES = frozenset({"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"})
+FILLED = frozenset({"Lease", "Secret"})
+"""What the operator may fill, and not make."""
 
 Manifest = dict[str, Any]
 

@@ -38,15 +38,21 @@ def test_the_definition_in_the_repository_is_fresh() -> None:
 def test_a_stale_or_missing_definition_fails_the_check_and_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    crds = tmp_path / "deploy" / "crds"
-    assert main(["--check"], crds) == 1
-    assert main([], crds) == 0
-    assert main(["--check"], crds) == 0
-    (crds / CRD_FILE).write_text("kind: Other\n")
+    deploy = tmp_path / "deploy"
+    assert main(["--check"], deploy) == 1
+    assert main([], deploy) == 0
+    assert main(["--check"], deploy) == 0
+    (deploy / "crds" / CRD_FILE).write_text("kind: Other\n")
+    (deploy / "crds" / "by_hand.yaml").write_text("kind: Another\n")
     capsys.readouterr()
-    assert main(["--check"], crds) == 1
-    assert capsys.readouterr().err == f"deploy/crds/{CRD_FILE}: stale, run make docs\n"
-    assert main(["--chekc"], crds) == 2
+    assert main(["--check"], deploy) == 1
+    assert capsys.readouterr().err == (
+        f"deploy/crds/{CRD_FILE}: stale, run make docs\n"
+        "deploy/helm/kvrouter/crds/by_hand.yaml: stale, run make docs\n"
+    )
+    assert main([], deploy) == 0
+    assert (deploy / "helm" / "kvrouter" / "crds" / "by_hand.yaml").read_text() == "kind: Another\n"
+    assert main(["--chekc"], deploy) == 2
 
 
 def test_its_text_is_the_definition_and_has_no_anchors() -> None:

@@ -31,11 +31,18 @@
 {{- end -}}
 {{- end -}}
 
+{{/* NATS as fleets reach it; nothing where there is none. */}}
 {{- define "kvrouter.natsServer" -}}
 {{- if .Values.fleets.natsServer -}}
 {{ .Values.fleets.natsServer }}
-{{- else -}}
+{{- else if .Values.nats.enabled -}}
 nats://{{ include "kvrouter.nats" . }}.{{ .Release.Namespace }}.svc:4222
+{{- else -}}
+{{- range $plane, $backend := pick .Values.fleets "discovery" "requestPlane" "eventPlane" -}}
+{{- if has $backend (list "nats" "jetstream") -}}
+{{- fail (printf "fleets.%s is %s: set nats.enabled to true, or fleets.natsServer to where NATS is" $plane $backend) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -85,4 +92,36 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- with .Values.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{/* The namespaces whose deployments are judged: those that the operator looks after, and the user asked for. */}}
+{{- define "kvrouter.namespaceSelector" -}}
+{{- $wanted := deepCopy .Values.admission.namespaceSelector -}}
+{{- with .Values.watchNamespace -}}
+{{- $name := dict "kubernetes.io/metadata.name" . -}}
+{{- $_ := set $wanted "matchLabels" (merge $name ($wanted.matchLabels | default dict)) -}}
+{{- end -}}
+{{- with $wanted }}{{ toYaml . }}{{ end -}}
+{{- end -}}
+
+{{/* JetStream stays a little below its volume, so that it says it is full before the disk is. */}}
+{{- define "kvrouter.natsConfig" -}}
+{{- $size := .Values.nats.jetstream.size -}}
+{{- $mebibytes := ternary (mul 1024 (trimSuffix "Gi" $size | int)) (trimSuffix "Mi" $size | int) (hasSuffix "Gi" $size) -}}
+listen: 0.0.0.0:4222
+http: 0.0.0.0:8222
+server_name: {{ include "kvrouter.nats" . }}
+jetstream {
+  store_dir: /data
+  max_memory_store: 0
+  max_file_store: {{ div (mul $mebibytes 9) 10 }}MB
+}
+lame_duck_duration: 20s
+lame_duck_grace_period: 5s
+{{- end -}}
+
+{{/* What Helm makes once everything else is gone, and takes away again when it is done. */}}
+{{- define "kvrouter.atTheEnd" -}}
+helm.sh/hook: post-delete
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 {{- end -}}

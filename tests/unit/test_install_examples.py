@@ -1,0 +1,102 @@
+"""The example deployments: each is admitted without a warning, and planned without one."""
+
+from functools import cache
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvrouter.operator.admission import validate
+from kvrouter.operator.api import KIND, read_deployment, read_topology
+from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+from kvrouter.operator.plan import Plan, PlanDefaults, plan
+from tests.support.chart import Manifest, of_kind
+
+FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
+FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml"))
+DEFAULTS = PlanDefaults(image="example.com/kvrouter:1")
+
+ENFORCED = {
+    "one-zone.yaml": [None],
+    "two-zones-required.yaml": ["required"],
+    "two-zones-fallback.yaml": ["fallback"],
+    "two-zones-preferred.yaml": ["preferred"],
+    "without-grove.yaml": ["required"],
+    "grove.yaml": ["required"],
+    "vllm.yaml": ["required"],
+    "migration/before.yaml": [None, None],
+    "migration/after.yaml": ["required"],
+}
+
+
+@cache
+def documents(file: str) -> list[Manifest]:
+    return list(yaml.safe_load_all((FOLDER / file).read_text()))
+
+
+def facts_of(file: str) -> ClusterFacts:
+    """A cluster that holds the file's own topology, if it has one."""
+    found = [read_topology(each) for each in documents(file) if each["kind"] != KIND]
+    topologies = by_name(topology for topology in found if topology is not None)
+    return ClusterFacts(grove=Grove.PRESENT if topologies else Grove.ABSENT, topologies=topologies)
+
+
+def planned(file: str) -> list[Plan]:
+    found = []
+    for document in of_kind(documents(file), KIND):
+        deployment = read_deployment(document).deployment
+        assert deployment is not None
+        found.append(plan(deployment, facts_of(file), DEFAULTS))
+    return found
+
+
+def test_every_example_is_one_of_these() -> None:
+    assert set(FILES) == set(ENFORCED)
+    told = (FOLDER / "README.md").read_text()
+    assert all(f"({file})" in told or file.startswith("migration/") for file in FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_it_is_admitted_without_a_warning(file: str) -> None:
+    for document in of_kind(documents(file), KIND):
+        verdict = validate(document, None, facts_of(file))
+        assert (verdict.problems, verdict.warnings) == ((), ())
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_it_is_planned_as_it_says_without_a_warning(file: str) -> None:
+    plans = planned(file)
+    assert [(each.problems, each.warnings) for each in plans] == [((), ())] * len(plans)
+    assert [each.policy and each.policy.enforcement.value for each in plans] == ENFORCED[file]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_what_is_planned_is_of_kubernetes_own_schemas(file: str) -> None:
+    manifests = [dict(manifest) for each in planned(file) for manifest in each.manifests]
+    assert {"Deployment", "Service"} <= {str(manifest["kind"]) for manifest in manifests}
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, "1.30", strict=True)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_pods_that_are_spread_are_found_by_the_labels_that_the_operator_gives_them(file: str) -> None:
+    for manifest in of_kind(
+        [dict(each) for whole in planned(file) for each in whole.manifests], "Deployment"
+    ):
+        template = manifest["spec"]["template"]
+        for spread in template["spec"].get("topologySpreadConstraints", []):
+            assert spread["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
+def test_migration_changes_where_pods_may_be_and_not_how_many() -> None:
+    def replicas(file: str, kind: str) -> int:
+        return sum(
+            component["replicas"]
+            for document in documents(file)
+            for component in document["spec"]["components"]
+            if component["type"] == kind
+        )
+
+    for kind in ("frontend", "prefill", "decode"):
+        assert replicas("migration/before.yaml", kind) == replicas("migration/after.yaml", kind)
