@@ -12,6 +12,7 @@ from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend.app import FrontDoor
+from kvrouter.frontend.pages import SETTLE_S
 from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.text.model import TextModel
 from tests.support.fleets import MODEL, Bench, decode_card, prefill_card
@@ -70,6 +71,7 @@ async def open_house(
     plane: RequestPlane | None = None,
     config: KvRouterConfig | None = None,
     settings: FrontendSettings | None = None,
+    settle_s: float = SETTLE_S,
 ) -> AsyncIterator[House]:
     """A started front door on a free port; drained at the end. ``plane`` replaces the scripted one."""
     scripted = ScriptedPlane(script)
@@ -80,6 +82,7 @@ async def open_house(
         {MODEL: mock_text()},
         settings=settings or FrontendSettings(),
         telemetry=bench.telemetry,
+        settle_s=settle_s,
     )
     server = door.server()
     await server.serve()

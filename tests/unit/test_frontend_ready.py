@@ -42,6 +42,26 @@ async def test_ready_only_while_somebody_can_answer() -> None:
     assert (still.status_code, still.json()["status"]) == (200, "draining")
 
 
+async def test_a_door_takes_requests_also_while_no_worker_can_be_found_until_it_drains() -> None:
+    async with open_house(card(1, Role.PREFILL), settle_s=0.0) as house:
+        accepting = await house.http.get("/accepting")
+        asked = await house.complete()
+        await house.bench.service.drain(0.0)
+        draining = await house.http.get("/accepting")
+    assert (accepting.status_code, accepting.json()) == (200, {"status": "accepting"})
+    assert (asked.status_code, error_of(asked)["code"]) == (503, "no_eligible_worker")
+    assert (draining.status_code, error_of(draining)["code"]) == (503, "shutting_down")
+
+
+async def test_a_door_that_just_opened_first_learns_the_fleet() -> None:
+    async with open_house(settle_s=3600.0) as house:
+        learning = await house.http.get("/accepting")
+        house.bench.discovery.put(card(1))
+        knows = await house.http.get("/accepting")
+    assert (learning.status_code, error_of(learning)["code"]) == (503, "not_ready")
+    assert knows.status_code == 200
+
+
 def pair(enforcement: Enforcement | None, *, decode_zone: str | None) -> list[WorkerCard]:
     return [card(1, Role.PREFILL, zone="a", enforcement=enforcement), card(2, Role.DECODE, zone=decode_zone)]
 

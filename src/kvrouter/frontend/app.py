@@ -9,7 +9,7 @@ from kvrouter.frontend.door import Door
 from kvrouter.frontend.gauges import Gauges
 from kvrouter.frontend.generate import GenerateRoutes
 from kvrouter.frontend.observed import FrontObserved
-from kvrouter.frontend.pages import Pages
+from kvrouter.frontend.pages import SETTLE_S, Pages
 from kvrouter.frontend.prepare import Hall
 from kvrouter.frontend.readiness import Awaited, nobody_awaited
 from kvrouter.service.router import RouterService
@@ -31,6 +31,7 @@ class FrontDoor(Door):
         settings: FrontendSettings,
         telemetry: Telemetry,
         awaited: Awaited = nobody_awaited,
+        settle_s: float = SETTLE_S,
     ) -> None:
         observed = FrontObserved(telemetry)
         hall = Hall(service, texts, observed)
@@ -38,7 +39,7 @@ class FrontDoor(Door):
         admin = AdminRoutes(service, hall, observed, token=admin_secret(settings))
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
-            [*Pages(service, hall, telemetry, awaited).routes(), *admin.routes()],
+            [*Pages(service, hall, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
             settings=settings,
             observed=observed,
         )

@@ -17,6 +17,9 @@ from kvrouter.telemetry import METRICS_CONTENT_TYPE, Telemetry
 
 OWNER = "kvrouter"
 
+SETTLE_S = 10.0
+"""How long a door may wait for a first worker or a tokenizer before it takes requests without."""
+
 
 def json_page(value: object, *, status: int = 200) -> Response:
     """An answer in JSON."""
@@ -27,13 +30,20 @@ class Pages:
     """The routes that ask no token."""
 
     def __init__(
-        self, service: RouterService, hall: Hall, telemetry: Telemetry, awaited: Awaited = nobody_awaited
+        self,
+        service: RouterService,
+        hall: Hall,
+        telemetry: Telemetry,
+        awaited: Awaited = nobody_awaited,
+        *,
+        settle_s: float = SETTLE_S,
     ) -> None:
         self._service = service
         self._hall = hall
         self._telemetry = telemetry
         self._awaited = awaited
         self._created_s = int(time.time())
+        self._settled_at = time.monotonic() + settle_s
 
     def routes(self) -> list[Route]:
         """The table of these routes."""
@@ -42,6 +52,7 @@ class Pages:
             Route("/v1/models/{model:path}", self.model),
             Route("/health", self.health),
             Route("/ready", self.ready),
+            Route("/accepting", self.accepting),
             Route("/metrics", self.metrics),
         ]
 
@@ -66,17 +77,36 @@ class Pages:
         """``GET /ready``: 200 when a plain request to some model could be placed now, were nobody busy; with
         the engines that are still awaited.
         """
+        self._refuse_draining()
+        awaited = list(self._awaited())
+        reasons = self._why_not_ready()
+        if reasons is None:
+            return json_page({"status": "ready", **({"awaited": awaited} if awaited else {})})
+        reasons += [f"awaited: {line}" for line in awaited]
+        raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
+
+    async def accepting(self, _: Request) -> Response:
+        """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
+        found. A door that just opened has a moment to learn the fleet, so that nobody is refused for that.
+        """
+        self._refuse_draining()
+        if time.monotonic() < self._settled_at and self._why_not_ready() is not None:
+            raise NotReady("this router has just started, and is learning which workers are there")
+        return json_page({"status": "accepting"})
+
+    def _refuse_draining(self) -> None:
         if self._service.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
-        awaited = list(self._awaited())
+
+    def _why_not_ready(self) -> list[str] | None:
+        """What each model lacks; None when one lacks nothing."""
         reasons: list[str] = []
         for name in self._hall.models():
             why = why_not_ready(self._service.model(name))
             if why is None:
-                return json_page({"status": "ready", **({"awaited": awaited} if awaited else {})})
+                return None
             reasons.append(f"{name}: {why}")
-        reasons += [f"awaited: {line}" for line in awaited]
-        raise NotReady("; ".join(reasons) or "no model has both workers and a tokenizer here")
+        return reasons
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``, in Prometheus' text format."""

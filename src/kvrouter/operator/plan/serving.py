@@ -124,7 +124,7 @@ def _open_door(draft: PodDraft) -> None:
         ports.append({"name": "http", "containerPort": port, "protocol": "TCP"})
     draft.containers[draft.main_index] = {
         "startupProbe": _probe("/health", port, period_s=2, failures=60),
-        "readinessProbe": _probe("/ready", port, period_s=5, failures=2),
+        "readinessProbe": _probe("/accepting", port, period_s=5, failures=2),
         "livenessProbe": _probe("/health", port, period_s=10, failures=6),
         "lifecycle": {"preStop": {"sleep": {"seconds": LEAVING_S}}},
         **container,
