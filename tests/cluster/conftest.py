@@ -11,7 +11,7 @@ import pytest_asyncio
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.config import new_client_from_config
 
-from tests.cluster.control_plane import AS_BEFORE_1_35, ControlPlane
+from tests.cluster.control_plane import AS_1_35, AS_BEFORE_1_35, ControlPlane
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import add_nodes
 
@@ -29,6 +29,13 @@ def plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
 def older_plane(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
     """Another one, without what older clusters do not have."""
     with _running(request, flags=AS_BEFORE_1_35) as plane:
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def plane_of_1_35(request: pytest.FixtureRequest) -> Iterator[ControlPlane]:
+    """Another one, which copies labels of bindings and has no policies to write them there."""
+    with _running(request, flags=AS_1_35) as plane:
         yield plane
 
 

@@ -39,9 +39,13 @@ LOG_TAIL_CHARS = 2000
 KUBECTL_WITHIN_S = 300.0
 ADMINISTRATORS = "system:masters"
 _POLICIES = "admissionregistration.k8s.io/v1/mutatingadmissionpolicies=false"
+_NO_POLICIES = f"--runtime-config={_POLICIES},{_POLICIES.replace('policies', 'policybindings')}"
+AS_1_35 = ("--feature-gates=MutatingAdmissionPolicy=false", _NO_POLICIES)
+"""Flags of an API server that copies labels of bindings, and has no policies to write them there."""
+
 AS_BEFORE_1_35 = (
     "--feature-gates=PodTopologyLabelsAdmission=false,MutatingAdmissionPolicy=false",
-    f"--runtime-config={_POLICIES},{_POLICIES.replace('policies', 'policybindings')}",
+    _NO_POLICIES,
 )
 """Flags of an API server that has neither of :class:`Features`, as older ones."""
 

@@ -55,6 +55,13 @@ def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]
     return Wanted(of.namespace, names, resolve(policy, facts, last_levels).copies) if names else None
 
 
+def is_known(found: Manifest, facts: ClusterFacts) -> bool:
+    """Return whether the levels that a deployment names are known, if it names any."""
+    deployment = read_deployment(found).deployment
+    policy = None if deployment is None else read_policy(deployment.spec).policy
+    return policy is None or resolve(policy, facts).source.is_found
+
+
 def policies_for(wanted: Iterable[Wanted], lease: Key) -> dict[str, tuple[Manifest, ...]]:
     """Return the manifests by the name that both of a set have: a hash of the lease and of its levels."""
     owner = owner_label(lease)

@@ -8,7 +8,7 @@ from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults
 from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
 from kvrouter.operator.reconcile.backlog import Backlog
-from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, wanted_by
+from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
@@ -75,6 +75,7 @@ class Driver:
         self._stirred = asyncio.Event()
         self._owners: dict[str, Key] = {}
         self._generations: dict[Key, tuple[str, object]] = {}
+        self._asked: dict[Key, tuple[str, object] | None] = {}
         self._node_labels: dict[str, object] = {}
 
         def watched(
@@ -139,6 +140,7 @@ class Driver:
             error: Exception | None = None
             retry_s = 0.0
             try:
+                await self._know_topology(key)
                 await self._write_bindings()
                 await self._reconciler.reconcile(key, self._facts)
             except Exception as failed:  # noqa: BLE001 - one deployment's trouble must not stop the others
@@ -150,6 +152,14 @@ class Driver:
                 retry_s = self._backlog.failed(key, loop.time())
             self._stirred.set()
             self._listener.looked(key, loop.time() - began_s, error, retry_s)
+
+    async def _know_topology(self, key: Key) -> None:
+        """A topology may be younger than what was read; whoever admitted the deployment had read it anew."""
+        found, generation = self._deployments.get(key), self._generations.get(key)
+        if found is None or self._asked.get(key) == generation or is_known(found, self._facts):
+            return
+        self._asked[key] = generation
+        await self._read_facts()
 
     async def _write_bindings(self) -> None:
         """Labels at the binding come before the pods, where the cluster can do that. Without them labels come
@@ -229,6 +239,7 @@ class Driver:
         if self._deployments.get(key) is None:
             self._owners.pop(uid, None)
             self._generations.pop(key, None)
+            self._asked.pop(key, None)
             self._bindings_due = True
         else:
             self._owners[uid] = key

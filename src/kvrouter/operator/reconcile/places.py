@@ -4,11 +4,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrouter.operator.api import read_deployment
 from kvrouter.operator.facts import ClusterFacts
-from kvrouter.operator.labels import BoundPod, Copy, pod_labels, pod_name_stem, read_node, resolve
-from kvrouter.operator.plan import object_name
-from kvrouter.operator.policy import read_policy
+from kvrouter.operator.labels import BoundPod, Copy, pod_labels, pod_name_stem, read_node
+from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
@@ -150,28 +148,19 @@ class Places:
         if self._generations.get(key) == generation:
             return  # its status alone
         self._generations[key] = generation
-        if not self._learn(found):
+        self._learn(found)
+        if self._facts is None or not is_known(found, self._facts):
             self._stale.set()
 
-    def _learn(self, found: Manifest) -> bool:
-        """Return whether all that it names is known."""
+    def _learn(self, found: Manifest) -> None:
         key = key_of(found)
         self._forget(key)
-        deployment = read_deployment(found).deployment
-        policy = None if deployment is None else read_policy(deployment.spec).policy
-        if deployment is None or policy is None or self._facts is None:
-            return True
-        copies, source = resolve(policy, self._facts)
-        if not source.is_found:
-            return False
-        names = [
-            object_name(key.name, component.name)
-            for component in deployment.spec.components
-            if component.type.is_worker
-        ]
-        stems = tuple(map(pod_name_stem, names))
-        self._workers.setdefault(key.namespace, {})[key] = _Workers(stems, copies)
-        return True
+        if self._facts is None or not is_known(found, self._facts):
+            return
+        wanted = wanted_by(found, self._facts, ())
+        if wanted is not None:
+            stems = tuple(map(pod_name_stem, wanted.workloads))
+            self._workers.setdefault(key.namespace, {})[key] = _Workers(stems, wanted.copies)
 
     def _forget(self, key: Key) -> None:
         workers = self._workers.get(key.namespace, {})

@@ -1,0 +1,86 @@
+"""Webhooks that ask an operator of these tests, of one namespace each."""
+
+from typing import Any
+
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.operators import Operator
+from tests.support.processes import eventually
+
+SERVICE = "kvrouter-operator"
+SECRET = "kvrouter-operator-certificate"
+API_VERSION = "admissionregistration.k8s.io/v1"
+
+
+def name_of(namespace: str) -> str:
+    """What both are called, but for the end of the second's name: they are the whole cluster's."""
+    return f"{SERVICE}-{namespace}"
+
+
+def own_certificate(namespace: str, port: int) -> tuple[str, ...]:
+    """Flags of an operator that is asked on this port, with a certificate of its own."""
+    return (
+        *("--certificate-secret", SECRET, "--webhook", name_of(namespace)),
+        *("--admission-port", str(port)),
+    )
+
+
+def on_deployments(namespace: str, port: int) -> dict[str, Any]:
+    """A ValidatingWebhookConfiguration."""
+    rule = {
+        "apiGroups": ["nvidia.com"],
+        "apiVersions": ["v1beta1"],
+        "operations": ["CREATE", "UPDATE"],
+        "resources": ["dynamographdeployments"],
+    }
+    one = _webhook(namespace, "deployments", "/validate", port, rule)
+    return _configuration("Validating", name_of(namespace), {**one, "timeoutSeconds": 10})
+
+
+def on_bindings(namespace: str, port: int) -> dict[str, Any]:
+    """A MutatingWebhookConfiguration, which holds up no pod."""
+    rule = {
+        "apiGroups": [""],
+        "apiVersions": ["v1"],
+        "operations": ["CREATE"],
+        "resources": ["pods/binding"],
+    }
+    one = _webhook(namespace, "bindings", "/bind", port, rule)
+    gentle = {"failurePolicy": "Ignore", "timeoutSeconds": 2}
+    return _configuration("Mutating", f"{name_of(namespace)}-binding", {**one, **gentle})
+
+
+def trusted(plane: ControlPlane, configuration: str, name: str) -> str:
+    """The authority that the first webhook of a configuration trusts; empty for none."""
+    (webhook,) = plane.read(configuration, name)["webhooks"]
+    return str(webhook["clientConfig"].get("caBundle", ""))
+
+
+async def until_told(replica: Operator, words: str) -> None:
+    """Return once this is in a replica's log, or fail when it ended."""
+
+    async def is_told() -> bool:
+        assert replica.process.returncode is None, replica.log
+        return words in replica.log
+
+    await eventually(is_told)
+
+
+def _webhook(namespace: str, of: str, path: str, port: int, rule: dict[str, Any]) -> dict[str, Any]:
+    service = {"namespace": namespace, "name": SERVICE, "path": path, "port": port}
+    return {
+        "name": f"{of}.kvrouter.dev",
+        "clientConfig": {"service": service},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+        "rules": [rule],
+        "admissionReviewVersions": ["v1"],
+        "sideEffects": "None",
+    }
+
+
+def _configuration(kind: str, name: str, webhook: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": API_VERSION,
+        "kind": f"{kind}WebhookConfiguration",
+        "metadata": {"name": name},
+        "webhooks": [webhook],
+    }
