@@ -60,7 +60,9 @@ async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_
         }
         row = plane.kubectl("get", "dgd", "llm", "--namespace", namespace, "--no-headers").split()
         assert row[:3] == ["llm", "True", "zone"]
-        assert "Applied" in reasons(plane, namespace)
+        told = reasons(plane, namespace)
+        assert "Applied" in told
+        assert not told & {"DomainWithoutDecode", "LabelsNotCopied"}, "a start is no trouble"
 
 
 async def test_only_what_changed_rolls_and_what_is_planned_no_more_goes(

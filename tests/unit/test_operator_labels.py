@@ -224,3 +224,26 @@ def test_pods_and_nodes_are_read_from_json() -> None:
 def test_what_is_no_object_is_none(document: object) -> None:
     assert read_pod(document) is None
     assert read_node(document) is None
+
+
+# What is read of a pod.
+
+
+@pytest.mark.parametrize(
+    ("status", "is_stuck"),
+    [
+        ({}, False),
+        ({"conditions": [{"type": "PodScheduled", "status": "True"}]}, False),
+        ({"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}, True),
+        ({"initContainerStatuses": [{"state": {"waiting": {"reason": "PodInitializing"}}}]}, False),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "ContainerCreating"}}}]}, False),
+        ({"containerStatuses": [{"state": {"waiting": {"reason": "ImagePullBackOff"}}}]}, True),
+        ({"containerStatuses": [{"state": {"running": {}}, "restartCount": 0}]}, False),
+        ({"initContainerStatuses": [{"state": {"running": {}}, "restartCount": 1}]}, True),
+        ({"containerStatuses": "none", "conditions": [None]}, False),
+    ],
+)
+def test_a_pod_that_does_not_come_by_itself_is_stuck(status: dict[str, object], is_stuck: bool) -> None:
+    found = read_pod({"metadata": {"name": "p"}, "status": status})
+    assert found is not None
+    assert found.is_stuck is is_stuck

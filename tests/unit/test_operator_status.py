@@ -33,12 +33,22 @@ REQUIRED: dict[str, JsonValue] = {"clusterTopologyName": "gpu-fabric", "domain":
 TRUE, FALSE, UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
 
 
-def worker(kind: str, zone: str | None, number: int = 0, *, ready: bool = True, over: bool = False) -> Pod:
+def worker(
+    kind: str,
+    zone: str | None,
+    number: int = 0,
+    *,
+    ready: bool = True,
+    over: bool = False,
+    stuck: bool = False,
+) -> Pod:
     labels = {"kvrouter.dev/component-type": kind}
     if zone is not None:
         labels["grove.io/topology.zone"] = zone
     node = f"node-{zone or 'x'}"
-    return Pod(f"{kind}-{zone}-{number}", "fleet", "u", node, labels, is_ready=ready, is_over=over)
+    return Pod(
+        f"{kind}-{zone}-{number}", "fleet", "u", node, labels, is_ready=ready, is_over=over, is_stuck=stuck
+    )
 
 
 def pods(**domains: tuple[int, int]) -> list[Pod]:
@@ -127,8 +137,70 @@ def test_a_domain_without_decode_is_told_with_what_follows_and_comes_first(
 
 
 def test_pods_that_are_not_ready_or_are_leaving_do_not_count() -> None:
-    gone = [worker("decode", "a", 8, ready=False), worker("decode", "a", 9, over=True)]
+    gone = [worker("decode", "a", 8, ready=False, stuck=True), worker("decode", "a", 9, over=True)]
     assert said(status([*pods(a=(1, 0)), *gone]), "DomainBalanced") == (FALSE, "DomainWithoutDecode")
+
+
+STARTS = worker("decode", "a", 8, ready=False)
+PREFILLS = worker("prefill", "a")
+DECODES = worker("decode", "a")
+ELSEWHERE = worker("decode", "b")
+PENDING = Pod("decode-9", labels={"kvrouter.dev/component-type": "decode"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        # At a start: pods are created, bound, labelled and Ready in any order.
+        ([[PREFILLS]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, PENDING]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, worker("decode", None, ready=False)]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, STARTS]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, STARTS], [PREFILLS, STARTS]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, STARTS], [PREFILLS, DECODES]], (TRUE, "DomainsBalanced")),
+        # Nobody starts there.
+        ([[PREFILLS, ELSEWHERE]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, worker("decode", "b", ready=False)]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, worker("decode", "", ready=False)]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, worker("decode", "a", ready=False, stuck=True)]], (FALSE, "DomainWithoutDecode")),
+        # A domain that had decode workers loses them, whoever starts in their place.
+        ([[PREFILLS, DECODES], [PREFILLS, STARTS]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, DECODES], [PREFILLS]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, DECODES], [PREFILLS], [PREFILLS, STARTS]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, DECODES], [PREFILLS, STARTS], [PREFILLS, DECODES]], (TRUE, "DomainsBalanced")),
+        # One without anybody, and one that starts.
+        ([[PREFILLS, STARTS, worker("prefill", "b")]], (FALSE, "DomainWithoutDecode")),
+    ],
+)
+def test_a_domain_that_starts_is_not_told_to_lack_what_it_never_had(
+    steps: list[list[Pod]], told: tuple[ConditionStatus, str]
+) -> None:
+    found: DeploymentStatus | None = None
+    for pods_there in steps:
+        found = status(pods_there, previous=found)
+    assert found is not None
+    assert said(found, "DomainBalanced") == told
+    if told == (UNKNOWN, "DecodeStarting"):
+        assert told[1] not in [event.reason for event in events_of(None, found)]
+
+
+def test_a_domain_that_starts_is_named_alone() -> None:
+    message = condition(status([PREFILLS, STARTS, worker("prefill", "b")]), "DomainBalanced").message
+    assert message.startswith("zone b: prefill workers, and no Ready decode worker.")
+
+
+def test_what_was_known_of_another_domain_does_not_count() -> None:
+    racks = {**REQUIRED, "domain": "rack"}
+    labels = {"grove.io/topology.rack": "a"}
+    prefill, decode = (
+        Pod(f"{kind}-r", labels={"kvrouter.dev/component-type": kind, **labels}, is_ready=kind == "prefill")
+        for kind in ("prefill", "decode")
+    )
+    before = status([PREFILLS, DECODES])
+    assert said(status([prefill, decode], policy=racks, previous=before), "DomainBalanced") == (
+        UNKNOWN,
+        "DecodeStarting",
+    )
 
 
 def test_aggregated_workers_take_decode_legs() -> None:
@@ -287,7 +359,8 @@ def test_a_time_is_that_of_the_last_change_of_status() -> None:
 
 
 def test_events_tell_what_became_otherwise_and_only_that() -> None:
-    good, bad = status(pods(a=(1, 1))), status(pods(a=(1, 0)))
+    good = status(pods(a=(1, 1)))
+    bad = status(pods(a=(1, 0)), previous=good)
     note = condition(bad, "DomainBalanced").message
     assert events_of(None, good) == ()
     assert events_of(good, bad) == (Event(EventType.WARNING, "DomainWithoutDecode", note),)

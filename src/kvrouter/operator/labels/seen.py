@@ -14,7 +14,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod. ``node_name`` is None until it is bound; ``is_over`` once it ended or is being deleted."""
+    """A pod. ``node_name`` is None until it is bound; ``is_over`` once it ended or is being deleted.
+
+    ``is_stuck``: it cannot be scheduled, or a container of it cannot start or ended and was started again.
+    """
 
     name: str
     namespace: str = ""
@@ -23,6 +26,7 @@ class Pod:
     labels: Mapping[str, str] = field(default_factory=dict)
     is_ready: bool = False
     is_over: bool = False
+    is_stuck: bool = False
 
 
 def read_node(document: object) -> Node | None:
@@ -47,13 +51,34 @@ def read_pod(document: object) -> Pod | None:
         labels=_labels(metadata),
         is_ready=_is_ready(status),
         is_over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Succeeded", "Failed"),
+        is_stuck=_is_stuck(status),
     )
 
 
 def _is_ready(status: Mapping[str, object]) -> bool:
-    conditions = status.get("conditions")
-    found = [_mapping(entry) for entry in conditions] if isinstance(conditions, list) else []
+    found = _mappings(status.get("conditions"))
     return any(entry.get("type") == "Ready" and entry.get("status") == "True" for entry in found)
+
+
+def _is_stuck(status: Mapping[str, object]) -> bool:
+    conditions = _mappings(status.get("conditions"))
+    if any(entry.get("type") == "PodScheduled" and entry.get("status") == "False" for entry in conditions):
+        return True
+    containers = [
+        container
+        for name in ("initContainerStatuses", "containerStatuses")
+        for container in _mappings(status.get(name))
+    ]
+    return any(bool(each.get("restartCount")) or _cannot_start(each) for each in containers)
+
+
+def _cannot_start(container: Mapping[str, object]) -> bool:
+    waits = _mapping(_mapping(container.get("state")).get("waiting")).get("reason")
+    return waits not in (None, "", "ContainerCreating", "PodInitializing")
+
+
+def _mappings(found: object) -> list[Mapping[str, object]]:
+    return [_mapping(entry) for entry in found] if isinstance(found, list) else []
 
 
 def _labels(metadata: Mapping[str, object]) -> dict[str, str]:

@@ -98,7 +98,7 @@ class Reconciler:
             await self._tell(found, changes)
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
         if planned.resolution is not None:
-            await self._label(pods, planned.resolution.copies)
+            pods = [await self._labelled(pod, planned.resolution.copies) for pod in pods]
         workloads = {key_of(each).name: each for each in self._applied.objects_of(uid_of(found), WORKLOADS)}
         components = [
             component_status(component, workloads[name])
@@ -155,23 +155,24 @@ class Reconciler:
         await self._recorder.record(found, "NameTaken", message, warns=True)
         raise NameTaken(message)
 
-    async def _label(self, pods: Sequence[Pod], copies: Sequence[Copy]) -> None:
-        for pod in pods:
-            if pod.node_name is None or pod.labels.get(TYPE_LABEL) in (None, "frontend"):
-                continue
-            found = self._seen.nodes.get(Key("", pod.node_name))
-            node = None if found is None else read_node(found)
-            patch = None if node is None else late_labels(pod, node, copies).patch
-            if patch is None:
-                continue
-            place = Key(pod.namespace, pod.name)
-            try:
-                await self._cluster.merge(PODS, place, patch)
-            except Refused as refused:
-                if refused.status not in (NOT_FOUND, CONFLICT):
-                    raise
-            else:
-                self._listener.labelled(place)
+    async def _labelled(self, pod: Pod, copies: Sequence[Copy]) -> Pod:
+        """Return the pod with the labels of its node, which it is given where it lacks them."""
+        if pod.node_name is None or pod.labels.get(TYPE_LABEL) in (None, "frontend"):
+            return pod
+        found = self._seen.nodes.get(Key("", pod.node_name))
+        node = None if found is None else read_node(found)
+        patch = None if node is None else late_labels(pod, node, copies).patch
+        if patch is None:
+            return pod
+        place = Key(pod.namespace, pod.name)
+        try:
+            patched = await self._cluster.merge(PODS, place, patch)
+        except Refused as refused:
+            if refused.status not in (NOT_FOUND, CONFLICT):
+                raise
+            return pod
+        self._listener.labelled(place)
+        return read_pod(patched) or pod
 
 
 def last_levels(applied: Applied, found: Manifest) -> tuple[Level, ...]:

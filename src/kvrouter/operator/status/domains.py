@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api import ComponentType, ConditionStatus, DomainStatus
+from kvrouter.operator.api import ComponentType, ConditionStatus, DeploymentStatus, DomainStatus
 from kvrouter.operator.api.status import BALANCE_CHARS_MAX, DOMAINS_MAX
 from kvrouter.operator.labels import Copy, Pod
 from kvrouter.operator.plan import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
-from kvrouter.operator.status.finding import Finding, named
+from kvrouter.operator.status.finding import DOMAIN_BALANCED, Finding, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,14 @@ class Places:
     """Ready workers by the value of the policy's domain, and those whose place is unknown.
 
     Workers of type ``worker`` take decode legs, and count as decode workers. ``domains`` are those without
-    decode workers first, then by value.
+    decode workers first, then by value. ``starting`` are the domains in which a decode worker is about to be;
+    ``is_one_coming``: one is whose domain is not known yet.
     """
 
     domains: tuple[DomainStatus, ...] = ()
     unknown: tuple[str, ...] = ()
+    starting: frozenset[str] = frozenset()
+    is_one_coming: bool = False
 
     @property
     def lacking(self) -> tuple[DomainStatus, ...]:
@@ -34,27 +37,40 @@ class Places:
         return tuple(domain for domain in self.domains if domain.decode and not domain.prefill)
 
 
-def places_of(pods: Iterable[Pod], copy: Copy) -> Places:
-    """Return where the Ready workers among ``pods`` are, by the label that ``copy`` gives them."""
+def places_of(pods: Iterable[Pod], copy: Copy, *, decode_replicas: int = 0) -> Places:
+    """Return where the Ready workers among ``pods`` are, by the label that ``copy`` gives them.
+
+    ``decode_replicas`` is how many pods there should be that take decode legs.
+    """
     counts: dict[str, tuple[int, int]] = {}
-    unknown = []
+    unknown, starting = [], set[str | None]()
+    decode_pods = 0
     for pod in pods:
         kind = pod.labels.get(TYPE_LABEL)
-        if pod.is_over or not pod.is_ready or kind in (None, ComponentType.FRONTEND.value):
+        if pod.is_over or kind in (None, ComponentType.FRONTEND.value):
             continue
-        value = pod.labels.get(copy.pod_label, "")
-        if not value:
-            unknown.append(pod.name)
-            continue
-        prefill, decode = counts.get(value, (0, 0))
         is_prefill = kind == ComponentType.PREFILL.value
-        counts[value] = (prefill + is_prefill, decode + (not is_prefill))
+        decode_pods += not is_prefill
+        value = pod.labels.get(copy.pod_label)
+        if not pod.is_ready:
+            if not (is_prefill or pod.is_stuck):
+                starting.add(value)
+        elif not value:
+            unknown.append(pod.name)
+        else:
+            prefill, decode = counts.get(value, (0, 0))
+            counts[value] = (prefill + is_prefill, decode + (not is_prefill))
     found = [
         DomainStatus(value=value, prefill=prefill, decode=decode)
         for value, (prefill, decode) in counts.items()
     ]
     found.sort(key=lambda domain: (bool(domain.decode) or not domain.prefill, domain.value))
-    return Places(tuple(found), tuple(sorted(unknown)))
+    return Places(
+        tuple(found),
+        tuple(sorted(unknown)),
+        starting=frozenset(value for value in starting if value),
+        is_one_coming=None in starting or decode_pods < decode_replicas,
+    )
 
 
 def balance_of(domains: Sequence[DomainStatus]) -> str | None:
@@ -76,19 +92,46 @@ def told(places: Places) -> tuple[DomainStatus, ...]:
     return places.domains[:DOMAINS_MAX]
 
 
-def balanced(places: Places, policy: DeploymentPolicy, *, has_prefill: bool) -> Finding:
-    """Return whether every domain with prefill workers has decode workers, and what to do when not."""
+def had_decode(previous: DeploymentStatus | None, policy: DeploymentPolicy) -> frozenset[str]:
+    """Return the domains that had decode workers, or were told to have none: a start is over there."""
+    if previous is None or previous.policy is None or previous.policy.domain != policy.domain:
+        return frozenset()
+    was_told = any(
+        condition.type == DOMAIN_BALANCED and condition.status is ConditionStatus.FALSE
+        for condition in previous.conditions
+    )
+    return frozenset(
+        domain.value for domain in previous.domains if domain.decode or (was_told and domain.prefill)
+    )
+
+
+def balanced(
+    places: Places, policy: DeploymentPolicy, *, has_prefill: bool, started: frozenset[str] = frozenset()
+) -> Finding:
+    """Return whether every domain with prefill workers has decode workers, and what to do when not.
+
+    A domain whose first decode workers are starting is not told to lack them, unless it is among ``started``.
+    """
     domain = policy.domain
     if not has_prefill:
         message = "no component is of type prefill: no KV goes from one worker to another"
         return Finding(ConditionStatus.TRUE, "NotDisaggregated", message)
-    if places.lacking:
-        values = [found.value for found in places.lacking]
+    lacking = [found.value for found in places.lacking]
+    waiting = {
+        value
+        for value in lacking
+        if value not in started and (places.is_one_coming or value in places.starting)
+    }
+    if len(waiting) < len(lacking):
+        values = [value for value in lacking if value not in waiting]
         message = (
             f"{domain} {named(values)}: prefill workers, and no Ready decode worker. {_consequence(policy)} "
             f"Let decode workers be scheduled there, or take the prefill workers away."
         )
         return Finding(ConditionStatus.FALSE, "DomainWithoutDecode", message + _unknown(places))
+    if waiting:
+        message = f"{domain} {named(waiting)}: the first decode workers are starting" + _unknown(places)
+        return Finding(ConditionStatus.UNKNOWN, "DecodeStarting", message)
     if not any(found.prefill for found in places.domains):
         message = "no prefill worker is Ready and knows its place yet" + _unknown(places)
         return Finding(ConditionStatus.UNKNOWN, "NoReadyPrefill", message)

@@ -14,7 +14,7 @@ from kvrouter.operator.api import (
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
-from kvrouter.operator.status.domains import Places, balance_of, balanced, places_of, told
+from kvrouter.operator.status.domains import Places, balance_of, balanced, had_decode, places_of, told
 from kvrouter.operator.status.finding import DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED, Finding, dated
 from kvrouter.operator.status.resolved import copy_of, resolved
 from kvrouter.operator.status.workloads import ready
@@ -39,10 +39,12 @@ def deployment_status(
     findings = {READY: ready(spec.components, components, planned.problems)}
     policy, places = planned.policy, Places()
     if policy is not None and planned.resolution is not None:
-        places = places_of(found, copy_of(policy, planned.resolution))
+        decode_replicas = sum(each.replicas for each in spec.components if _takes_decode(each.type))
+        places = places_of(found, copy_of(policy, planned.resolution), decode_replicas=decode_replicas)
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
         findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found)
-        findings[DOMAIN_BALANCED] = balanced(places, policy, has_prefill=has_prefill)
+        started = had_decode(previous, policy)
+        findings[DOMAIN_BALANCED] = balanced(places, policy, has_prefill=has_prefill, started=started)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
         conditions=_conditions(findings, previous, deployment.metadata.generation, now),
@@ -51,6 +53,10 @@ def deployment_status(
         domains=told(places),
         balance=balance_of(places.domains),
     )
+
+
+def _takes_decode(kind: ComponentType) -> bool:
+    return kind.is_worker and kind is not ComponentType.PREFILL
 
 
 def _conditions(
