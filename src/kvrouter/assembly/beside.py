@@ -128,6 +128,12 @@ class EngineWorkers:
         for other, its in self._cards.values():
             if other.model != card.model or other.worker_id == card.worker_id:
                 continue
+            if Role.PREFILL in (other.role, card.role) and its.spec.at.kind is not said.spec.at.kind:
+                raise said.mistake(
+                    f"must be {its.spec.at.kind.value!r}, as that of {its.at}: KV goes between engines of "
+                    "one kind",
+                    field="kind",
+                )
             if other.block_size != card.block_size:
                 raise said.mistake(
                     f"the engine's blocks have {card.block_size} tokens, and those of {its.at} have "
@@ -139,12 +145,6 @@ class EngineWorkers:
                     f"the engine's context holds {card.context_length} tokens, and that of {its.at} "
                     f"{other.context_length}: say the smaller one, for both",
                     field="context_length",
-                )
-            if Role.PREFILL in (other.role, card.role) and its.spec.at.kind is not said.spec.at.kind:
-                raise said.mistake(
-                    f"must be {its.spec.at.kind.value!r}, as that of {its.at}: KV goes between engines of "
-                    f"one kind",
-                    field="kind",
                 )
 
 
@@ -211,6 +211,17 @@ class BesideEngine:
         self._rests = rests
         if self.worker is not None and self.worker.card.draining != rests:
             await (self.worker.begin_drain() if rests else self.worker.end_drain())
+
+    async def move(self, said: SaidEngine) -> None:
+        """The engine is elsewhere than was said, and else the same one."""
+        self.said = said
+        if self.worker is not None:
+            config, place = self.worker.card.runtime_config, said.spec.runtime_config
+            await self.worker.publish_runtime_config(
+                msgspec.structs.replace(
+                    config, topology_domains=place.topology_domains, topology_levels=place.topology_levels
+                )
+            )
 
     async def leave(self, *, drain_limit_s: float = 0.0) -> None:
         """Let running requests finish for so long, and be gone; idempotent."""

@@ -3,14 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from kvrouter.cli.engines import worker_sglang, worker_trtllm, worker_vllm
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.operator import operator
-from kvrouter.cli.processes import begin, frontend, warn, worker
+from kvrouter.cli.processes import begin, frontend, model_folders, warn, worker
 from kvrouter.cli.standalone import router
 from kvrouter.cli.topology import topology
 from kvrouter.config.document import read_document
@@ -50,13 +50,44 @@ def kvrouter() -> None:
 @click.option(
     "--nats", "with_nats", is_flag=True, help="A process each, over NATS; one is started where none runs."
 )
-def up(fleet: Path | None, replicas: int, with_nats: bool, **flags: SettingValue | None) -> None:
+@click.option(
+    "--engine-pods",
+    "selector",
+    is_flag=False,
+    flag_value="",
+    metavar="[SELECTOR]",
+    help="Instead of a fleet file: serve the engines of this namespace's pods that have the label "
+    "kvrouter.dev/engine, and these labels too, as team=a,tier!=test.",
+)
+@click.option("--engine-namespace", metavar="NAME", help="Another namespace than this pod's own.")
+@click.option(
+    "--model-path",
+    "model_paths",
+    multiple=True,
+    metavar="MODEL=FOLDER",
+    help="The folder here with a model's tokenizer; with --engine-pods.",
+)
+def up(
+    fleet: Path | None,
+    replicas: int,
+    with_nats: bool,
+    selector: str | None,
+    engine_namespace: str | None,
+    model_paths: tuple[str, ...],
+    **flags: SettingValue | None,
+) -> None:
     """Serve: an OpenAI-compatible endpoint in front of a fleet of workers.
 
     Everything runs in this process, unless --replicas or --nats asks for many.
 
     A flag wins over its variable, the variable over the fleet file, the file over the default.
     """
+    if selector is not None:
+        if fleet is not None or replicas > 1 or with_nats:
+            raise click.UsageError("--engine-pods: not with --fleet, --replicas or --nats")
+        _serve_engine_pods(selector, engine_namespace, model_paths, flags)
+    if engine_namespace is not None or model_paths:
+        raise click.UsageError("--engine-namespace and --model-path: only with --engine-pods")
     file = _fleet_file(fleet)
     document = default_fleet_document() if file is None else read_document(file)
     of_file = load_fleet(document).fleet
@@ -77,6 +108,21 @@ def up(fleet: Path | None, replicas: int, with_nats: bool, **flags: SettingValue
 
 
 up.params.extend(setting_options())
+
+
+def _serve_engine_pods(
+    selector: str,
+    namespace: str | None,
+    model_paths: tuple[str, ...],
+    flags: dict[str, SettingValue | None],
+) -> NoReturn:
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=None)
+    begin(loaded)
+    from kvrouter.assembly.engine_pods import EnginePods, serve_engine_pods  # noqa: PLC0415
+
+    pods = EnginePods(selector=selector, namespace=namespace, folders=model_folders(model_paths))
+    sys.exit(serve_engine_pods(loaded.settings, pods, os.environ))
+
 
 kvrouter.add_command(frontend)
 kvrouter.add_command(worker)

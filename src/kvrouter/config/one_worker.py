@@ -65,7 +65,7 @@ def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
     if domains:
         content["topology"] = {"levels": list(domains)}
     for name, value in given.items():
-        _put(content, FLAGS[name], domains if name == "domain" else value)
+        put(content, FLAGS[name], domains if name == "domain" else value)
     return load_part(_FlagDocument("flags", content, {}))
 
 
@@ -90,7 +90,8 @@ def _domains(pairs: object) -> dict[str, str]:
     return domains
 
 
-def _put(content: dict[str, object], path: Path, value: object) -> None:
+def put(content: dict[str, object], path: Path, value: object) -> None:
+    """Write ``value`` into a document; what is on the way and is not there yet are mappings."""
     here: object = content
     for part in path[:-1]:
         if isinstance(here, list) and isinstance(part, int):

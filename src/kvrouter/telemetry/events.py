@@ -57,6 +57,9 @@ class Event(StrEnum):
     ENGINE_ATTACHED = "engine_attached"
     ENGINE_SILENT = "engine_silent"
     ENGINE_ANSWERS = "engine_answers"
+    ENGINE_POD_FOUND = "engine_pod_found"
+    ENGINE_POD_GONE = "engine_pod_gone"
+    ENGINE_POD_REFUSED = "engine_pod_refused"
     MOCK_ENDED = "mock_ended"
     CACHE_PARTIAL = "cache_partial"
     KV_EVENTS_SKIPPED = "kv_events_skipped"
@@ -263,6 +266,17 @@ EVENTS: dict[Event, EventSpec] = {
         logging.ERROR, "The engine beside this worker does not answer: the worker takes no new requests."
     ),
     Event.ENGINE_ANSWERS: EventSpec(logging.INFO, "The engine beside this worker answers again."),
+    Event.ENGINE_POD_FOUND: EventSpec(
+        logging.INFO,
+        "A pod that is labelled as an engine is Ready: its engine is asked, and gets this worker.",
+    ),
+    Event.ENGINE_POD_GONE: EventSpec(
+        logging.INFO, "A pod with an engine is gone: its worker lets running requests finish, and leaves."
+    ),
+    Event.ENGINE_POD_REFUSED: EventSpec(
+        logging.ERROR,
+        "A pod that is labelled as an engine gets no worker; what to mend. An event tells it too.",
+    ),
     Event.MOCK_ENDED: EventSpec(
         logging.INFO,
         "What mock engines did, as their process ends: KV carried between domains, pulls, connections that "

@@ -48,15 +48,22 @@ class Token:
         self._good_until = 0.0
 
 
-def account_of_pod(folder: Path, *, host: str | None, port: int) -> Account:
+def account_of_pod(
+    folder: Path,
+    *,
+    host: str | None,
+    port: int,
+    wanted_by: str = "--discovery kubernetes",
+    elsewhere: str = "choose file or nats",
+) -> Account:
     """Return the account in ``folder``, at the API server that listens on ``host:port``.
 
-    Raises ConfigError where this is no pod, or one without a service account.
+    ``wanted_by`` is the flag that needs it, ``elsewhere`` what to do where this is no pod. Raises ConfigError
+    there, and in a pod without a service account.
     """
     if not host:
         raise ConfigError(
-            "--discovery kubernetes: KUBERNETES_SERVICE_HOST is not set, so this is no pod: "
-            "choose file or nats",
+            f"{wanted_by}: KUBERNETES_SERVICE_HOST is not set, so this is no pod: {elsewhere}",
             param="kubernetes_host",
         )
     try:
@@ -65,7 +72,7 @@ def account_of_pod(folder: Path, *, host: str | None, port: int) -> Account:
         (folder / AUTHORITY).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"--discovery kubernetes: {error.filename}: {error.strerror}: give the pod a service account, "
+            f"{wanted_by}: {error.filename}: {error.strerror}: give the pod a service account, "
             "and leave automountServiceAccountToken on",
             param="kubernetes_account",
         ) from error

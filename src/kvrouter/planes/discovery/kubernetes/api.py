@@ -16,7 +16,7 @@ from kvrouter.planes.discovery.kubernetes.objects import (
     WorkerObject,
     name_of,
 )
-from kvrouter.planes.discovery.kubernetes.server import ApiError, ApiServer, decoded
+from kvrouter.planes.discovery.kubernetes.server import ApiError, ApiServer, decoded, why
 
 
 def reason(error: Exception) -> str:
@@ -25,9 +25,7 @@ def reason(error: Exception) -> str:
         return f"{error} (is {PLURAL}.{GROUP} installed? kubectl apply --server-side -f deploy/crds)"
     if isinstance(error, ApiError) and error.code == 403:
         return f"{error} (bind a Role for {PLURAL}.{GROUP} to the pod's service account)"
-    if isinstance(error, TimeoutError):
-        return "the API server did not answer in time"
-    return str(error) or type(error).__name__
+    return why(error)
 
 
 class WorkersApi:

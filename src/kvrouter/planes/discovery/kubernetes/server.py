@@ -41,6 +41,13 @@ STORE_ERRORS = (ApiError, ProtocolError, aiohttp.ClientError, TimeoutError, OSEr
 """What asking the API server raises when it does not do what was asked."""
 
 
+def why(error: Exception) -> str:
+    """What ``error``, one of :data:`STORE_ERRORS`, says."""
+    if isinstance(error, TimeoutError):
+        return "the API server did not answer in time"
+    return str(error) or type(error).__name__
+
+
 class Page(msgspec.Struct, frozen=True):
     """A page of a list."""
 

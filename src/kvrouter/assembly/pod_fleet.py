@@ -1,0 +1,253 @@
+"""The engines of labelled pods, each with a worker here for as long as its pod is there."""
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+from kvrouter.assembly.beside import BesideEngine, EngineWorkers, SaidEngine
+from kvrouter.assembly.described_engines import EngineLine, worker_spec
+from kvrouter.config import KvTransferSpec
+from kvrouter.config.engine_pods import PLACES, engine_of
+from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
+from kvrouter.core.pods import EnginePod
+from kvrouter.telemetry import Event, log_event
+from kvrouter.worker import Worker
+
+_log = logging.getLogger("kvrouter.up")
+
+JOINED, MISTAKEN, REFUSED = "EngineJoined", "EngineMistaken", "EngineRefused"
+"""The reasons of events about a pod: it is served; its labels or annotations are wrong; its engine
+contradicts them, or other engines."""
+
+
+class Tell(Protocol):
+    """Writes an event about a pod, some time."""
+
+    def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        """``reason`` is a stable word in CamelCase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodPolicy:
+    """What holds for all pods: the policy of KV transfers, the order of the domains, and the engines' key."""
+
+    transfer: KvTransferSpec | None = None
+    levels: tuple[str, ...] = ()
+    engine_key: str | None = None
+
+
+def worker_id_of(uid: str) -> WorkerId:
+    """The id of a pod's worker: the same for whoever serves it, as often as that is started."""
+    digest = hashlib.sha256(uid.encode()).digest()
+    return WorkerId(int.from_bytes(digest[:8], "big") % DRAWN_WORKER_IDS)
+
+
+class _Wanted:
+    """What is to be made of a pod's engine."""
+
+    def __init__(self, said: SaidEngine, start: str, *, rests: bool) -> None:
+        self.said = said
+        self.start = start
+        self.rests = rests
+
+    def is_same_worker(self, other: "_Wanted") -> bool:
+        """Whether the same worker may go on, wherever its place is now."""
+        mine, its = self.said.spec, other.said.spec
+        moved = replace(mine, runtime_config=its.runtime_config)
+        stays = _but_place(self.said) == _but_place(other.said) and moved == its
+        return stays and (self.start, self.said.dp_size) == (other.start, other.said.dp_size)
+
+
+def _but_place(said: SaidEngine) -> tuple[object, ...]:
+    config = said.spec.runtime_config
+    return (
+        config.taints,
+        config.kv_transfer_domain,
+        config.kv_transfer_enforcement,
+        config.kv_transfer_preferred_weight,
+    )
+
+
+class PodSeat:
+    """One pod's engine: what is wanted of it, and the task that makes it so."""
+
+    def __init__(
+        self, pod: EnginePod, wanted: _Wanted, workers: EngineWorkers, tell: Tell, *, drain_limit_s: float
+    ) -> None:
+        self.pod = pod
+        self.wanted: _Wanted | None = wanted
+        self.beside: BesideEngine | None = None
+        self._workers = workers
+        self._tell = tell
+        self._drain_limit_s = drain_limit_s
+        self._changed = asyncio.Event()
+        self._refusal = ""
+
+    def want(self, wanted: _Wanted | None) -> None:
+        """From now on; None when the pod is gone."""
+        self.wanted = wanted
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Make it so until the pod is gone."""
+        while (wanted := self.wanted) is not None:
+            self._changed.clear()
+            beside = self.beside = BesideEngine(
+                wanted.said, self._workers, on_refused=self._refused, on_joined=self._joined
+            )
+            await beside.rest(wanted.rests)
+            life = asyncio.create_task(beside.run())
+            drain_limit_s = 0.0
+            try:
+                await self._until_another(beside, wanted)
+                # An engine that was started anew has nobody's answers any more.
+                is_restarted = self.wanted is not None and self.wanted.start != wanted.start
+                drain_limit_s = 0.0 if is_restarted else self._drain_limit_s
+            finally:
+                life.cancel()
+                await asyncio.wait({life})
+                await beside.leave(drain_limit_s=drain_limit_s)
+
+    async def _until_another(self, beside: BesideEngine, wanted: _Wanted) -> None:
+        """Let the worker rest and move as its pod does, until another worker is wanted, or none."""
+        while (now := self.wanted) is not None and wanted.is_same_worker(now):
+            await beside.rest(now.rests)
+            if now.said.spec != beside.said.spec:
+                await beside.move(now.said)
+            await self._changed.wait()
+            self._changed.clear()
+
+    def _joined(self, worker: Worker) -> None:
+        self._refusal = ""
+        card = worker.card
+        message = f"kvrouter serves {card.model} here, as worker {card.worker_id} ({card.role.value})"
+        self._tell(self.pod, reason=JOINED, message=message, warns=False)
+
+    def _refused(self, error: KvrouterError) -> None:
+        if error.message == self._refusal:
+            return
+        self._refusal = error.message
+        log_event(_log, Event.ENGINE_POD_REFUSED, pod=self.pod.name, reason=error.message)
+        self._tell(self.pod, reason=REFUSED, message=error.message, warns=True)
+
+
+class PodFleet:
+    """The workers of all pods that it hears of. Use it as an async context manager: its end ends them.
+
+    ``on_pod`` and ``on_gone`` are what a watch of pods tells. A pod that is Ready gets a worker; while it is
+    not, that takes no new requests, and when the pod is gone it lets those that run finish, and leaves.
+    Nothing here waits for an engine that does not answer.
+    """
+
+    def __init__(
+        self, workers: EngineWorkers, policy: PodPolicy, tell: Tell, *, drain_limit_s: float
+    ) -> None:
+        self._workers = workers
+        self._policy = policy
+        self._tell = tell
+        self._drain_limit_s = drain_limit_s
+        self._seats: dict[str, PodSeat] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._without: dict[str, tuple[EnginePod, str, str]] = {}
+        """Pods that get no worker now: why, in short, and in full where it is a mistake."""
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """Those that have joined, by the names of their pods."""
+        seats = [(seat.pod.name, seat.beside) for seat in self._seats.values()]
+        return {name: each.worker for name, each in seats if each is not None and each.worker is not None}
+
+    def awaited(self) -> list[str]:
+        """The pods whose engines have no worker: a line for each, as clients may see it."""
+        lines = [f"the engine of pod {pod.name} {short}" for pod, short, _ in self._without.values()]
+        for seat in self._seats.values():
+            if seat.wanted is not None and (seat.beside is None or seat.beside.worker is None):
+                why = "does not answer" if seat.beside is None else seat.beside.awaited
+                lines.append(f"the engine of pod {seat.pod.name} {why}")
+        return lines
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def on_pod(self, pod: EnginePod) -> None:
+        """A pod is there, or changed."""
+        seat = self._seats.get(pod.uid)
+        if pod.is_over:
+            self.on_gone(pod.uid)
+        elif pod.is_ready and not pod.is_leaving:
+            self._serve(pod, seat)
+        elif seat is None or seat.wanted is None:
+            self._without[pod.uid] = pod, "is not ready", ""
+        else:
+            seat.want(_Wanted(seat.wanted.said, seat.wanted.start, rests=True))
+
+    def on_gone(self, uid: str) -> None:
+        """A pod is gone, or is no engine any more."""
+        self._without.pop(uid, None)
+        seat = self._seats.get(uid)
+        if seat is not None and seat.wanted is not None:
+            log_event(_log, Event.ENGINE_POD_GONE, pod=seat.pod.name)
+            seat.want(None)
+
+    def _serve(self, pod: EnginePod, seat: PodSeat | None) -> None:
+        try:
+            wanted = self._wanted(pod)
+        except ConfigError as error:
+            self._mistaken(pod, error)
+            if seat is not None:
+                seat.want(None)
+            return
+        self._without.pop(pod.uid, None)
+        if seat is not None:
+            seat.pod = pod
+            seat.want(wanted)
+            return
+        log_event(
+            _log,
+            Event.ENGINE_POD_FOUND,
+            pod=pod.name,
+            worker=str(wanted.said.worker_id),
+            url=wanted.said.spec.at.url,
+        )
+        seat = PodSeat(pod, wanted, self._workers, self._tell, drain_limit_s=self._drain_limit_s)
+        self._seats[pod.uid] = seat
+        self._tasks[pod.uid] = asyncio.create_task(self._run(seat))
+
+    async def _run(self, seat: PodSeat) -> None:
+        uid = seat.pod.uid
+        try:
+            await seat.run()
+        except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
+            log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
+        finally:
+            del self._seats[uid], self._tasks[uid]
+
+    def _mistaken(self, pod: EnginePod, error: ConfigError) -> None:
+        known = self._without.get(pod.uid)
+        if known is None or known[2] != error.message:
+            reason = "; ".join(error.message.splitlines())
+            log_event(_log, Event.ENGINE_POD_REFUSED, pod=pod.name, reason=reason)
+            self._tell(pod, reason=MISTAKEN, message=error.message, warns=True)
+        self._without[pod.uid] = pod, "is described wrongly: an event on the pod says how", error.message
+
+    def _wanted(self, pod: EnginePod) -> _Wanted:
+        described = engine_of(pod, policy=self._policy.transfer, levels=self._policy.levels)
+        at = f"pod {pod.name}"
+        line = EngineLine(worker_id_of(pod.uid), described.group, described.engine, described.url, at)
+        spec = worker_spec(described.fleet, line, engine_key=self._policy.engine_key, wait_s=0.0)
+        if described.model is None:
+            spec = replace(spec, at=replace(spec.at, model=None))
+        if spec.tokenizer is not None and not (spec.tokenizer / "tokenizer.json").is_file():
+            place = PLACES["tokenizer"]
+            raise ConfigError(f"{place}: {spec.tokenizer} has no tokenizer.json here", param=place)
+        said = SaidEngine(at=at, spec=spec, places=PLACES, dp_size=described.group.dp_size)
+        return _Wanted(said, described.start, rests=False)

@@ -1,0 +1,313 @@
+"""Engines of labelled pods in one process: they join, rest, move, come back as others, and leave."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvrouter.assembly import attached, beside
+from kvrouter.assembly.beside import EngineWorkers
+from kvrouter.assembly.engine_pods import EnginePods, PodsDiscovery, policy_of
+from kvrouter.assembly.mock_fleet import MemoryPlanes
+from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodFleet, PodPolicy, worker_id_of
+from kvrouter.config import KvTransferSpec, Settings
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.pods import EnginePod
+from kvrouter.core.workers import Enforcement, Role, WorkerCard
+from kvrouter.planes.discovery.port import Gone
+from kvrouter.planes.events.memory import MemoryEventPlane
+from kvrouter.planes.requests.memory import MemoryRequestPlane
+from tests.support.engine_pods import ZONE, pod
+from tests.support.engine_server import SGLANG_PAGES, ScriptedEngine, scripted_engine
+from tests.support.waits import until
+
+PLAIN = {"tokenizer": "mock", "kv-events": "false"}
+IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
+
+
+@pytest.fixture(autouse=True)
+def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(beside, "TRIED_AGAIN_S", 0.01)
+
+
+@dataclass
+class Here:
+    """The workers of pods, what discovery tells of them, and the events about the pods."""
+
+    fleet: PodFleet
+    cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
+    gone: list[Epoch] = field(default_factory=list)
+    events: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def on_card(self, card: WorkerCard) -> None:
+        self.cards[card.worker_id] = card
+
+    def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
+        self.gone.append(incarnation)
+        self.cards.pop(worker_id, None)
+
+    def card(self, given: EnginePod) -> WorkerCard | None:
+        return self.cards.get(worker_id_of(given.uid))
+
+    async def joined(self, given: EnginePod) -> WorkerCard:
+        await until(lambda: self.card(given) is not None)
+        card = self.card(given)
+        assert card is not None
+        return card
+
+    def told(self, reason: str) -> list[str]:
+        return [message for _, each, message in self.events if each == reason]
+
+
+@asynccontextmanager
+async def here(policy: PodPolicy | None = None, *, drain_limit_s: float = 60.0) -> AsyncIterator[Here]:
+    planes = MemoryPlanes(PodsDiscovery(), MemoryEventPlane(), MemoryRequestPlane())
+    events: list[tuple[str, str, str]] = []
+
+    def tell(pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        assert warns is (reason != JOINED)
+        events.append((pod.name, reason, message))
+
+    workers = EngineWorkers(Settings(), planes)
+    async with PodFleet(workers, policy or PodPolicy(), tell, drain_limit_s=drain_limit_s) as fleet:
+        made = Here(fleet, events=events)
+        await planes.discovery.watch(made.on_card, made.on_gone)
+        yield made
+    await planes.requests.close()
+
+
+def pod_at(engine: ScriptedEngine, name: str = "vllm-0", **said: Any) -> EnginePod:
+    """A pod with this engine in it."""
+    at = urlsplit(engine.url)
+    annotations = PLAIN | said.pop("annotations", {})
+    return pod(name, ip=at.hostname, ports={"http": at.port}, annotations=annotations, **said)
+
+
+async def down() -> ScriptedEngine:
+    """An engine that is not up, and where it will be."""
+    engine = ScriptedEngine()
+    await engine.start()
+    await engine.stop()
+    return engine
+
+
+async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, labels={ZONE: "a"}, annotations={"role": "prefill", "taints": "gpu"})
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        assert (card.model, card.role, card.block_size) == ("tiny", Role.PREFILL, 32)
+        assert card.runtime_config.topology_domains == {"zone": "a"}
+        assert card.runtime_config.taints == {"gpu"}
+        assert worker_id_of(given.uid) == worker_id_of("uid of vllm-0") != worker_id_of("another")
+        await until(lambda: made.told(JOINED) != [])
+        assert made.told(JOINED) == [f"kvrouter serves tiny here, as worker {card.worker_id} (prefill)"]
+        assert made.fleet.awaited() == []
+    assert made.gone == [card.incarnation]
+
+
+async def test_one_that_is_not_ready_rests_and_one_that_is_again_takes_requests() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(pod_at(engine, ready=False))
+        assert made.fleet.awaited() == ["the engine of pod vllm-0 is not ready"]
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        for change in ({"ready": False}, {"more": {"deletionTimestamp": "2026-01-01T00:00:00Z"}}):
+            made.fleet.on_pod(pod_at(engine, **change))
+            await until(lambda: made.cards[card.worker_id].draining)
+            made.fleet.on_pod(given)
+            await until(lambda: not made.cards[card.worker_id].draining)
+        assert made.gone == []
+
+
+async def test_one_that_is_not_ready_any_more_before_it_answers_joins_at_rest() -> None:
+    late = await down()
+    async with here() as made:
+        given = pod_at(late)
+        made.fleet.on_pod(given)
+        await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 does not answer"])
+        made.fleet.on_pod(pod_at(late, ready=False))
+        await late.start()
+        try:
+            assert (await made.joined(given)).draining
+        finally:
+            await late.stop()
+
+
+async def test_nobody_waits_for_an_engine_that_does_not_answer() -> None:
+    silent = await down()
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, "one")
+        made.fleet.on_pod(pod_at(silent, "silent"))
+        made.fleet.on_pod(given)
+        await made.joined(given)
+        assert made.fleet.awaited() == ["the engine of pod silent does not answer"]
+        made.fleet.on_gone("uid of silent")
+        await until(lambda: made.fleet.awaited() == [])
+
+
+async def test_a_pod_that_is_gone_withdraws_its_worker_once_its_answers_have_ended() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_gone(given.uid)
+        await until(lambda: made.gone == [card.incarnation])
+        await until(lambda: made.fleet.workers == {})
+        over = pod_at(engine)
+        made.fleet.on_pod(over)
+        again = await made.joined(over)
+        assert again.incarnation != card.incarnation
+
+
+@pytest.mark.parametrize("change", ["container", "address", "annotation"])
+async def test_another_start_address_or_description_is_another_incarnation(change: str) -> None:
+    async with scripted_engine() as engine, scripted_engine() as other, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        changed = {
+            "container": pod_at(engine, restarts=1),
+            "address": pod_at(other),
+            "annotation": pod_at(engine, annotations={"role": "decode"}),
+        }[change]
+        made.fleet.on_pod(changed)
+        await until(lambda: made.gone == [card.incarnation] and made.card(given) is not None)
+        now = await made.joined(given)
+        assert (now.worker_id, now.incarnation == card.incarnation) == (card.worker_id, False)
+        assert (now.role is Role.DECODE) is (change == "annotation")
+
+
+async def test_a_label_that_changes_moves_the_worker_and_leaves_it_the_same() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, labels={ZONE: "a"}, annotations={"taints": "gpu"})
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}, annotations={"taints": "gpu"}))
+        await until(lambda: made.cards[card.worker_id].runtime_config.topology_domains == {"zone": "b"})
+        now = made.cards[card.worker_id]
+        assert now.incarnation == card.incarnation
+        assert now.runtime_config.taints == {"gpu"}
+        assert made.gone == []
+
+
+async def test_a_mistake_is_told_once_and_mending_it_brings_the_engine_in(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_engine() as engine, here() as made:
+        wrong = pod_at(engine, annotations={"role": "cook"})
+        made.fleet.on_pod(wrong)
+        made.fleet.on_pod(wrong)
+        (message,) = made.told(MISTAKEN)
+        assert message.startswith("annotation kvrouter.dev/role: must be ")
+        assert caplog.text.count("engine_pod_refused") == 1
+        assert made.fleet.awaited() == [
+            "the engine of pod vllm-0 is described wrongly: an event on the pod says how"
+        ]
+        mended = pod_at(engine)
+        made.fleet.on_pod(mended)
+        card = await made.joined(mended)
+        made.fleet.on_pod(wrong)
+        await until(lambda: made.gone == [card.incarnation])
+        assert len(made.told(MISTAKEN)) == 2
+
+
+async def test_a_tokenizer_folder_without_one_is_a_mistake(tmp_path: Path) -> None:
+    async with scripted_engine() as engine, here() as made:
+        made.fleet.on_pod(pod_at(engine, annotations={"tokenizer": str(tmp_path)}))
+        assert made.told(MISTAKEN) == [
+            f"annotation kvrouter.dev/tokenizer: {tmp_path} has no tokenizer.json here"
+        ]
+
+
+async def test_an_engine_that_contradicts_its_pod_is_told_once_and_asked_again() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, annotations={"block-size": "64"})
+        made.fleet.on_pod(given)
+        await until(lambda: engine.asked["/v1/models"] > 3)
+        (message,) = made.told(REFUSED)
+        assert message.startswith(
+            f"pod vllm-0: {engine.url}: annotation kvrouter.dev/block-size: the engine's blocks have 32 "
+            "tokens, not 64"
+        )
+        assert made.fleet.awaited() == ["the engine of pod vllm-0 was refused: the log says why"]
+        engine.replace("/metrics", 'block_size="32"', 'block_size="64"')
+        assert (await made.joined(given)).block_size == 64
+
+
+async def test_a_pair_of_engines_of_two_kinds_is_refused() -> None:
+    async with scripted_engine() as one, scripted_engine(SGLANG_PAGES) as other, here() as made:
+        first = pod_at(one, annotations={"role": "prefill"})
+        made.fleet.on_pod(first)
+        await made.joined(first)
+        labels = {"kvrouter.dev/engine": "sglang"}
+        made.fleet.on_pod(pod_at(other, "sglang-0", labels=labels))
+        await until(lambda: made.told(REFUSED) != [])
+        assert "label kvrouter.dev/engine: must be 'vllm', as that of pod vllm-0" in made.told(REFUSED)[0]
+
+
+async def test_under_a_policy_a_pod_joins_once_its_place_is_known() -> None:
+    async with scripted_engine() as engine, here(IN_ZONE) as made:
+        made.fleet.on_pod(pod_at(engine))
+        (message,) = made.told(MISTAKEN)
+        assert message.startswith("label topology.kubernetes.io/zone: is required")
+        placed = pod_at(engine, labels={ZONE: "a"})
+        made.fleet.on_pod(placed)
+        config = (await made.joined(placed)).runtime_config
+        assert (config.kv_transfer_domain, config.kv_transfer_enforcement) == ("zone", Enforcement.REQUIRED)
+
+
+async def test_the_store_counts_as_lost_for_those_who_come_later_too() -> None:
+    discovery = PodsDiscovery()
+    heard: list[tuple[bool, str]] = []
+    discovery.on_store(False, "away")
+    end = await discovery.watch(lambda _: None, lambda *_: None, lambda *told: heard.append(told))
+    discovery.on_store(True, "")
+    end()
+    discovery.on_store(False, "away")
+    assert heard == [(False, "away"), (True, "")]
+
+
+def test_the_policy_is_a_workers_contract_without_its_files() -> None:
+    assert policy_of({}) == (PodPolicy(), ())
+    policy, _ = policy_of(
+        {
+            "DYN_KV_TRANSFER_DOMAIN": "rack",
+            "DYN_KV_TRANSFER_ENFORCEMENT": "preferred",
+            "DYN_KV_TRANSFER_PREFERRED_WEIGHT": "0.5",
+            "DYN_TOPOLOGY_LEVELS": "zone,rack",
+            "KVROUTER_ENGINE_API_KEY": "secret",
+        }
+    )
+    assert policy == PodPolicy(
+        transfer=KvTransferSpec(domain="rack", enforcement=Enforcement.PREFERRED, preferred_weight=0.5),
+        levels=("zone", "rack"),
+        engine_key="secret",
+    )
+    with pytest.raises(ConfigError, match="DYN_KV_TRANSFER_ENFORCEMENT"):
+        policy_of({"DYN_KV_TRANSFER_DOMAIN": "zone", "DYN_KV_TRANSFER_ENFORCEMENT": "hard"})
+
+
+def test_the_label_is_asked_for_beside_the_owners_selector() -> None:
+    folders: dict[ModelName, Path] = {}
+    assert EnginePods(folders=folders).whole_selector == "kvrouter.dev/engine"
+    assert EnginePods(selector="team=a", folders=folders).whole_selector == "kvrouter.dev/engine,team=a"
+
+
+async def test_the_end_of_all_waits_for_nobody() -> None:
+    silent = await down()
+    async with asyncio.timeout(30.0), here() as made:
+        made.fleet.on_pod(pod_at(silent))
+        await until(lambda: made.fleet.awaited() != [])
+    assert made.fleet.workers == {}
+    assert made.events == []

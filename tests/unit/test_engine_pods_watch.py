@@ -1,0 +1,171 @@
+"""What follows labelled pods makes of an API server that follows a script."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+
+from kvrouter.planes.discovery.kubernetes import Account, PodsApi, PodsWatch, follow, pods, pods_reason
+from kvrouter.planes.discovery.kubernetes.objects import Event, Status
+from kvrouter.planes.discovery.kubernetes.server import ApiError
+from tests.support.engine_pods import pod_json
+from tests.support.waits import until
+
+FORBIDDEN = ApiError(Status(403, "Forbidden", "cannot list"))
+EXPIRED = ApiError(Status(410, "Expired", "too old resource version"))
+News = list[Event] | Exception | None
+
+
+class ScriptedApi(PodsApi):
+    """Keeps pods in a dictionary, and tells the open watch what it is told to."""
+
+    def __init__(self, *names: str) -> None:
+        account = Account("https://nowhere", Path(), "models")
+        super().__init__(account, namespace="models", selector="kvrouter.dev/engine", answer_s=1.0)
+        self.pods: dict[str, object] = {name: pod_json(name) for name in names}
+        self.lists = 0
+        self.began_at: list[str] = []
+        self.refuses: Exception | None = None
+        self._news: asyncio.Queue[News] = asyncio.Queue(100)
+
+    async def everything(self) -> tuple[list[msgspec.Raw], str]:
+        self.lists += 1
+        if self.refuses is not None:
+            raise self.refuses
+        return [msgspec.Raw(json.dumps(each).encode()) for each in self.pods.values()], "100"
+
+    @asynccontextmanager
+    async def watch(self, version: str) -> AsyncIterator[AsyncIterator[list[Event]]]:
+        self.began_at.append(version)
+        self._news = asyncio.Queue(100)
+        yield self._stream(self._news)
+
+    def tell(  # type: ignore[override]  # the script's, not that of events
+        self, kind: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"], given: object
+    ) -> None:
+        self._news.put_nowait([Event(kind, msgspec.Raw(json.dumps(given).encode()))])
+
+    def ends(self, how: Exception | None) -> None:
+        self._news.put_nowait(how)
+
+    async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[Event]]:
+        while (told := await news.get()) is not None:
+            if isinstance(told, Exception):
+                raise told
+            yield told
+
+
+@dataclass
+class Scene:
+    """What is heard of a scripted API server."""
+
+    api: ScriptedApi
+    there: set[str] = field(default_factory=set)
+    gone: list[str] = field(default_factory=list)
+    stores: list[tuple[bool, str]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def on_gone(self, uid: str) -> None:
+        self.gone.append(uid.removeprefix("uid of "))
+        self.there.discard(self.gone[-1])
+
+
+@asynccontextmanager
+async def scene(api: ScriptedApi, *, pods_max: int = 10) -> AsyncIterator[Scene]:
+    made = Scene(api)
+    watch = PodsWatch(
+        api,
+        on_pod=lambda pod: made.there.add(pod.name),
+        on_gone=made.on_gone,
+        on_store=lambda *told: made.stores.append(told),
+        on_refused=lambda *told: made.refused.append(told),
+        pods_max=pods_max,
+    )
+    await watch.start()
+    yield made
+    watch.end()
+    await watch.ended()
+
+
+async def test_pods_are_heard_of_as_they_come_change_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follow, "LIVES_LEAST_S", -1.0)
+    async with scene(ScriptedApi("a", "b")) as made:
+        assert made.there == {"a", "b"}
+        made.api.tell("ADDED", pod_json("c", more={"resourceVersion": "101"}))
+        made.api.tell("DELETED", pod_json("a", more={"resourceVersion": "102"}))
+        made.api.tell("BOOKMARK", {"metadata": {"resourceVersion": "110"}})
+        made.api.ends(None)
+        await until(lambda: len(made.api.began_at) == 2)
+        assert (made.there, made.gone, made.api.lists) == ({"b", "c"}, ["a"], 1)
+        assert made.api.began_at == ["100", "110"]
+
+
+async def test_who_left_while_nothing_was_heard_is_missed_in_the_next_list() -> None:
+    async with scene(ScriptedApi("a", "b")) as made:
+        made.api.pods = {"b": pod_json("b"), "c": pod_json("c")}
+        made.api.ends(EXPIRED)
+        await until(lambda: made.there == {"b", "c"})
+        assert (made.gone, made.stores) == (["a"], [])
+
+
+async def test_an_api_server_that_is_lost_takes_nobody_away_and_is_told_once() -> None:
+    async with scene(ScriptedApi("a")) as made:
+        made.api.refuses = FORBIDDEN
+        made.api.ends(EXPIRED)
+        await until(lambda: made.api.lists >= 3)
+        ((is_reachable, why),) = made.stores
+        assert (is_reachable, "bind a Role with list and watch on pods" in why) == (False, True)
+        assert (made.there, made.gone) == ({"a"}, [])
+        made.api.refuses = None
+        await until(lambda: made.stores[1:] == [(True, "")])
+
+
+async def test_one_that_starts_without_an_api_server_waits_for_it() -> None:
+    api = ScriptedApi("a")
+    api.refuses = TimeoutError()
+    async with scene(api) as made:
+        assert made.stores == [(False, "the API server did not answer in time")]
+        api.refuses = None
+        await until(lambda: made.there == {"a"})
+
+
+async def test_while_a_pod_cannot_be_read_no_list_takes_anybody_away() -> None:
+    async with scene(ScriptedApi("a")) as made:
+        made.api.pods = {"x": {"metadata": {"name": 7}}}
+        made.api.ends(EXPIRED)
+        await until(lambda: made.refused != [])
+        assert (made.there, made.gone) == ({"a"}, [])
+        made.api.pods = {}
+        made.api.ends(EXPIRED)
+        await until(lambda: made.gone == ["a"])
+
+
+async def test_pods_beyond_the_limit_are_told_and_let_in_when_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pods, "TICK_S", 0.01)
+    async with scene(ScriptedApi("a", "b", "c"), pods_max=2) as made:
+        assert made.there == {"a", "b"}
+        assert made.refused == [("pod c", "more than 2 pods are labelled as engines")]
+        del made.api.pods["a"]
+        made.api.tell("DELETED", pod_json("a"))
+        await until(lambda: made.there == {"b", "c"})
+
+
+async def test_a_silent_watch_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pods, "TICK_S", 0.01)
+    monkeypatch.setattr(pods, "QUIET_S", 0.02)
+    async with scene(ScriptedApi("a")) as made:
+        made.api.pods["b"] = pod_json("b")
+        await until(lambda: made.there == {"a", "b"})
+
+
+def test_what_went_wrong_is_told_with_its_mend() -> None:
+    assert "bind a Role" in pods_reason(FORBIDDEN)
+    assert pods_reason(EXPIRED) == "the API server says 410 Expired: too old resource version"
