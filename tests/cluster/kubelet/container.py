@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from asyncio.subprocess import DEVNULL, Process
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Container:
         self.is_started = False
         self.is_ready = False
         self.process: Process | None = None
+        self.probes: Counter[str] = Counter()
+        """How often each of its probes was asked."""
         self._log = log
         self._on_change = on_change
         self._state: dict[str, Any] = {"waiting": {"reason": "PodInitializing"}}

@@ -56,6 +56,7 @@ async def _found(
     in_a_row, last = 0, False
     while True:
         found = await _passes(client, url, spec.get("timeoutSeconds", 1))
+        container.probes[name] += 1
         in_a_row = in_a_row + 1 if found is last else 1
         last = found
         if in_a_row >= needed[found]:
