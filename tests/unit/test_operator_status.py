@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta, timezone
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.config.problems import Problem
 from kvrouter.operator.api import (
     ComponentStatus,
     Condition,
@@ -24,6 +25,7 @@ from kvrouter.operator.status import (
     component_status,
     deployment_status,
     events_of,
+    unreadable_status,
 )
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
@@ -326,6 +328,22 @@ def test_a_spec_that_cannot_be_planned_names_the_field() -> None:
     found = status([], of=of)
     assert said(found, "Ready") == (FALSE, "SpecInvalid")
     assert "spec.components[2].podTemplate.spec.containers[0]" in condition(found, "Ready").message
+
+
+def test_what_cannot_be_read_is_not_ready_and_stays_known_for_what_it_was() -> None:
+    before = status(pods(a=(1, 1)))
+    problems = (Problem(("spec", "components", 0, "type"), "must be frontend, prefill, decode or worker"),)
+    found = unreadable_status(7, problems, previous=before, now=NOW + timedelta(hours=1))
+    assert said(found, "Ready") == (FALSE, "SpecInvalid")
+    assert "spec.components[0].type must be frontend" in condition(found, "Ready").message
+    assert condition(found, "Ready").observed_generation == found.observed_generation == 7
+    assert found.components == before.components
+    assert condition(found, "DomainBalanced") == condition(before, "DomainBalanced")
+    assert [event.reason for event in events_of(before, found)] == ["SpecInvalid"]
+    again = unreadable_status(7, problems, previous=found, now=NOW + timedelta(hours=2))
+    assert again == found
+    alone = unreadable_status(1, problems, previous=None, now=NOW)
+    assert [each.type for each in alone.conditions] == ["Ready"]
 
 
 # Without a policy; times; events.

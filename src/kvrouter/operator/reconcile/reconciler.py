@@ -12,7 +12,6 @@ from kvrouter.operator.api import (
     API_VERSION,
     KIND,
     DeploymentStatus,
-    DynamoGraphDeployment,
     Level,
     read_deployment,
 )
@@ -32,9 +31,9 @@ from kvrouter.operator.reconcile.kinds import (
 )
 from kvrouter.operator.reconcile.recorder import Recorder
 from kvrouter.operator.reconcile.watched import Watched
-from kvrouter.operator.status import component_status, deployment_status, events_of
+from kvrouter.operator.status import component_status, deployment_status, events_of, unreadable_status
 
-PROBLEMS_TOLD_MAX = 5
+WARNINGS_TOLD_MAX = 20
 
 
 class NameTaken(ClusterError):
@@ -79,16 +78,23 @@ class Reconciler:
     ) -> None:
         self._cluster, self._seen, self._applied = cluster, seen, applied
         self._defaults, self._recorder, self._listener = defaults, recorder, listener
+        self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
     async def reconcile(self, key: Key, facts: ClusterFacts) -> None:
         """Look at the deployment at ``key``. Raises ClusterError when it is to be looked at again."""
         found = self._seen.deployments.get(key)
         if found is None or metadata_of(found).get("deletionTimestamp"):
             self._applied.forget(key)  # what it owns goes with it: Kubernetes sees to that
+            self._recorder.forget(key)
+            self._written.pop(key, None)
             return
         reading = read_deployment(found)
+        before = self._status_before(found)
         if reading.deployment is None:
-            await self._recorder.record(found, "SpecInvalid", _told(reading.problems), warns=True)
+            generation = _generation_of(found)
+            now = datetime.now(UTC)
+            status = unreadable_status(generation, reading.problems, previous=before, now=now)
+            await self._write(found, before, status)
             return
         deployment = reading.deployment
         planned = plan(deployment, facts, self._defaults, last_levels=last_levels(self._applied, found))
@@ -105,28 +111,29 @@ class Reconciler:
             for component in deployment.spec.components
             if (name := object_name(deployment.metadata.name, component.name)) in workloads
         ]
-        before = _status_of(found)
         status = deployment_status(
             deployment, planned, components=components, pods=pods, previous=before, now=datetime.now(UTC)
         )
-        await self._write(found, deployment, before, status)
+        await self._write(found, before, status)
+        await self._warn(found, (*reading.unknown, *planned.warnings))
         if changes.taken:
             await self._name_taken(found, changes)
 
+    def _status_before(self, found: Manifest) -> DeploymentStatus | None:
+        """What was told last, which a watch may not have shown yet."""
+        uid, status = self._written.get(key_of(found), ("", None))
+        return status if uid == uid_of(found) else _status_of(found)
+
     async def _write(
-        self,
-        found: Manifest,
-        deployment: DynamoGraphDeployment,
-        before: DeploymentStatus | None,
-        status: DeploymentStatus,
+        self, found: Manifest, before: DeploymentStatus | None, status: DeploymentStatus
     ) -> None:
-        if status == before:
+        if status == before == _status_of(found):
             return
-        of = deployment.metadata
+        key = key_of(found)
         manifest: Manifest = {
             "apiVersion": API_VERSION,
             "kind": KIND,
-            "metadata": {"namespace": of.namespace, "name": of.name, "uid": of.uid},
+            "metadata": {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)},
             "status": status.model_dump(mode="json", by_alias=True, exclude_none=True),
         }
         try:
@@ -135,8 +142,17 @@ class Reconciler:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 raise
             return  # it was deleted meanwhile
+        self._written[key] = (uid_of(found), status)
         for event in events_of(before, status):
             await self._recorder.record(found, event.reason, event.note, warns=event.type.value != "Normal")
+
+    async def _warn(self, found: Manifest, warnings: Sequence[Problem]) -> None:
+        """Tell what the user wrote and does not get, as it is written."""
+        told = [f"{dotted(warning.path)} {warning.must}" for warning in warnings[:WARNINGS_TOLD_MAX]]
+        if len(warnings) > WARNINGS_TOLD_MAX:
+            told.append(f"and {len(warnings) - WARNINGS_TOLD_MAX} warnings more")
+        for message in told:
+            await self._recorder.record_once(found, "SpecWarning", message, warns=True)
 
     async def _tell(self, found: Manifest, changes: Changes) -> None:
         if not (changes.created or changes.changed or changes.removed):
@@ -201,5 +217,6 @@ def _status_of(found: Manifest) -> DeploymentStatus | None:
         return None
 
 
-def _told(problems: Sequence[Problem]) -> str:
-    return "; ".join(f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_TOLD_MAX])
+def _generation_of(found: Manifest) -> int:
+    generation = metadata_of(found).get("generation")
+    return generation if isinstance(generation, int) else 0

@@ -3,11 +3,9 @@
 import hashlib
 from datetime import UTC, datetime
 
-from pydantic import JsonValue
-
 from kvrouter.operator.api import API_VERSION, KIND
 from kvrouter.operator.reconcile.cluster import MANAGER, Cluster
-from kvrouter.operator.reconcile.kinds import EVENTS, Key, Manifest, key_of, uid_of
+from kvrouter.operator.reconcile.kinds import EVENTS, Key, Manifest, key_of, metadata_of, uid_of
 
 MESSAGE_CHARS_MAX = 1024
 NAME_CHARS_MAX = 230
@@ -20,30 +18,51 @@ class Recorder:
     def __init__(self, cluster: Cluster, identity: str) -> None:
         self._cluster = cluster
         self._identity = identity
+        self._told: dict[Key, tuple[str, set[str]]] = {}
 
     async def record(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
         """Tell ``reason``, a stable word in CamelCase, and a sentence. Raises ClusterError."""
-        key, uid = key_of(about), uid_of(about)
-        digest = hashlib.sha256("\0".join((uid, reason, message)).encode()).hexdigest()[:16]
-        name = f"{key.name[:NAME_CHARS_MAX]}.{digest}"
-        place = Key(key.namespace, name)
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        place = _place(about, reason, message)
         there = await self._cluster.read(EVENTS, place)
-        if there is not None:
-            count = there.get("count")
-            again: Manifest = {"count": (count if isinstance(count, int) else 0) + 1, "lastTimestamp": now}
-            await self._cluster.merge(EVENTS, place, again)
+        if there is None:
+            await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
             return
-        told: dict[str, JsonValue] = {
+        count = there.get("count")
+        again: Manifest = {
+            "count": (count if isinstance(count, int) else 0) + 1,
+            "lastTimestamp": _written(datetime.now(UTC)),
+        }
+        await self._cluster.merge(EVENTS, place, again)
+
+    async def record_once(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
+        """Tell it once for each generation of the spec, however often it is found. Raises ClusterError."""
+        generation = f"{uid_of(about)}/{metadata_of(about).get('generation')}"
+        known, told = self._told.get(key_of(about), ("", set()))
+        if known != generation:
+            told = set()
+        place = _place(about, reason, message, generation)
+        if place.name in told:
+            return
+        if await self._cluster.read(EVENTS, place) is None:
+            await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
+        self._told[key_of(about)] = (generation, told | {place.name})
+
+    def forget(self, key: Key) -> None:
+        """The deployment at ``key`` is gone."""
+        self._told.pop(key, None)
+
+    def _event(self, about: Manifest, place: Key, reason: str, message: str, warns: bool) -> Manifest:
+        key, now = key_of(about), _written(datetime.now(UTC))
+        return {
             "apiVersion": EVENTS.api_version,
             "kind": EVENTS.name,
-            "metadata": {"namespace": key.namespace, "name": name},
+            "metadata": {"namespace": place.namespace, "name": place.name},
             "involvedObject": {
                 "apiVersion": API_VERSION,
                 "kind": KIND,
                 "namespace": key.namespace,
                 "name": key.name,
-                "uid": uid,
+                "uid": uid_of(about),
             },
             "type": WARNING if warns else NORMAL,
             "reason": reason,
@@ -55,4 +74,13 @@ class Recorder:
             "reportingComponent": MANAGER,
             "reportingInstance": self._identity,
         }
-        await self._cluster.create(EVENTS, told)
+
+
+def _place(about: Manifest, reason: str, message: str, generation: str = "") -> Key:
+    key = key_of(about)
+    digest = hashlib.sha256("\0".join((uid_of(about), reason, message, generation)).encode()).hexdigest()
+    return Key(key.namespace, f"{key.name[:NAME_CHARS_MAX]}.{digest[:16]}")
+
+
+def _written(now: datetime) -> str:
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -2,7 +2,7 @@
 
 from kvrouter.operator.status.domains import Places, balance_of, places_of
 from kvrouter.operator.status.events import Event, EventType, events_of
-from kvrouter.operator.status.status import deployment_status
+from kvrouter.operator.status.status import deployment_status, unreadable_status
 from kvrouter.operator.status.workloads import component_status
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "deployment_status",
     "events_of",
     "places_of",
+    "unreadable_status",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
+from kvrouter.config.problems import Problem
 from kvrouter.operator.api import (
     ComponentStatus,
     ComponentType,
@@ -17,7 +18,7 @@ from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.operator.status.domains import Places, balance_of, balanced, had_decode, places_of, told
 from kvrouter.operator.status.finding import DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED, Finding, dated
 from kvrouter.operator.status.resolved import copy_of, resolved
-from kvrouter.operator.status.workloads import ready
+from kvrouter.operator.status.workloads import invalid_spec, ready
 
 
 def deployment_status(
@@ -52,6 +53,18 @@ def deployment_status(
         policy=None if policy is None else _policy(policy),
         domains=told(places),
         balance=balance_of(places.domains),
+    )
+
+
+def unreadable_status(
+    generation: int, problems: Sequence[Problem], *, previous: DeploymentStatus | None, now: datetime
+) -> DeploymentStatus:
+    """Return the status of what is no deployment, for ``problems``: not Ready, and else as it was."""
+    before = previous or DeploymentStatus()
+    invalid = dated(READY, invalid_spec(problems), before.conditions, generation=generation, now=now)
+    others = tuple(condition for condition in before.conditions if condition.type != READY)
+    return before.model_copy(
+        update={"observed_generation": generation, "conditions": (invalid, *others)},
     )
 
 

@@ -26,14 +26,19 @@ def component_status(component: Component, workload: Mapping[str, object] | None
     )
 
 
+def invalid_spec(problems: Sequence[Problem]) -> Finding:
+    """Return that nothing can be planned, and the fields that are to be mended."""
+    told = "; ".join(f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_TOLD_MAX])
+    message = f"nothing is changed in the cluster until this is mended: {told}"
+    return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
+
+
 def ready(
     components: Sequence[Component], found: Sequence[ComponentStatus], problems: Sequence[Problem]
 ) -> Finding:
     """Return whether every component has as many Ready pods of its latest template as it should."""
     if problems:
-        told = "; ".join(f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_TOLD_MAX])
-        message = f"nothing is changed in the cluster until this is mended: {told}"
-        return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
+        return invalid_spec(problems)
     by_name = {status.name: status for status in found}
     pairs = [(component, by_name[component.name]) for component in components if component.name in by_name]
     if len(pairs) < len(components):

@@ -1,0 +1,80 @@
+"""Nothing that a user wrote is ignored silently: events and a status tell it, each once."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.operators import WAIT, graph, install_crds, operator
+from tests.support.processes import eventually
+
+ZONE = "topology.kubernetes.io/zone"
+
+
+@pytest.fixture(autouse=True)
+def crds(plane: ControlPlane) -> None:
+    install_crds(plane)
+
+
+async def test_what_is_overwritten_is_told_once_for_each_version_of_the_spec(
+    plane: ControlPlane, namespace: str
+) -> None:
+    spec = graph(namespace, "llm", labelKey=ZONE, domain="zone")
+    main = spec["spec"]["components"][1]["podTemplate"]["spec"]["containers"][0]
+    main["env"] = [{"name": "DYN_KV_TRANSFER_DOMAIN", "value": "rack"}]
+    async with operator(plane, namespace, "one"):
+        plane.apply(spec)
+        wait(plane, namespace, "Ready=True")
+
+        async def is_told() -> bool:
+            return len(warnings(plane, namespace)) == 1
+
+        await eventually(is_told)
+        (warning,) = warnings(plane, namespace)
+        assert warning["message"] == (
+            "spec.components[1].podTemplate.spec.containers[0].env[0] DYN_KV_TRANSFER_DOMAIN follows from "
+            "the policy of KV transfers, and becomes 'zone': remove it here"
+        )
+        plane.kubectl("delete", "pods", "--all", "--namespace", namespace)
+        plane.kubectl("rollout", "status", "deployment/llm-prefill", "--namespace", namespace, WAIT)
+        wait(plane, namespace, "Ready=True")
+    async with operator(plane, namespace, "two"):
+        spec["spec"]["components"][1]["replicas"] = 4
+        plane.apply(spec)
+
+        async def is_told_anew() -> bool:
+            return len(warnings(plane, namespace)) == 2
+
+        await eventually(is_told_anew)
+        assert [each["count"] for each in warnings(plane, namespace)] == [1, 1]
+
+
+async def test_what_cannot_be_read_is_told_in_the_status_and_mended(
+    plane: ControlPlane, namespace: str
+) -> None:
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", labelKey=f"{'a.' * 130}a/zone", domain="zone"))
+        wait(plane, namespace, "Ready=False")
+        found = plane.read("dgd", "llm", "--namespace", namespace)
+        (ready,) = found["status"]["conditions"]
+        assert ready["reason"] == "SpecInvalid"
+        assert "spec.experimental.kvTransferPolicy.labelKey" in ready["message"]
+        assert found["status"]["observedGeneration"] == 1
+        assert plane.read("deployments", "--namespace", namespace)["items"] == []
+        plane.kubectl(
+            "replace",
+            "--filename",
+            "-",
+            stdin=json.dumps(graph(namespace, "llm", labelKey=ZONE, domain="zone")),
+        )
+        wait(plane, namespace, "Ready=True")
+
+
+def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
+    plane.kubectl("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)
+
+
+def warnings(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    found = plane.read("events", "--namespace", namespace)["items"]
+    return [event for event in found if event["reason"] == "SpecWarning"]
