@@ -44,6 +44,11 @@ def account(plane: ControlPlane, namespace: str, name: str, verbs: tuple[str, ..
             "subjects": [{"kind": "ServiceAccount", "namespace": namespace, "name": name}],
         },
     )
+    return mounted(plane, namespace, name, folder)
+
+
+def mounted(plane: ControlPlane, namespace: str, name: str, folder: Path) -> Account:
+    """A service account that exists; ``folder`` is what its pods would find mounted."""
     folder.mkdir(parents=True)
     (folder / "token").write_text(plane.kubectl("create", "token", name, "--namespace", namespace))
     (folder / "ca.crt").write_bytes(plane.authority.certificate_pem)

@@ -149,15 +149,16 @@ class Fleet:
         self, *arguments: str, environ: Mapping[str, str] | None = None, module: str = CLI
     ) -> Frontend:
         """Start a frontend and return once its door is open; workers it may not have found yet."""
-        return await self._door("frontend", arguments, environ, module)
+        return await self.door("frontend", *arguments, environ=environ, module=module)
 
     async def router(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Frontend:
         """Start a standalone router, as :meth:`frontend` does a frontend."""
-        return await self._door("router", arguments, environ, CLI)
+        return await self.door("router", *arguments, environ=environ)
 
-    async def _door(
-        self, command: str, arguments: tuple[str, ...], environ: Mapping[str, str] | None, module: str
+    async def door(
+        self, command: str, *arguments: str, environ: Mapping[str, str] | None = None, module: str = CLI
     ) -> Frontend:
+        """Start a command that opens a front door, as :meth:`frontend` does."""
         started = await self._start(command, (command, "--http-port", "0", *arguments), environ, module)
         running = Frontend(started.name, started.process, started.log, started.ready)
         running.http = httpx.AsyncClient(base_url=running.url, timeout=60.0)
