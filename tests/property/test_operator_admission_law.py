@@ -10,12 +10,13 @@ from pydantic import JsonValue
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.admission import answer, judged, read_review, validate
+from kvrouter.operator.admission import answer, judged, read_review
 from kvrouter.operator.admission.review import WARNING_CHARS_MAX
 from kvrouter.operator.api import ClusterTopology, Level, read_deployment, read_topology
 from kvrouter.operator.facts import ClusterFacts, Grove, by_name
 from kvrouter.operator.policy import NamedTopology, RawLabel, read_policy
-from tests.support.operator_deployments import FABRIC, Document, deployment
+from tests.support.deployments import DEFAULTS
+from tests.support.operator_deployments import FABRIC, Document, deployment, validated
 
 FIELDS = st.sampled_from(
     [
@@ -134,7 +135,7 @@ def broken(draw: st.DrawFn) -> JsonValue:
 
 @given(new=st.one_of(ANY_JSON, broken()), old=st.one_of(ANY_JSON, broken()), facts=FACTS)
 def test_whatever_is_written_there_is_a_verdict(new: JsonValue, old: JsonValue, facts: ClusterFacts) -> None:
-    verdict = validate(new, old, facts)
+    verdict = validated(new, old, facts)
     response = cast(Document, answer("1", verdict)["response"])
     json.loads(json.dumps(response).encode())
     assert response["allowed"] is (not verdict.problems)
@@ -154,7 +155,7 @@ def test_whatever_is_asked_there_is_an_answer_or_a_refusal(
             review = read_review(asked)
         except ProtocolError:
             continue
-        judged(review._replace(new=new, is_ours=True), facts)
+        judged(review._replace(new=new, is_ours=True), facts, DEFAULTS)
 
 
 @given(found=ANY_JSON)
@@ -169,8 +170,8 @@ def test_without_a_policy_nothing_is_refused(
     types: tuple[str, ...], topology: str | None, facts: ClusterFacts
 ) -> None:
     document = deployment(types=types, topology=topology)
-    assert validate(document, None, facts).is_allowed
-    assert validate(document, deployment(types=types), facts).is_allowed
+    assert validated(document, None, facts).is_allowed
+    assert validated(document, deployment(types=types), facts).is_allowed
 
 
 @given(
@@ -211,7 +212,7 @@ def test_both_spellings_are_one_policy(
     assert policy.domain == domain
     assert policy.enforcement is (Enforcement.FALLBACK if falls_back else Enforcement.REQUIRED)
     assert policy.source == (NamedTopology(name) if label is None else RawLabel(label))
-    verdicts = [validate(document, None, facts).is_allowed for document in spellings]
+    verdicts = [validated(document, None, facts).is_allowed for document in spellings]
     assert len(set(verdicts)) == 1
 
 
@@ -228,7 +229,7 @@ def test_a_weight_stands_beside_preferred_alone(
         graph["preferredWeight"] = weight
     is_in_range = weight is not None and not math.isnan(weight) and 0 <= weight <= 1
     is_right = is_in_range if enforcement is Enforcement.PREFERRED else weight is None
-    assert validate(deployment(graph=graph), None, ClusterFacts()).is_allowed is is_right
+    assert validated(deployment(graph=graph), None, ClusterFacts()).is_allowed is is_right
 
 
 @given(old=broken(), new=broken(), facts=FACTS)
@@ -236,4 +237,4 @@ def test_what_stays_as_it_was_is_never_refused(old: JsonValue, new: JsonValue, f
     """Whatever else happened in the cluster: a deployment that can be read may be written again."""
     for document in (old, new):
         if read_deployment(document).deployment is not None:
-            assert validate(document, document, facts).is_allowed
+            assert validated(document, document, facts).is_allowed

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 from pydantic import JsonValue
 
+from kvrouter.operator.admission import Verdict, validate
 from kvrouter.operator.api import ClusterTopology, Level
 from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+from tests.support.deployments import DEFAULTS
 
 Document = dict[str, JsonValue]
 
@@ -20,6 +22,18 @@ PAIR = ("frontend", "prefill", "decode")
 AGGREGATED = ("frontend", "worker")
 
 
+def component(kind: str, name: str = "", **fields: JsonValue) -> Document:
+    """Return a component of this type, called by it unless named, with an engine where it is to have one."""
+    engine: JsonValue = {"spec": {"containers": [{"name": "main", "image": "example.com/engine:1"}]}}
+    pods: Document = {} if kind == "frontend" else {"podTemplate": engine}
+    return {"name": name or kind, "type": kind, **pods, **fields}
+
+
+def validated(new: object, old: object | None, facts: ClusterFacts) -> Verdict:
+    """The verdict of an operator of these tests."""
+    return validate(new, old, facts, DEFAULTS)
+
+
 def deployment(
     *,
     frontend: Mapping[str, JsonValue] | None = None,
@@ -31,9 +45,9 @@ def deployment(
     """Return a deployment with one component of each type: ``frontend`` is its kvCacheTransferTopology,
     ``graph`` the whole graph's kvTransferPolicy, ``topology`` the name of the topology that it is in.
     """
-    components: list[JsonValue] = [{"name": kind, "type": kind} for kind in types]
+    components: list[JsonValue] = [component(kind) for kind in types]
     if frontend is not None:
-        components[0] = {"name": types[0], "type": types[0], "kvCacheTransferTopology": dict(frontend)}
+        components[0] = component(types[0], kvCacheTransferTopology=dict(frontend))
     spec: Document = {"components": components}
     if graph is not None:
         spec["experimental"] = {"kvTransferPolicy": dict(graph)}

@@ -60,7 +60,7 @@ def test_every_example_is_one_of_these() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_it_is_admitted_without_a_warning(file: str) -> None:
     for document in of_kind(documents(file), KIND):
-        verdict = validate(document, None, facts_of(file))
+        verdict = validate(document, None, facts_of(file), DEFAULTS)
         assert (verdict.problems, verdict.warnings) == ((), ())
 
 

@@ -7,10 +7,18 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Problem, dotted
-from kvrouter.operator.admission import Verdict, validate
+from kvrouter.operator.admission import Verdict
 from kvrouter.operator.api import ClusterTopology, Level
 from kvrouter.operator.facts import ClusterFacts, Grove, by_name
-from tests.support.operator_deployments import AGGREGATED, GROVE, NO_GROVE, Document, deployment
+from tests.support.operator_deployments import (
+    AGGREGATED,
+    GROVE,
+    NO_GROVE,
+    Document,
+    component,
+    deployment,
+    validated,
+)
 
 Fields = dict[str, JsonValue]
 ZONE = "topology.kubernetes.io/zone"
@@ -28,7 +36,7 @@ def lines(problems: tuple[Problem, ...]) -> list[str]:
 
 
 def refused(document: Document, facts: ClusterFacts = GROVE) -> str:
-    verdict = validate(document, None, facts)
+    verdict = validated(document, None, facts)
     assert not verdict.is_allowed
     (line,) = lines(verdict.problems)
     return line
@@ -37,7 +45,7 @@ def refused(document: Document, facts: ClusterFacts = GROVE) -> str:
 @pytest.mark.parametrize("facts", [NO_GROVE, GROVE, UNREAD])
 @pytest.mark.parametrize("types", [("frontend", "prefill", "decode"), AGGREGATED])
 def test_without_a_policy_a_deployment_is_untouched(facts: ClusterFacts, types: tuple[str, ...]) -> None:
-    assert validate(deployment(types=types), None, facts) == Verdict()
+    assert validated(deployment(types=types), None, facts) == Verdict()
 
 
 @pytest.mark.parametrize("facts", [NO_GROVE, GROVE, UNREAD])
@@ -49,7 +57,7 @@ def test_without_a_policy_a_deployment_is_untouched(facts: ClusterFacts, types: 
     ],
 )
 def test_a_label_needs_nothing_of_grove(facts: ClusterFacts, document: Document) -> None:
-    assert validate(document, None, facts) == Verdict()
+    assert validated(document, None, facts) == Verdict()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +69,7 @@ def test_a_label_needs_nothing_of_grove(facts: ClusterFacts, document: Document)
     ],
 )
 def test_a_level_of_a_topology_that_is_there_is_admitted(document: Document) -> None:
-    assert validate(document, None, GROVE) == Verdict()
+    assert validated(document, None, GROVE) == Verdict()
 
 
 def test_grove_absent() -> None:
@@ -154,16 +162,13 @@ def test_what_is_written_wrong_is_refused(document: Document, where: str) -> Non
 
 def test_names_that_differ_in_case_alone_are_refused() -> None:
     document = deployment()
-    document["spec"] = {
-        "components": [{"name": "Decode", "type": "decode"}, {"name": "decode", "type": "prefill"}]
-    }
+    document["spec"] = {"components": [component("decode", "Decode"), component("prefill", "decode")]}
     assert refused(document).startswith("spec.components[1].name: 'decode' is the name of spec.components[0]")
 
 
 def test_a_component_cannot_be_packed_without_a_topology() -> None:
     document = deployment()
-    component: Fields = {"name": "a", "type": "worker", "topologyConstraint": {"packDomain": "rack"}}
-    document["spec"] = {"components": [component]}
+    document["spec"] = {"components": [component("worker", topologyConstraint={"packDomain": "rack"})]}
     assert refused(document).startswith("spec.components[0].topologyConstraint: needs a topology")
 
 
@@ -202,7 +207,7 @@ def test_a_component_cannot_be_packed_without_a_topology() -> None:
 def test_what_is_odd_is_admitted_with_a_warning(
     document: Document, facts: ClusterFacts, warning: str
 ) -> None:
-    verdict = validate(document, None, facts)
+    verdict = validated(document, None, facts)
     assert verdict.is_allowed
     (line,) = lines(verdict.warnings)
     assert line.startswith(warning)
@@ -210,34 +215,87 @@ def test_what_is_odd_is_admitted_with_a_warning(
 
 def test_prefill_workers_may_have_aggregated_workers_decode() -> None:
     document = deployment(graph=ON_GRAPH, types=("frontend", "prefill", "worker"))
-    assert validate(document, None, GROVE) == Verdict()
+    assert validated(document, None, GROVE) == Verdict()
 
 
 def test_levels_to_pack_by_that_are_not_there_are_warnings() -> None:
     document = deployment()
     document["spec"] = {
         "topologyConstraint": {"clusterTopologyName": "fabric", "packDomain": "zone"},
-        "components": [{"name": "a", "type": "worker", "topologyConstraint": {"packDomain": "host"}}],
+        "components": [component("worker", topologyConstraint={"packDomain": "host"})],
     }
-    gone = validate(document, None, ClusterFacts(grove=Grove.PRESENT))
+    gone = validated(document, None, ClusterFacts(grove=Grove.PRESENT))
     assert [line.partition(":")[2] for line in lines(gone.warnings)] == [
         " has no effect: topology 'fabric' is not in this cluster"
     ] * 2
-    verdict = validate(document, None, GROVE)
+    verdict = validated(document, None, GROVE)
     assert lines(verdict.warnings) == [
         "spec.components[0].topologyConstraint.packDomain: 'host' is no level of fabric, which has zone, "
-        "rack: pods are not packed by it"
+        "rack: pods are not packed by it",
+        "spec.topologyConstraint.packDomain: has no effect yet: give podTemplate.spec an affinity to pack "
+        "the pods of a component",
     ]
     assert verdict.is_allowed
+
+
+NO_IMAGE: Fields = {"spec": {"containers": [{"name": "main"}]}}
+
+
+@pytest.mark.parametrize(
+    ("template", "where"),
+    [
+        ({}, ".spec.containers: is needed: the container of decode's engine, called main"),
+        (NO_IMAGE, ".spec.containers[0]: needs an image, or args for kvrouter's own"),
+        ({"spec": {"containers": {}}}, ".spec.containers: must be a list of objects"),
+        ({"spec": []}, ".spec: must be an object"),
+    ],
+)
+def test_pods_that_could_never_run_are_refused(template: JsonValue, where: str) -> None:
+    document = deployment()
+    document["spec"] = {"components": [component("frontend"), component("decode", podTemplate=template)]}
+    assert refused(document).startswith(f"spec.components[1].podTemplate{where}")
+
+
+def test_what_is_planned_otherwise_than_written_is_a_warning() -> None:
+    document = deployment(graph=ON_GRAPH)
+    place: Fields = {"metadata": {"labels": {"grove.io/topology.zone": "here"}}}
+    forged = component("decode")
+    forged["podTemplate"] = {**_fields(forged["podTemplate"]), **place}
+    document["spec"] = {**_fields(document["spec"]), "components": [component("prefill"), forged]}
+    verdict = validated(document, None, GROVE)
+    assert verdict.is_allowed
+    assert lines(verdict.warnings) == [
+        "spec.components[1].podTemplate.metadata.labels.grove.io/topology.zone: is the node's to say, and is "
+        "left out: remove it here"
+    ]
+
+
+def test_pods_that_were_admitted_before_stop_no_other_change() -> None:
+    """Not even one by which their component has another number."""
+    wrong = component("decode", podTemplate=NO_IMAGE)
+    old, new = deployment(), deployment()
+    old["spec"] = {"components": [component("frontend"), component("prefill"), wrong]}
+    new["spec"] = {"components": [component("frontend"), {**wrong, "replicas": 3}]}
+    verdict = validated(new, old, GROVE)
+    assert verdict.is_allowed
+    (line,) = lines(verdict.warnings)
+    assert line.startswith("spec.components[1].podTemplate.spec.containers[0]: needs an image")
+    new["spec"] = {"components": [component("frontend"), {**wrong, "name": "other"}]}
+    assert not validated(new, old, GROVE).is_allowed
+
+
+def _fields(found: JsonValue) -> Fields:
+    assert isinstance(found, dict)
+    return found
 
 
 def test_fields_without_effect_are_warnings() -> None:
     document = deployment()
     document["spec"] = {
-        "components": [{"name": "a", "type": "worker"}],
+        "components": [component("worker")],
         "experimental": {"kvTransferPolcy": {}},
     }
-    verdict = validate(document, None, GROVE)
+    verdict = validated(document, None, GROVE)
     assert verdict.is_allowed
     (line,) = lines(verdict.warnings)
     assert line.startswith("spec.experimental.kvTransferPolcy: ")
@@ -246,10 +304,8 @@ def test_fields_without_effect_are_warnings() -> None:
 
 def test_a_type_cannot_change() -> None:
     old, new = deployment(), deployment()
-    new["spec"] = {
-        "components": [{"name": "frontend", "type": "frontend"}, {"name": "decode", "type": "prefill"}]
-    }
-    assert lines(validate(new, old, GROVE).problems) == [
+    new["spec"] = {"components": [component("frontend"), component("prefill", "decode")]}
+    assert lines(validated(new, old, GROVE).problems) == [
         "spec.components[1].type: of decode cannot change: add a component under another name, then remove "
         "this one (it is decode, not prefill)"
     ]
@@ -257,7 +313,7 @@ def test_a_type_cannot_change() -> None:
 
 @pytest.mark.parametrize("topology", ["lab", None])
 def test_a_topology_cannot_change_or_go(topology: str | None) -> None:
-    verdict = validate(deployment(topology=topology), deployment(topology="fabric"), GROVE)
+    verdict = validated(deployment(topology=topology), deployment(topology="fabric"), GROVE)
     assert lines(verdict.problems) == [
         "spec.topologyConstraint.clusterTopologyName: cannot change once it is set: delete the deployment "
         f"and create it again (it is 'fabric', not {topology!r})"
@@ -272,13 +328,13 @@ def test_a_topology_may_come_and_a_policy_may_come_change_and_go() -> None:
     other = deployment(topology="fabric", graph={"labelKey": ZONE, "domain": "zone"})
     steps = [bare, placed, required, rack, other, placed]
     for old, new in pairwise(steps):
-        assert validate(new, old, GROVE) == Verdict()
+        assert validated(new, old, GROVE) == Verdict()
 
 
 def test_components_may_come_go_and_grow() -> None:
     old, new = deployment(), deployment(types=("frontend", "worker"))
-    assert validate(new, old, GROVE) == Verdict()
-    assert validate(old, new, GROVE) == Verdict()
+    assert validated(new, old, GROVE) == Verdict()
+    assert validated(old, new, GROVE) == Verdict()
 
 
 @pytest.mark.parametrize("facts", [NO_GROVE, UNREAD, ClusterFacts(grove=Grove.PRESENT)])
@@ -287,7 +343,7 @@ def test_what_the_cluster_lost_since_does_not_stop_other_changes(facts: ClusterF
     old = deployment(graph=ON_GRAPH)
     new = deepcopy(old)
     new["metadata"] = {"name": "my-llm", "labels": {"team": "a"}}
-    verdict = validate(new, old, facts)
+    verdict = validated(new, old, facts)
     assert verdict.is_allowed
     (line,) = lines(verdict.warnings)
     assert line.startswith("spec.experimental.kvTransferPolicy.clusterTopologyName: ")
@@ -297,18 +353,18 @@ def test_a_policy_that_changes_is_judged_afresh() -> None:
     old = deployment(graph=ON_GRAPH)
     new = deployment(graph={**ON_GRAPH, "domain": "rack"})
     for gone in (NO_GROVE, ClusterFacts(grove=Grove.PRESENT), ODD):
-        assert not validate(new, old, gone).is_allowed
+        assert not validated(new, old, gone).is_allowed
 
 
 def test_what_is_being_deleted_is_left_alone() -> None:
     leaving = deployment(frontend=ON_FRONTEND)
     leaving["metadata"] = {"name": "my-llm", "deletionTimestamp": "2026-11-21T00:00:00Z", "finalizers": []}
-    assert validate(leaving, deployment(topology="fabric"), NO_GROVE) == Verdict()
+    assert validated(leaving, deployment(topology="fabric"), NO_GROVE) == Verdict()
 
 
 def test_an_old_deployment_that_cannot_be_read_stops_no_mend() -> None:
-    assert validate(deployment(), {"spec": {"components": "none"}}, GROVE) == Verdict()
+    assert validated(deployment(), {"spec": {"components": "none"}}, GROVE) == Verdict()
 
 
 def test_what_is_no_deployment_is_refused() -> None:
-    assert lines(validate("text", None, GROVE).problems) == [": must be an object"]
+    assert lines(validated("text", None, GROVE).problems) == [": must be an object"]

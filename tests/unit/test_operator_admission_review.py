@@ -7,6 +7,7 @@ from kvrouter.config.problems import Problem
 from kvrouter.core.errors import ProtocolError
 from kvrouter.operator.admission import Verdict, answer, judged, read_review
 from kvrouter.operator.admission.review import WARNINGS_CHARS_MAX
+from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, NO_GROVE, Document, deployment
 
 POLICY: Document = {"clusterTopologyName": "fabric", "domain": "zone"}
@@ -20,7 +21,7 @@ def review(**request: JsonValue) -> Document:
 
 def test_a_deployment_that_is_right_is_allowed() -> None:
     asked = read_review(review(object=deployment(graph=POLICY)))
-    assert answer(asked.uid, judged(asked, GROVE)) == {
+    assert answer(asked.uid, judged(asked, GROVE, DEFAULTS)) == {
         "apiVersion": "admission.k8s.io/v1",
         "kind": "AdmissionReview",
         "response": {"uid": "1-2", "allowed": True},
@@ -30,7 +31,7 @@ def test_a_deployment_that_is_right_is_allowed() -> None:
 def test_a_refusal_says_where_and_why() -> None:
     asked = read_review(review(object=deployment(graph={**POLICY, "domain": "host"})))
     why = "'host' is no level of ClusterTopologyBinding fabric, which has zone, rack"
-    assert answer(asked.uid, judged(asked, GROVE))["response"] == {
+    assert answer(asked.uid, judged(asked, GROVE, DEFAULTS))["response"] == {
         "uid": "1-2",
         "allowed": False,
         "status": {
@@ -82,15 +83,15 @@ def test_warnings_fit_into_what_the_api_server_passes_on() -> None:
     ],
 )
 def test_what_is_not_about_a_spec_of_ours_is_allowed(request_: Document) -> None:
-    assert judged(read_review(review(**request_)), NO_GROVE) == Verdict()
+    assert judged(read_review(review(**request_)), NO_GROVE, DEFAULTS) == Verdict()
 
 
 def test_an_update_is_judged_beside_what_it_replaces() -> None:
     old, new = deployment(topology="fabric"), deployment(topology="lab")
     changed = read_review(review(operation="UPDATE", object=new, oldObject=old))
-    assert not judged(changed, GROVE).is_allowed
+    assert not judged(changed, GROVE, DEFAULTS).is_allowed
     created = read_review(review(operation="CREATE", object=new, oldObject=None))
-    assert judged(created, GROVE).is_allowed
+    assert judged(created, GROVE, DEFAULTS).is_allowed
 
 
 @pytest.mark.parametrize(

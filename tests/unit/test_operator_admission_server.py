@@ -22,6 +22,7 @@ from kvrouter.operator.admission.server import AdmissionDoor, Facts, Labels
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import BoundPod
+from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, Document, deployment
 
 NAMES = ("localhost", "127.0.0.1")
@@ -113,6 +114,7 @@ async def opened(
     door = AdmissionDoor(
         facts=facts,
         labels=labels,
+        defaults=DEFAULTS,
         certificate=certificate,
         listener=found.heard,
         not_ready=lambda: found.not_ready,
@@ -372,6 +374,7 @@ async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
         other = AdmissionDoor(
             facts=known,
             labels=placed,
+            defaults=DEFAULTS,
             certificate=ShownCertificate(*write(tmp_path, secret())),
             listener=Heard(),
             not_ready=lambda: None,

@@ -22,13 +22,13 @@ def test_what_is_left_out_has_its_default() -> None:
         deployment(frontend={"level": "zone"}, graph={"domain": "zone", "labelKey": "a.b/c"})
     ).deployment
     assert found is not None
-    frontend, prefill, decode = found.spec.components
+    frontend, prefill, _ = found.spec.components
     assert [component.type for component in found.spec.components] == [
         ComponentType.FRONTEND,
         ComponentType.PREFILL,
         ComponentType.DECODE,
     ]
-    assert (prefill.replicas, decode.pod_template, prefill.type.is_worker) == (1, {}, True)
+    assert (prefill.replicas, frontend.pod_template, prefill.type.is_worker) == (1, {}, True)
     assert frontend.kv_cache_transfer_topology is not None
     assert frontend.kv_cache_transfer_topology.mismatch_policy is MismatchPolicy.FAIL
     assert not frontend.type.is_worker

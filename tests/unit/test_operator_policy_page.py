@@ -5,20 +5,20 @@ from pathlib import Path
 
 import yaml
 
-from kvrouter.operator.admission import Verdict, validate
+from kvrouter.operator.admission import Verdict
 from kvrouter.operator.api import read_deployment
 from kvrouter.operator.api.crd import COLUMNS
 from kvrouter.operator.api.names import LEVEL_CHARS_MAX
 from kvrouter.operator.policy import read_policy
-from tests.support.operator_deployments import GROVE, NO_GROVE
+from tests.support.operator_deployments import GROVE, NO_GROVE, validated
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes-policy.md").read_text("utf-8")
 SHOWN = [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)]
 
 
 def test_what_is_shown_is_admitted() -> None:
-    assert [validate(document, None, GROVE) for document in SHOWN] == [Verdict()] * 3
-    assert validate(SHOWN[2], None, NO_GROVE) == Verdict()
+    assert [validated(document, None, GROVE) for document in SHOWN] == [Verdict()] * 3
+    assert validated(SHOWN[2], None, NO_GROVE) == Verdict()
 
 
 def test_what_is_called_the_same_policy_is_the_same() -> None:

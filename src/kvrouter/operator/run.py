@@ -172,6 +172,7 @@ async def _admission(
     door = AdmissionDoor(
         facts=lambda: facts_for_admission(cluster),
         labels=places.labels_of,
+        defaults=settings.defaults,
         certificate=ShownCertificate(files.cert, files.key),
         listener=observed,
         not_ready=lambda: None,

@@ -10,6 +10,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.operator.admission.validate import Verdict, validate
 from kvrouter.operator.api import GROUP, KIND
 from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.plan import PlanDefaults
 
 API_VERSION = "admission.k8s.io/v1"
 REVIEW_KIND = "AdmissionReview"
@@ -65,11 +66,12 @@ def read_review(body: object) -> Review:
     )
 
 
-def judged(review: Review, facts: ClusterFacts) -> Verdict:
+def judged(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
     """Return the verdict on what the review asks; what is not about a deployment's spec is allowed."""
     if not review.is_ours or review.operation not in JUDGED:
         return Verdict()
-    return validate(review.new, review.old if review.operation == "UPDATE" else None, facts)
+    old = review.old if review.operation == "UPDATE" else None
+    return validate(review.new, old, facts, defaults)
 
 
 def answer(uid: str, verdict: Verdict) -> dict[str, JsonValue]:

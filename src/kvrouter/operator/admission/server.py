@@ -16,6 +16,7 @@ from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.facts import ClusterFacts, Grove
 from kvrouter.operator.labels import BoundPod
+from kvrouter.operator.plan import PlanDefaults
 
 BODY_BYTES_MAX = 8 * 2**20
 """Two objects of the most that an API server takes, and what is around them."""
@@ -63,7 +64,8 @@ class AdmissionDoor:
     """``POST /validate``, ``POST /bind``, ``GET /healthz`` and ``GET /readyz`` over TLS.
 
     ``not_ready`` returns why the operator is not ready yet, or None. The cluster has ``facts_s`` to answer;
-    then topologies count as unread, and only what needs none is admitted. ``labels`` has ``labels_s``; then
+    then topologies count as unread, and only what needs none is admitted. ``defaults`` are what deployments
+    are planned with. ``labels`` has ``labels_s``; then
     the pod is bound without, as every Binding is: the door never refuses one.
     """
 
@@ -72,6 +74,7 @@ class AdmissionDoor:
         *,
         facts: Facts,
         labels: Labels,
+        defaults: PlanDefaults,
         certificate: ShownCertificate,
         listener: Listener,
         not_ready: Callable[[], str | None],
@@ -83,7 +86,7 @@ class AdmissionDoor:
         reviews_max: int = REVIEWS_MAX,
         bindings_max: int = BINDINGS_MAX,
     ) -> None:
-        self._facts, self._labels = facts, labels
+        self._facts, self._labels, self._defaults = facts, labels, defaults
         self._listener, self._not_ready = listener, not_ready
         self._certificate = certificate
         self._facts_s, self._body_s, self._reread_s = facts_s, body_s, reread_s
@@ -149,7 +152,7 @@ class AdmissionDoor:
         review = await self._asked(request, read_review)
         if isinstance(review, web.Response):
             return review
-        verdict = judged(review, await self._known())
+        verdict = judged(review, await self._known(), self._defaults)
         self._listener.judged(verdict)
         return _json(answer(review.uid, verdict))
 

@@ -10,6 +10,7 @@ from kvrouter.operator.admission.told import warnings_of
 from kvrouter.operator.admission.written import name_problems
 from kvrouter.operator.api import DynamoGraphDeployment, read_deployment
 from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.plan import Plan, PlanDefaults, plan
 from kvrouter.operator.policy import read_policy
 
 
@@ -25,12 +26,12 @@ class Verdict(NamedTuple):
         return not self.problems
 
 
-def validate(new: object, old: object | None, facts: ClusterFacts) -> Verdict:
+def validate(new: object, old: object | None, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
     """Return the verdict on ``new``, any JSON value; ``old`` is what it replaces, None at its creation.
 
-    Never raises. What is wrong in ``new`` and was wrong in ``old`` in the same way is a warning, unless the
-    policy changes: a topology that somebody deleted must not stop a fleet from being scaled. What is being
-    deleted is left alone.
+    Never raises. What is wrong in ``new`` and was wrong in ``old`` in the same way is a warning, but for the
+    policy when that changes: a topology that somebody deleted must not stop a fleet from being scaled. What
+    is being deleted is left alone.
     """
     if _is_leaving(new):
         return Verdict()
@@ -39,12 +40,16 @@ def validate(new: object, old: object | None, facts: ClusterFacts) -> Verdict:
     if deployment is None:
         return Verdict(reading.problems)
     before = None if old is None else read_deployment(old).deployment
-    problems = _problems(deployment, facts)
-    known = frozenset(() if before is None else _left_as_it_was(before, deployment, facts))
-    kept = tuple(problem for problem in problems if problem in known)
-    fresh = tuple(problem for problem in problems if problem not in known)
+    planned = plan(deployment, facts, defaults)
+    problems = [*_written(deployment, planned), *_of_policy(deployment, facts)]
+    known = frozenset(() if before is None else _left_as_it_was(before, deployment, facts, defaults))
+    kept = [problem for problem in problems if _named(problem, deployment) in known]
+    fresh = [problem for problem in problems if _named(problem, deployment) not in known]
     stays = () if before is None else changed_what_stays(deployment.spec, before.spec)
-    return Verdict((*fresh, *stays), (*kept, *reading.unknown, *warnings_of(deployment.spec, facts)))
+    told = [*kept, *reading.unknown, *warnings_of(deployment.spec, facts)]
+    places = {warning.path for warning in told}
+    unmade = [warning for warning in planned.warnings if warning.path not in places]
+    return Verdict((*fresh, *stays), (*told, *unmade))
 
 
 def _is_leaving(new: object) -> bool:
@@ -53,18 +58,37 @@ def _is_leaving(new: object) -> bool:
 
 
 def _left_as_it_was(
-    before: DynamoGraphDeployment, deployment: DynamoGraphDeployment, facts: ClusterFacts
+    before: DynamoGraphDeployment,
+    deployment: DynamoGraphDeployment,
+    facts: ClusterFacts,
+    defaults: PlanDefaults,
 ) -> list[Problem]:
     """What was wrong before, and is not made anew by the change."""
+    problems = _written(before, plan(before, facts, defaults))
     if read_policy(before.spec) == read_policy(deployment.spec):
-        return _problems(before, facts)
-    return name_problems(before)
+        problems += _of_policy(before, facts)
+    return [_named(problem, before) for problem in problems]
 
 
-def _problems(deployment: DynamoGraphDeployment, facts: ClusterFacts) -> list[Problem]:
-    """Everything that is wrong, whatever was there before."""
+def _named(problem: Problem, deployment: DynamoGraphDeployment) -> Problem:
+    """``problem`` with its component's name in place of its number, which changes when others come or go."""
+    match problem.path:
+        case ("spec", "components", int() as index, *rest):
+            name = deployment.spec.components[index].name
+            return Problem(("spec", "components", name, *rest), problem.must)
+    return problem
+
+
+def _written(deployment: DynamoGraphDeployment, planned: Plan) -> list[Problem]:
+    """What is wrong with names, and with what pods are to be made of; the policy apart."""
+    of_policy = read_policy(deployment.spec).problems
+    of_pods = [problem for problem in planned.problems if problem not in of_policy]
+    return [*name_problems(deployment), *of_pods]
+
+
+def _of_policy(deployment: DynamoGraphDeployment, facts: ClusterFacts) -> list[Problem]:
     policy = read_policy(deployment.spec)
-    problems = [*name_problems(deployment), *policy.problems]
+    problems = [*policy.problems]
     if policy.declared is not None:
         problems += topology_problems(policy.declared, facts)
     return problems
