@@ -49,6 +49,14 @@ def of_kind(manifests: list[Manifest], kind: str, name: str = "") -> list[Manife
     return [manifest for manifest in found if not name or manifest["metadata"]["name"] == name]
 
 
+def pods_of(manifests: list[Manifest]) -> list[Manifest]:
+    """The specs of their pods."""
+    found = [each["spec"] for each in of_kind(manifests, "Pod")]
+    for kind in ("Deployment", "StatefulSet", "Job"):
+        found += [each["spec"]["template"]["spec"] for each in of_kind(manifests, kind)]
+    return found
+
+
 def is_hook(manifest: Manifest) -> bool:
     """Whether Helm runs it at some moment, and it is no part of the release."""
     return "helm.sh/hook" in manifest["metadata"].get("annotations", {})

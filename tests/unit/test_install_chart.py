@@ -12,7 +12,7 @@ from helm_python import HelmRenderError, HelmValuesError, lint
 from kubernetes_validate.utils import SchemaNotFoundError
 
 from kvrouter.cli.operator import operator_clean_up, operator_run
-from tests.support.chart import CHART, Manifest, is_hook, notes, of_kind, rendered
+from tests.support.chart import CHART, Manifest, is_hook, notes, of_kind, pods_of, rendered
 
 OLDEST = "1.30"
 """The oldest Kubernetes that Chart.yaml admits."""
@@ -89,13 +89,6 @@ def arguments(manifests: list[Manifest]) -> dict[str, str]:
     return dict(argument.split("=", 1) for argument in container["args"])
 
 
-def pods(manifests: list[Manifest]) -> list[Manifest]:
-    found = [each["spec"] for each in of_kind(manifests, "Pod")]
-    for kind in ("Deployment", "StatefulSet", "Job"):
-        found += [each["spec"]["template"]["spec"] for each in of_kind(manifests, kind)]
-    return found
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_manifest_is_one_of_kubernetes_own_schemas_of_old_and_new_clusters(name: str) -> None:
     for manifest in shape(name):
@@ -136,7 +129,7 @@ def test_no_two_manifests_are_of_one_object_and_selectors_find_their_pods_alone(
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_pods_keep_to_kubernetes_restricted_standard_and_write_to_volumes_alone(name: str) -> None:
-    for spec in pods(shape(name)):
+    for spec in pods_of(shape(name)):
         assert (spec["securityContext"]["runAsNonRoot"], spec["securityContext"]["runAsUser"]) == (
             True,
             65532,
@@ -301,7 +294,7 @@ def test_nats_is_where_fleets_are_told_that_it_is() -> None:
 def test_pods_are_placed_and_pulled_as_the_values_say() -> None:
     manifests = shape("everything of pods")
     image = f"corp:5000/kvrouter@sha256:{'a' * 64}"
-    for spec in pods(manifests):
+    for spec in pods_of(manifests):
         assert spec["imagePullSecrets"] == [{"name": "corp"}]
         assert spec["nodeSelector"] == {"kubernetes.io/os": "linux"}
         assert spec["priorityClassName"] == "important"
