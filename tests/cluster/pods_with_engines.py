@@ -1,4 +1,4 @@
-"""Pods whose engines are small servers of this process; the test writes what a kubelet would write of them."""
+"""Pods whose engines are small servers of this process; the test writes what a kubelet would."""
 
 import asyncio
 import json
