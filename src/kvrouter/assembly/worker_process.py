@@ -7,6 +7,7 @@ from typing import Protocol
 
 import uvloop
 
+from kvrouter.assembly.health import Health, health_of, health_pages
 from kvrouter.assembly.lifetime import (
     LOST_PLACE,
     ToldToStop,
@@ -50,6 +51,7 @@ class WorkerProcess:
         self._worker_id = worker_id
         self._role = role
         self._drain_limit_s = drain_limit_s
+        self._worker: Worker | None = None
 
     def serve(self, run: Run) -> int:
         """Serve until SIGTERM or SIGINT, or until another has the worker's place; then drain.
@@ -66,6 +68,7 @@ class WorkerProcess:
         code = 0
         async with AsyncExitStack() as stack:
             stopping = stack.enter_context(told_to_stop())
+            await stack.enter_async_context(health_pages(self._settings.planes, self._health))
 
             def on_lost(_: WorkerId, __: Epoch, lost: Gone) -> None:
                 nonlocal code
@@ -80,6 +83,7 @@ class WorkerProcess:
             except ToldToStop:
                 log_event(logger, Event.STOP, worker=worker_id)
                 return code
+            self._worker = running.worker
             card = running.worker.card
             settle_memory()
             address = static_text(card) if card.incarnation == STATIC_INCARNATION else card.address
@@ -89,3 +93,6 @@ class WorkerProcess:
             await running.drain(self._drain_limit_s)
             log_event(logger, Event.STOP, worker=worker_id)
         return code
+
+    def _health(self) -> Health:
+        return health_of(None if self._worker is None else self._worker.card)

@@ -198,6 +198,13 @@ class PlaneSettings(Section):
     """The name under which others reach this worker. Unset: the listen address, or this host's name where
     that is every interface."""
 
+    health_port: Annotated[
+        Annotated[Whole, Interval(ge=1, le=65535)] | None,
+        Setting(flag="--health-port", variable="KVROUTER_HEALTH_PORT", group=Group.PLANES),
+    ] = None
+    """The port of a worker's ``/health`` and ``/accepting``, on its listen address, without TLS: for whatever
+    starts it and asks whether it is well. Unset: it has no such port."""
+
     open_timeout_s: Annotated[
         Positive,
         Setting(

@@ -12,6 +12,10 @@ from kvrouter.operator.plan.pod import PodDraft
 
 HTTP_PORT = 8000
 HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"
+HEALTH_PORT = 9190
+"""The first of a worker pod's ports for probes: one for each container that runs kvrouter's worker."""
+
+HEALTH_PORT_VARIABLE = "KVROUTER_HEALTH_PORT"
 GRACE_S = 60
 """Above a drain's own limit of 30 s and the time before it."""
 
@@ -43,6 +47,7 @@ def complete(
             return [Problem(at, f"is needed: the container of {component.name}'s engine, called main")]
         draft.containers = [{"name": "main"}]
     problems: list[Problem] = []
+    ours: list[int] = []
     for index, container in enumerate(draft.containers):
         if container.get("image"):
             continue
@@ -51,6 +56,7 @@ def complete(
             problems.append(Problem((*at, index), must))
             continue
         draft.containers[index] = _of_our_image(container, defaults)
+        ours.append(index)
     entries = _variables(deployment, component, defaults)
     draft.containers = [offered(container, entries) for container in draft.containers]
     draft.init_containers = [
@@ -59,6 +65,11 @@ def complete(
     ]
     if is_frontend:
         _open_door(draft)
+    else:
+        draft.containers = [
+            _with_health(container, HEALTH_PORT + index) if index in ours else container
+            for index, container in enumerate(draft.containers)
+        ]
     draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     return problems
 
@@ -123,12 +134,33 @@ def _open_door(draft: PodDraft) -> None:
     if port not in [entry.get("containerPort") for entry in ports]:
         ports.append({"name": "http", "containerPort": port, "protocol": "TCP"})
     draft.containers[draft.main_index] = {
-        "startupProbe": _probe("/health", port, period_s=2, failures=60),
-        "readinessProbe": _probe("/accepting", port, period_s=5, failures=2),
-        "livenessProbe": _probe("/health", port, period_s=10, failures=6),
+        **_probes(port),
         "lifecycle": {"preStop": {"sleep": {"seconds": LEAVING_S}}},
         **container,
         "ports": listed(ports),
+    }
+
+
+def _with_health(container: Manifest, port: int) -> Manifest:
+    """Let a worker tell whether it takes requests, and ask it, each unless the user said otherwise.
+
+    Pods are Ready then when their workers are announced: a rolling update waits for that, and takes no more
+    workers away than it may.
+    """
+    args = container.get("args")
+    if not isinstance(args, list) or args[:1] != ["worker"]:
+        return container
+    opened = offered(container, [variable(HEALTH_PORT_VARIABLE, str(port))])
+    stated = value_of(opened, HEALTH_PORT_VARIABLE) or ""
+    is_known = stated.isascii() and stated.isdigit()
+    return {**_probes(int(stated)), **opened} if is_known else opened
+
+
+def _probes(port: int) -> Manifest:
+    return {
+        "startupProbe": _probe("/health", port, period_s=2, failures=60),
+        "readinessProbe": _probe("/accepting", port, period_s=5, failures=2),
+        "livenessProbe": _probe("/health", port, period_s=10, failures=6),
     }
 
 

@@ -1,0 +1,55 @@
+"""What a worker's health pages say, and when they cannot be had."""
+
+import socket
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from kvrouter.assembly.health import Health, health_of, health_pages
+from kvrouter.config.planes import PlaneSettings
+from kvrouter.core.errors import ConfigError
+from tests.support.fleets import card
+from tests.support.processes import free_ports
+
+
+@pytest.mark.parametrize(
+    ("told", "health"),
+    [
+        ({}, Health.OK),
+        ({"draining": True}, Health.DRAINING),
+        ({"engine_silent": True}, Health.ENGINE_SILENT),
+        ({"engine_silent": True, "draining": True}, Health.DRAINING),
+    ],
+)
+def test_a_worker_is_as_its_card_tells(told: dict[str, bool], health: Health) -> None:
+    assert health_of(replace(card(1), **told)) is health
+
+
+def test_a_worker_without_a_card_starts() -> None:
+    assert health_of(None) is Health.STARTING
+
+
+async def test_it_answers_always_and_accepts_only_when_all_is_well() -> None:
+    now = Health.STARTING
+    planes = PlaneSettings(health_port=free_ports(1))
+    async with (
+        health_pages(planes, lambda: now),
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}") as http,
+    ):
+        for now in Health:
+            answers, accepts = await http.get("/health"), await http.get("/accepting")
+            assert answers.status_code == 200
+            assert accepts.status_code == (200 if now is Health.OK else 503)
+            assert answers.json() == accepts.json() == {"status": now.value}
+
+
+async def test_a_port_that_cannot_be_had_is_told_with_its_flag() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        planes = PlaneSettings(health_port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="--health-port") as refused:
+            async with health_pages(planes, lambda: Health.OK):
+                pass
+    assert refused.value.param == "health_port"
