@@ -97,6 +97,17 @@ async def operator(
         yield replica
 
 
+def generations(plane: ControlPlane, namespace: str) -> dict[str, int]:
+    """How often the spec of each Deployment was written."""
+    found = plane.read("deployments", "--namespace", namespace)["items"]
+    return {each["metadata"]["name"]: each["metadata"]["generation"] for each in found}
+
+
+def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
+    """The Deployments whose spec was written between two looks."""
+    return {name for name in after if before.get(name) != after[name]}
+
+
 def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:
     """A deployment of one frontend, three prefill workers and three decode workers."""
     spread = {

@@ -10,7 +10,16 @@ from kubernetes.aio.client import ApiClient
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
-from tests.cluster.operators import WAIT, Operator, account_with_roles, graph, install_crds, operator
+from tests.cluster.operators import (
+    WAIT,
+    Operator,
+    account_with_roles,
+    changed,
+    generations,
+    graph,
+    install_crds,
+    operator,
+)
 from tests.cluster.pods import bound, pod
 from tests.support.processes import eventually
 
@@ -288,15 +297,6 @@ def ready_at(plane: ControlPlane, namespace: str, generation: int) -> None:
     observed = f"--for=jsonpath={{.status.observedGeneration}}={generation}"
     plane.kubectl("wait", observed, "dgd/llm", "--namespace", namespace, WAIT)
     wait(plane, namespace, "Ready=True")
-
-
-def generations(plane: ControlPlane, namespace: str) -> dict[str, int]:
-    found = plane.read("deployments", "--namespace", namespace)["items"]
-    return {each["metadata"]["name"]: each["metadata"]["generation"] for each in found}
-
-
-def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
-    return {name for name in after if before.get(name) != after[name]}
 
 
 def domains(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """What is told of a deployment: conditions with their reasons and mends, domains, columns, events."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
@@ -89,6 +90,7 @@ def status(
     return deployment_status(
         of,
         plan(of, facts, DEFAULTS),
+        facts,
         components=settled(of),
         pods=found,
         previous=previous,
@@ -274,6 +276,17 @@ def test_labels_that_nobody_copied_are_told_apart_from_nodes_without_them() -> N
     assert said(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
 
 
+def test_an_operator_that_cannot_read_nodes_or_topologies_says_why() -> None:
+    facts = replace(FACTS, nodes_unread_because="nodes is forbidden")
+    message = condition(
+        status([worker("decode", None, ready=False)], facts=facts), "TopologyResolved"
+    ).message
+    assert "The operator cannot read nodes (nodes is forbidden): let it have the role for nodes" in message
+    assert said(status(pods(a=(1, 1)), facts=facts), "TopologyResolved") == (TRUE, "AllWorkersPlaced")
+    unread = ClusterFacts(grove=Grove.UNREAD, unread_because="grove.io is forbidden")
+    assert "(grove.io is forbidden)" in condition(status([], facts=unread), "TopologyResolved").message
+
+
 def test_before_a_worker_is_bound_nothing_is_known() -> None:
     unbound = Pod("p", labels={"kvrouter.dev/component-type": "decode"})
     assert said(status([unbound]), "TopologyResolved") == (UNKNOWN, "NoPodsBound")
@@ -308,6 +321,7 @@ def test_ready_follows_the_deployments_of_the_cluster(workload: Mapping[str, obj
     found = deployment_status(
         of,
         plan(of, FACTS, DEFAULTS),
+        FACTS,
         components=[component_status(of.spec.components[0], workload)],
         pods=[],
         previous=None,
@@ -319,7 +333,7 @@ def test_ready_follows_the_deployments_of_the_cluster(workload: Mapping[str, obj
 def test_what_is_not_in_the_cluster_is_not_ready() -> None:
     of = deployment(types=("frontend", "worker"))
     planned = plan(of, FACTS, DEFAULTS)
-    found = deployment_status(of, planned, components=settled(of)[:1], pods=[], previous=None, now=NOW)
+    found = deployment_status(of, planned, FACTS, components=settled(of)[:1], pods=[], previous=None, now=NOW)
     assert said(found, "Ready") == (FALSE, "NotApplied")
 
 

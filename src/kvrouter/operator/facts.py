@@ -21,13 +21,15 @@ class Grove(StrEnum):
 class ClusterFacts:
     """What deployments are judged and planned by.
 
-    ``unread_because`` says why Grove's topologies are not known. ``has_mutating_policies``: the cluster has
-    MutatingAdmissionPolicy v1. ``copies_binding_labels``: a Binding's labels reach its pod in the same write.
+    ``unread_because`` says why Grove's topologies are not known, ``nodes_unread_because`` why nodes are not.
+    ``has_mutating_policies``: the cluster has MutatingAdmissionPolicy v1. ``copies_binding_labels``: a
+    Binding's labels reach its pod in the same write.
     """
 
     grove: Grove = Grove.ABSENT
     topologies: Mapping[str, ClusterTopology] = field(default_factory=dict)
     unread_because: str = ""
+    nodes_unread_because: str = ""
     has_mutating_policies: bool = False
     copies_binding_labels: bool = False
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvrouter.operator.facts import ClusterFacts
@@ -88,7 +89,7 @@ class Driver:
                 namespace=namespace,
                 group_of=group_of,
                 changed=changed,
-                lost=lambda error: listener.lost(kind, error),
+                lost=lambda error: self._watch_lost(kind, error),
             )
 
         self._deployments = watched(DEPLOYMENTS_OF_GRAPHS, "", lambda _: None, self._deployment_changed)
@@ -205,6 +206,7 @@ class Driver:
         while True:
             try:
                 facts = await read_facts(self._cluster)
+                facts = replace(facts, nodes_unread_because=self._facts.nodes_unread_because)
             except ClusterError as error:
                 self._facts_lost = True
                 self._listener.lost(TOPOLOGIES[0], error)
@@ -233,6 +235,13 @@ class Driver:
     def _add(self, key: Key, in_s: float = 0.0) -> None:
         self._backlog.add(key, asyncio.get_running_loop().time() + in_s)
         self._stirred.set()
+
+    def _watch_lost(self, kind: Kind, error: ClusterError | None) -> None:
+        self._listener.lost(kind, error)
+        if kind == NODES:
+            why = "" if error is None else error.message
+            self._facts = replace(self._facts, nodes_unread_because=why)
+            self._look_at_all()
 
     def _deployment_changed(self, manifest: Manifest) -> None:
         key, uid = key_of(manifest), uid_of(manifest)

@@ -112,7 +112,13 @@ class Reconciler:
             if (name := object_name(deployment.metadata.name, component.name)) in workloads
         ]
         status = deployment_status(
-            deployment, planned, components=components, pods=pods, previous=before, now=datetime.now(UTC)
+            deployment,
+            planned,
+            facts,
+            components=components,
+            pods=pods,
+            previous=before,
+            now=datetime.now(UTC),
         )
         await self._write(found, before, status)
         await self._warn(found, (*reading.unknown, *planned.warnings))

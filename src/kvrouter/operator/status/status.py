@@ -12,6 +12,7 @@ from kvrouter.operator.api import (
     DynamoGraphDeployment,
     PolicyStatus,
 )
+from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
@@ -24,6 +25,7 @@ from kvrouter.operator.status.workloads import invalid_spec, ready
 def deployment_status(
     deployment: DynamoGraphDeployment,
     planned: Plan,
+    facts: ClusterFacts,
     *,
     components: Sequence[ComponentStatus],
     pods: Iterable[Pod],
@@ -43,7 +45,7 @@ def deployment_status(
         decode_replicas = sum(each.replicas for each in spec.components if _takes_decode(each.type))
         places = places_of(found, copy_of(policy, planned.resolution), decode_replicas=decode_replicas)
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
-        findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found)
+        findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, facts)
         started = had_decode(previous, policy)
         findings[DOMAIN_BALANCED] = balanced(places, policy, has_prefill=has_prefill, started=started)
     return DeploymentStatus(

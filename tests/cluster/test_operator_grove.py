@@ -1,0 +1,108 @@
+"""Grove's topologies come, change and go under a deployment: what rolls, and what does not."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.grove import BINDING, install_grove, topology
+from tests.cluster.nodes import RACK, REGION, ZONE, ZONES
+from tests.cluster.operators import WAIT, changed, graph, install_crds, operator
+from tests.support.processes import eventually
+
+OLDER = "ClusterTopology"
+CRDS = ("crd/clustertopologybindings.grove.io", "crd/clustertopologies.grove.io")
+WORKERS = {"prefill", "decode"}
+
+
+@pytest.fixture
+def grove(plane: ControlPlane) -> Iterator[None]:
+    """Both kinds of topologies, which are gone again at the end."""
+    install_crds(plane)
+    for kind in (BINDING, OLDER):
+        install_grove(plane, kind)
+    yield
+    plane.kubectl("delete", *CRDS, "--wait=true")
+
+
+def of_graph(namespace: str, name: str) -> dict[str, Any]:
+    return graph(namespace, "llm", clusterTopologyName=name, domain="zone")
+
+
+def of_frontend(namespace: str, name: str) -> dict[str, Any]:
+    spec = graph(namespace, "llm")
+    spec["spec"]["topologyConstraint"] = {"clusterTopologyName": name}
+    spec["spec"]["components"][0]["kvCacheTransferTopology"] = {"level": "zone", "mismatchPolicy": "fail"}
+    return spec
+
+
+@pytest.mark.usefixtures("grove")
+@pytest.mark.parametrize(("kind", "spelling"), [(BINDING, of_graph), (OLDER, of_frontend)])
+async def test_a_topology_appears_gets_another_level_and_goes(
+    plane: ControlPlane, namespace: str, kind: str, spelling: Any
+) -> None:
+    name = f"fabric-{namespace}"
+    async with operator(plane, namespace, "one"):
+        plane.apply(spelling(namespace, name))
+        told(plane, namespace, "False", "TopologyNotFound")
+        plane.kubectl("wait", "--for=condition=Ready", "dgd/llm", "--namespace", namespace, WAIT)
+        unknown = replica_sets(plane, namespace)
+
+        plane.apply(topology(name, {"zone": ZONE}, kind))
+        told(plane, namespace, "True", "AllWorkersPlaced")
+        plane.kubectl("wait", "--for=condition=DomainBalanced", "dgd/llm", "--namespace", namespace, WAIT)
+        status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
+        assert status["domains"] == [{"value": zone, "prefill": 1, "decode": 1} for zone in ZONES]
+        found = replica_sets(plane, namespace)
+        assert changed(unknown, found) == set(), "the pods were waiting for this very level"
+
+        plane.apply(topology(name, {"region": REGION, "zone": ZONE, "rack": RACK}, kind))
+        await levels_are(plane, namespace, f"region={REGION},zone={ZONE},rack={RACK}")
+        assert changed(found, replica_sets(plane, namespace)) == WORKERS
+        settled(plane, namespace)
+        wider = replica_sets(plane, namespace)
+
+        plane.apply(topology(name, {"region": REGION, "zone": RACK, "rack": ZONE}, kind))
+        await levels_are(plane, namespace, f"region={REGION},zone={RACK},rack={ZONE}")
+
+        async def is_renamed() -> bool:
+            domains = plane.read("dgd", "llm", "--namespace", namespace)["status"].get("domains", [])
+            return bool(domains) and all("-rack-" in each["value"] for each in domains)
+
+        await eventually(is_renamed)
+        assert changed(wider, replica_sets(plane, namespace)) == set(), "pods are labelled anew as they are"
+
+        plane.kubectl("delete", kind.lower(), name)
+        told(plane, namespace, "False", "TopologyNotFound")
+        assert changed(wider, replica_sets(plane, namespace)) == set()
+        pods = plane.read("pods", "--selector", "kvrouter.dev/component=decode", "--namespace", namespace)
+        assert all(each["metadata"]["labels"]["grove.io/topology.zone"] for each in pods["items"])
+
+
+def replica_sets(plane: ControlPlane, namespace: str) -> dict[str, int]:
+    """How many there were for each component: one more each time that it rolls."""
+    found = plane.read("replicasets", "--namespace", namespace)["items"]
+    return Counter(each["metadata"]["labels"]["kvrouter.dev/component"] for each in found)
+
+
+def told(plane: ControlPlane, namespace: str, status: str, reason: str) -> None:
+    for field, value in (("reason", reason), ("status", status)):
+        path = f'{{.status.conditions[?(@.type=="TopologyResolved")].{field}}}'
+        wait = f"--for=jsonpath={path}={value}"
+        plane.kubectl("wait", wait, "dgd/llm", "--namespace", namespace, WAIT)
+
+
+def settled(plane: ControlPlane, namespace: str) -> None:
+    for name in WORKERS:
+        plane.kubectl("rollout", "status", f"deployment/llm-{name}", "--namespace", namespace, WAIT)
+
+
+async def levels_are(plane: ControlPlane, namespace: str, levels: str) -> None:
+    async def are() -> bool:
+        found = plane.read("deployments", "--namespace", namespace)["items"]
+        annotations = [each["metadata"]["annotations"] for each in found]
+        return [each.get("kvrouter.dev/topology-levels") for each in annotations].count(levels) == 2
+
+    await eventually(are)
