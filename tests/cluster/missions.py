@@ -179,11 +179,11 @@ class Mission:
         """The pods of these components that nobody deletes; of all without any."""
         return [pod for name in components or COMPONENTS for pod in self.kubelet.of(name)]
 
-    async def lose_decoders(self, zone: str) -> None:
-        """Let no pod be scheduled in a zone any more, and delete its decode workers."""
+    async def lose(self, component: str, zone: str) -> None:
+        """Let no pod be scheduled in a zone any more, and delete those of a component that are there."""
         await self.kubectl("cordon", *nodes_of(zone))
-        lost = [pod.name for pod in self.kubelet.of("decode") if node_zone(pod) == zone]
-        assert len(lost) == DECODES
+        lost = [pod.name for pod in self.kubelet.of(component) if node_zone(pod) == zone]
+        assert lost
         await self.kubectl("delete", "pods", *lost, WAIT)
 
 

@@ -108,7 +108,7 @@ async def requests_stay_in_their_zone(flight: Mission) -> None:
 
 async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     one, other = USED
-    await flight.lose_decoders(one)
+    await flight.lose("decode", one)
     await flight.until_is("DomainBalanced=False")
     told = await flight.condition("DomainBalanced")
     assert told["reason"] == "DomainWithoutDecode"
@@ -119,7 +119,7 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     assert "DomainWithoutDecode" in {event["reason"] for event in events}
     assert set(zones(await flight.ask_often(8))) == {(other, other)}
 
-    await flight.lose_decoders(other)
+    await flight.lose("decode", other)
 
     async def is_told() -> bool:
         return f"{other} {PREFILLS}/0" in await flight.kubectl("get", "dgd", NAME, "--no-headers")
