@@ -14,6 +14,7 @@ import pytest
 from kvrouter.assembly import attached, beside
 from kvrouter.assembly.beside import EngineWorkers
 from kvrouter.assembly.engine_pods import EnginePods, PodsDiscovery, policy_of
+from kvrouter.assembly.ground import MemoryGround
 from kvrouter.assembly.mock_fleet import MemoryPlanes
 from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodFleet, PodPolicy, worker_id_of
 from kvrouter.config import KvTransferSpec, Settings
@@ -76,7 +77,7 @@ async def here(policy: PodPolicy | None = None, *, drain_limit_s: float = 60.0) 
         assert warns is (reason != JOINED)
         events.append((pod.name, reason, message))
 
-    workers = EngineWorkers(Settings(), planes)
+    workers = EngineWorkers(Settings(), MemoryGround(planes))
     async with PodFleet(workers, policy or PodPolicy(), tell, drain_limit_s=drain_limit_s) as fleet:
         made = Here(fleet, events=events)
         await planes.discovery.watch(made.on_card, made.on_gone)
@@ -222,12 +223,17 @@ async def test_a_mistake_is_told_once_and_mending_it_brings_the_engine_in(
         assert len(made.told(MISTAKEN)) == 2
 
 
-async def test_a_tokenizer_folder_without_one_is_a_mistake(tmp_path: Path) -> None:
+async def test_a_tokenizer_folder_without_one_is_looked_at_again(tmp_path: Path) -> None:
     async with scripted_engine() as engine, here() as made:
-        made.fleet.on_pod(pod_at(engine, annotations={"tokenizer": str(tmp_path)}))
-        assert made.told(MISTAKEN) == [
-            f"annotation kvrouter.dev/tokenizer: {tmp_path} has no tokenizer.json here"
+        given = pod_at(engine, annotations={"tokenizer": str(tmp_path)})
+        made.fleet.on_pod(given)
+        await until(lambda: made.told(REFUSED) != [])
+        assert made.told(REFUSED) == [
+            f"pod vllm-0: {engine.url}: annotation kvrouter.dev/tokenizer: {tmp_path} has no tokenizer.json "
+            "here"
         ]
+        (tmp_path / "tokenizer.json").touch()
+        assert (await made.joined(given)).tokenizer is not None
 
 
 async def test_an_engine_that_contradicts_its_pod_is_told_once_and_asked_again() -> None:

@@ -4,20 +4,20 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from kvrouter.assembly.attach_words import Attached
 from kvrouter.assembly.attached import attach, tell
-from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
-from kvrouter.assembly.mock_fleet import MemoryPlanes
+from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card, tokenizer_of
+from kvrouter.assembly.ground import Ground
 from kvrouter.assembly.tls import advertised
 from kvrouter.config import Settings
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
-from kvrouter.core.workers import EventLane, EventSource, Role, WorkerCard
-from kvrouter.planes.requests.memory import memory_address
+from kvrouter.core.workers import Role
 from kvrouter.telemetry import Event, log_event
 from kvrouter.worker import TopologyEnv, Worker, new_incarnation
 
@@ -25,6 +25,9 @@ _log = logging.getLogger("kvrouter.up")
 
 TRIED_AGAIN_S = 10.0
 """How long after an engine was refused it is asked again: it may have been started anew as it should be."""
+
+
+TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,96 +56,111 @@ class SaidEngine:
         return ConfigError(f"{self.at}: {self.spec.at.url}: {named}{must}", param=self.at)
 
 
-class EngineWorkers:
-    """What the workers of this process stand on, and what their engines said of themselves.
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A worker that serves, and what is closed behind it; ``lost`` is set when another has its place."""
 
-    ``folders`` has the models whose tokenizers are known here, whatever an engine says of its own.
+    worker: Worker
+    attached: Attached
+    lost: asyncio.Event
+    wires: AsyncExitStack
+
+
+class EngineWorkers:
+    """The workers of this process: where they stand, and what their engines said of themselves.
+
+    ``folders`` has the models whose tokenizers are known here, whatever an engine says of its own; None where
+    only front doors elsewhere need them.
     """
 
     def __init__(
-        self, settings: Settings, planes: MemoryPlanes, *, folders: Collection[ModelName] = ()
+        self, settings: Settings, ground: Ground, *, folders: Collection[ModelName] | None = ()
     ) -> None:
         self._settings = settings
-        self._planes = planes
+        self._ground = ground
         self._folders = folders
-        self._cards: dict[WorkerId, tuple[WorkerCard, SaidEngine]] = {}
+        self._engines: dict[WorkerId, tuple[Attached, SaidEngine]] = {}
 
-    async def start(self, said: SaidEngine, attached: Attached, *, draining: bool) -> Worker:
+    async def start(self, said: SaidEngine, attached: Attached, *, rests: Callable[[], bool]) -> Standing:
         """Start the worker beside an engine that answered.
 
         Raises ConfigError where the engine contradicts what was said of it, or others of its model.
         """
-        card = self._card_of(said, attached)
-        self._check(said, card, attached)
-        self._cards[said.worker_id] = card, said
+        self._check(said, attached)
+        self._engines[said.worker_id] = attached, said
+        wires = AsyncExitStack()
         try:
             tell(_log, said.worker_id, said.spec.at, attached)
+            stand = await wires.enter_async_context(self._ground.stand(said.spec, attached))
+            incarnation = new_incarnation()
+            card = engine_card(
+                said.spec,
+                attached,
+                incarnation=incarnation,
+                address=stand.address_of(said.worker_id, incarnation),
+                namespace=self._settings.planes.namespace,
+                event_source=stand.source,
+                here=advertised(self._settings),
+            )
             worker = Worker(
                 attached.engine,
-                msgspec.structs.replace(card, draining=draining),
-                discovery=self._planes.discovery,
-                events=self._planes.events,
-                requests=self._planes.requests,
-                recovery=self._planes.events,
+                msgspec.structs.replace(card, draining=rests()),
+                discovery=stand.discovery,
+                events=stand.events,
+                requests=stand.requests,
+                recovery=stand.recovery,
                 topology=said.contract,
             )
             await worker.start()
         except BaseException:
-            self.forget(said)
+            await wires.aclose()
+            del self._engines[said.worker_id]
             raise
-        return worker
+        return Standing(worker, attached, stand.lost, wires)
 
-    def forget(self, said: SaidEngine) -> None:
-        """The engine has no worker any more; idempotent."""
-        self._cards.pop(said.worker_id, None)
+    async def end(self, said: SaidEngine, standing: Standing, *, drain_limit_s: float) -> None:
+        """Let running requests finish for so long, and be gone."""
+        try:
+            if drain_limit_s:
+                await standing.worker.drain(drain_limit_s)
+        finally:
+            await standing.worker.stop()
+            await standing.wires.aclose()
+            self._engines.pop(said.worker_id, None)
 
-    async def asked_again(self, said: SaidEngine) -> WorkerCard:
-        """Ask an engine once what it is now. Raises ConfigError."""
-        attached = await attach(replace(said.spec.at, wait_s=0.0), said.worker_id)
-        await attached.engine.stop()
-        return self._card_of(said, attached)
-
-    def _card_of(self, said: SaidEngine, attached: Attached) -> WorkerCard:
-        incarnation = new_incarnation()
-        return engine_card(
-            said.spec,
-            attached,
-            incarnation=incarnation,
-            address=memory_address(said.worker_id, incarnation),
-            namespace=self._settings.planes.namespace,
-            event_source=EventSource(EventLane.MEMORY),
-            here=advertised(self._settings),
-        )
-
-    def _check(self, said: SaidEngine, card: WorkerCard, attached: Attached) -> None:
-        if said.dp_size not in (None, card.dp_size):
+    def _check(self, said: SaidEngine, attached: Attached) -> None:
+        if said.dp_size not in (None, attached.dp_size):
             raise said.mistake(
-                f"the engine has {card.dp_size} data-parallel ranks, not {said.dp_size}: leave it out",
+                f"the engine has {attached.dp_size} data-parallel ranks, not {said.dp_size}: leave it out",
                 field="dp_size",
             )
-        if card.tokenizer is None and card.model not in self._folders:
-            raise said.mistake(
-                f"is required: the engine's own is {attached.tokenizer!r}, which is no folder here",
-                field="tokenizer",
-            )
-        for other, its in self._cards.values():
-            if other.model != card.model or other.worker_id == card.worker_id:
-                continue
-            if Role.PREFILL in (other.role, card.role) and its.spec.at.kind is not said.spec.at.kind:
+        if self._folders is not None and attached.model not in self._folders:
+            folder = tokenizer_of(said.spec, attached)
+            if folder is None:
                 raise said.mistake(
-                    f"must be {its.spec.at.kind.value!r}, as that of {its.at}: KV goes between engines of "
-                    "one kind",
+                    f"is required: the engine's own is {attached.tokenizer!r}, which is no folder here",
+                    field="tokenizer",
+                )
+            if not (folder / TOKENIZER_FILE).is_file():
+                raise said.mistake(f"{folder} has no {TOKENIZER_FILE} here", field="tokenizer")
+        for other, its in self._engines.values():
+            if other.model != attached.model or its.worker_id == said.worker_id:
+                continue
+            kind, its_kind = said.spec.at.kind, its.spec.at.kind
+            if Role.PREFILL in (said.spec.at.role, its.spec.at.role) and kind is not its_kind:
+                raise said.mistake(
+                    f"must be {its_kind.value!r}, as that of {its.at}: KV goes between engines of one kind",
                     field="kind",
                 )
-            if other.block_size != card.block_size:
+            if other.block_size != attached.block_size:
                 raise said.mistake(
-                    f"the engine's blocks have {card.block_size} tokens, and those of {its.at} have "
+                    f"the engine's blocks have {attached.block_size} tokens, and those of {its.at} have "
                     f"{other.block_size}: engines of one model have blocks of one size",
                     field="block_size",
                 )
-            if other.context_length != card.context_length:
+            if other.context_length != attached.context_length:
                 raise said.mistake(
-                    f"the engine's context holds {card.context_length} tokens, and that of {its.at} "
+                    f"the engine's context holds {attached.context_length} tokens, and that of {its.at} "
                     f"{other.context_length}: say the smaller one, for both",
                     field="context_length",
                 )
@@ -175,7 +193,6 @@ class BesideEngine:
         on_joined: Joined = _nobody,
     ) -> None:
         self.said = said
-        self.worker: Worker | None = None
         self.awaited = "does not answer"
         """Why it has no worker yet."""
 
@@ -184,6 +201,12 @@ class BesideEngine:
         self._on_heard = on_heard
         self._on_joined = on_joined
         self._rests = False
+        self._standing: Standing | None = None
+
+    @property
+    def worker(self) -> Worker | None:
+        """Its worker, once it has one."""
+        return None if self._standing is None else self._standing.worker
 
     async def run(self) -> None:
         """Let the engine's worker join as soon as the engine answers as was said, and join anew when the
@@ -191,11 +214,10 @@ class BesideEngine:
         """
         while True:
             try:
-                worker = self.worker = await self._joined()
-                self._on_joined(worker)
+                standing = self._standing = await self._joined()
+                self._on_joined(standing.worker)
                 self._on_heard()
-                await self._until_another(worker)
-                self.awaited = "was started anew"
+                self.awaited = await self._until_another(standing)
                 await self.leave()
                 continue
             except KvrouterError as error:
@@ -225,49 +247,56 @@ class BesideEngine:
 
     async def leave(self, *, drain_limit_s: float = 0.0) -> None:
         """Let running requests finish for so long, and be gone; idempotent."""
-        worker, self.worker = self.worker, None
-        if worker is None:
-            return
-        try:
-            if drain_limit_s:
-                await worker.drain(drain_limit_s)
-        finally:
-            await worker.stop()
-            self._workers.forget(self.said)
+        standing, self._standing = self._standing, None
+        if standing is not None:
+            await self._workers.end(self.said, standing, drain_limit_s=drain_limit_s)
 
-    async def _joined(self) -> Worker:
-        at = replace(self.said.spec.at, wait_s=math.inf)
+    async def _joined(self) -> Standing:
+        attached = await self._attached(math.inf)
+        self.awaited = "is served by another process"
         try:
-            attached = await attach(at, self.said.worker_id, on_awaited=lambda _: self._on_heard())
-        except KvrouterError as error:
-            must = error.message.removeprefix(_flag(error))
-            raise self.said.mistake(must, field=error.param) from error
-        try:
-            return await self._workers.start(self.said, attached, draining=self._rests)
+            return await self._workers.start(self.said, attached, rests=lambda: self._rests)
         except BaseException:
             await attached.engine.stop()
             raise
 
-    async def _until_another(self, worker: Worker) -> None:
-        """Wait until an engine that was set aside answers as another one than its worker's card describes."""
+    async def _attached(self, wait_s: float) -> Attached:
+        at = replace(self.said.spec.at, wait_s=wait_s)
+        try:
+            return await attach(at, self.said.worker_id, on_awaited=lambda _: self._on_heard())
+        except KvrouterError as error:
+            must = error.message.removeprefix(_flag(error))
+            raise self.said.mistake(must, field=error.param) from error
+
+    async def _until_another(self, standing: Standing) -> str:
+        """Wait until an engine that was set aside answers as another one than its worker's card describes, or
+        until another process has the worker's place; return which, in words.
+        """
         while True:
-            await asyncio.sleep(TRIED_AGAIN_S)
-            if worker.card.engine_silent:
+            try:
+                async with asyncio.timeout(TRIED_AGAIN_S):
+                    await standing.lost.wait()
+                return "is served by another process"
+            except TimeoutError:
+                pass
+            if standing.worker.card.engine_silent:
                 try:
-                    card = await self._workers.asked_again(self.said)
+                    attached = await self._attached(0.0)
                 except KvrouterError:
                     continue  # the worker tells that, and why
-                if _told(card) != _told(worker.card):
-                    return
+                await attached.engine.stop()
+                if _told(attached) != _told(standing.attached):
+                    return "was started anew"
 
     def _refused(self, error: KvrouterError) -> None:
         self.awaited = "was refused: the log says why"
         self._on_refused(error)
 
 
-def _told(card: WorkerCard) -> tuple[object, ...]:
+def _told(attached: Attached) -> tuple[object, ...]:
     """What an engine cannot change without a new worker."""
-    return card.model, card.block_size, card.context_length, card.dp_start, card.dp_size
+    said = attached.model, attached.block_size, attached.context_length
+    return *said, attached.dp_start, attached.dp_size
 
 
 def _flag(error: KvrouterError) -> str:

@@ -12,6 +12,7 @@ import uvloop
 from kvrouter.assembly.address import claimed
 from kvrouter.assembly.beside import EngineWorkers
 from kvrouter.assembly.door import OpenDoor, open_door
+from kvrouter.assembly.ground import MemoryGround
 from kvrouter.assembly.lifetime import ToldToStop, allow_many_files, told_to_stop, unless_told
 from kvrouter.assembly.mock_fleet import MemoryPlanes
 from kvrouter.assembly.pod_fleet import PodFleet, PodPolicy
@@ -189,7 +190,7 @@ async def pods_served(
         texts = AnnouncedTexts(pods.folders, pool)
         stack.push_async_callback(texts.loaded)
         stack.callback(await discovery.watch(texts.on_card, texts.on_gone))
-        workers = EngineWorkers(settings, planes, folders=pods.folders.keys())
+        workers = EngineWorkers(settings, MemoryGround(planes), folders=pods.folders.keys())
         fleet = await stack.enter_async_context(
             _followed(settings, account, pods, policy, workers, on_store=discovery.on_store)
         )

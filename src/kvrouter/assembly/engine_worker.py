@@ -111,7 +111,7 @@ def engine_card(
     here: str,
 ) -> WorkerCard:
     """What the worker publishes. ``here`` is the host under which others reach this one."""
-    tokenizer = spec.tokenizer or (Path(attached.tokenizer) if Path(attached.tokenizer).is_dir() else None)
+    tokenizer = tokenizer_of(spec, attached)
     return WorkerCard(
         worker_id=spec.worker_id,
         incarnation=incarnation,
@@ -141,6 +141,12 @@ def engine_card(
             bootstrap_port=None if attached.bootstrap is None else attached.bootstrap[1],
         ),
     )
+
+
+def tokenizer_of(spec: EngineWorkerSpec, attached: Attached) -> Path | None:
+    """The folder here that the model is tokenized with: the one that was said, else the engine's own."""
+    own = Path(attached.tokenizer)
+    return spec.tokenizer or (own if own.is_dir() else None)
 
 
 def _reached_at(engine_host: str, here: str) -> str:

@@ -7,6 +7,7 @@ from typing import Self
 from kvrouter.assembly.beside import BesideEngine, EngineWorkers, SaidEngine
 from kvrouter.assembly.described import contract_of
 from kvrouter.assembly.described_engines import EngineLine, engine_lines, worker_spec
+from kvrouter.assembly.ground import MemoryGround
 from kvrouter.assembly.mock_fleet import MemoryPlanes
 from kvrouter.config import FleetFile, Settings
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -36,7 +37,7 @@ class AttachedFleet:
         """What is wrong with the start; None once it is over."""
 
         self._tasks: list[asyncio.Task[None]] = []
-        workers = EngineWorkers(settings, planes)
+        workers = EngineWorkers(settings, MemoryGround(planes))
         self._engines = [
             (line, self._beside(line, workers, engine_key=engine_key)) for line in engine_lines(fleet)
         ]

@@ -246,8 +246,5 @@ class PodFleet:
         spec = worker_spec(described.fleet, line, engine_key=self._policy.engine_key, wait_s=0.0)
         if described.model is None:
             spec = replace(spec, at=replace(spec.at, model=None))
-        if spec.tokenizer is not None and not (spec.tokenizer / "tokenizer.json").is_file():
-            place = PLACES["tokenizer"]
-            raise ConfigError(f"{place}: {spec.tokenizer} has no tokenizer.json here", param=place)
         said = SaidEngine(at=at, spec=spec, places=PLACES, dp_size=described.group.dp_size)
         return _Wanted(said, described.start, rests=False)
