@@ -149,28 +149,16 @@ class ControlPlane:
 
         Raises KubectlError when it ends with an error.
         """
-        environ = {
-            "HOME": str(self.folder),
-            "KUBECACHEDIR": str(self.folder / "kubectl"),
-            "KUBECONFIG": str(kubeconfig or self.admin),
-        }
-        program = Path(sysconfig.get_path("scripts")) / "kubectl"
-        done = subprocess.run(
-            [program, *arguments],
-            check=False,
-            input=stdin,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=KUBECTL_WITHIN_S,
-        )
-        if done.returncode:
-            raise KubectlError(arguments, done.stderr.strip())
-        return done.stdout
+        return self._kubectl(*arguments, stdin=stdin, kubeconfig=kubeconfig).stdout
 
-    def apply(self, *manifests: Mapping[str, object]) -> None:
-        """Create these objects, or change them: server-side, as the field manager ``kubectl``."""
-        self.kubectl("apply", "--server-side", "--filename", "-", stdin=yaml.safe_dump_all(manifests))
+    def apply(self, *manifests: Mapping[str, object]) -> list[str]:
+        """Create these objects, or change them: server-side, as the field manager ``kubectl``.
+
+        Answers with the warnings that it printed.
+        """
+        stored = yaml.safe_dump_all(manifests)
+        done = self._kubectl("apply", "--server-side", "--filename", "-", stdin=stored)
+        return [line for line in done.stderr.splitlines() if line.startswith("Warning: ")]
 
     def read(self, *arguments: str) -> dict[str, Any]:
         """What ``kubectl get ARGUMENTS`` answers, as JSON: an object, or a list of them in ``items``."""
@@ -229,6 +217,28 @@ class ControlPlane:
         for path in self.folder.iterdir():
             if path.name != "logs":
                 shutil.rmtree(path)
+
+    def _kubectl(
+        self, *arguments: str, stdin: str = "", kubeconfig: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        environ = {
+            "HOME": str(self.folder),
+            "KUBECACHEDIR": str(self.folder / "kubectl"),
+            "KUBECONFIG": str(kubeconfig or self.admin),
+        }
+        program = Path(sysconfig.get_path("scripts")) / "kubectl"
+        done = subprocess.run(
+            [program, *arguments],
+            check=False,
+            input=stdin,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=KUBECTL_WITHIN_S,
+        )
+        if done.returncode:
+            raise KubectlError(arguments, done.stderr.strip())
+        return done
 
     def _start_all(self) -> None:
         for name in ("keys", "logs", "users", "etcd"):

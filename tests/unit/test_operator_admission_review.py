@@ -15,13 +15,13 @@ POLICY: Document = {"clusterTopologyName": "fabric", "domain": "zone"}
 
 def review(**request: JsonValue) -> Document:
     kind: JsonValue = {"group": "nvidia.com", "version": "v1beta1", "kind": "DynamoGraphDeployment"}
-    asked: Document = {"uid": "1-2", "kind": kind, "operation": "CREATE", **request}
+    asked: Document = {"uid": "1-2", "name": "my-llm", "kind": kind, "operation": "CREATE", **request}
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": asked}
 
 
 def test_a_deployment_that_is_right_is_allowed() -> None:
     asked = read_review(review(object=deployment(graph=POLICY)))
-    assert answer(asked.uid, judged(asked, GROVE, DEFAULTS)) == {
+    assert answer(asked.uid, judged(asked, GROVE, DEFAULTS), asked.name) == {
         "apiVersion": "admission.k8s.io/v1",
         "kind": "AdmissionReview",
         "response": {"uid": "1-2", "allowed": True},
@@ -31,7 +31,7 @@ def test_a_deployment_that_is_right_is_allowed() -> None:
 def test_a_refusal_says_where_and_why() -> None:
     asked = read_review(review(object=deployment(graph={**POLICY, "domain": "host"})))
     why = "'host' is no level of ClusterTopologyBinding fabric, which has zone, rack"
-    assert answer(asked.uid, judged(asked, GROVE, DEFAULTS))["response"] == {
+    assert answer(asked.uid, judged(asked, GROVE, DEFAULTS), asked.name)["response"] == {
         "uid": "1-2",
         "allowed": False,
         "status": {
@@ -40,6 +40,9 @@ def test_a_refusal_says_where_and_why() -> None:
             "reason": "Invalid",
             "message": f"spec.experimental.kvTransferPolicy.domain: {why}",
             "details": {
+                "group": "nvidia.com",
+                "kind": "DynamoGraphDeployment",
+                "name": "my-llm",
                 "causes": [
                     {
                         "reason": "FieldValueInvalid",

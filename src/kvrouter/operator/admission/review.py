@@ -29,6 +29,7 @@ class Review(NamedTuple):
     is_ours: bool
     new: object
     old: object
+    name: str = ""
 
 
 class Request(NamedTuple):
@@ -63,6 +64,7 @@ def read_review(body: object) -> Review:
         is_ours=kind.get("group") == GROUP and kind.get("kind") == KIND and not request.get("subResource"),
         new=request.get("object"),
         old=request.get("oldObject"),
+        name=str(request.get("name") or ""),
     )
 
 
@@ -74,8 +76,8 @@ def judged(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdi
     return validate(review.new, old, facts, defaults)
 
 
-def answer(uid: str, verdict: Verdict) -> dict[str, JsonValue]:
-    """Return the AdmissionReview that tells ``verdict``."""
+def answer(uid: str, verdict: Verdict, name: str = "") -> dict[str, JsonValue]:
+    """Return the AdmissionReview that tells ``verdict`` on the deployment called ``name``."""
     response: dict[str, JsonValue] = {"uid": uid, "allowed": verdict.is_allowed}
     if verdict.problems:
         response["status"] = {
@@ -83,7 +85,12 @@ def answer(uid: str, verdict: Verdict) -> dict[str, JsonValue]:
             "code": 422,
             "reason": "Invalid",
             "message": _message(verdict.problems),
-            "details": {"causes": [_cause(problem) for problem in verdict.problems]},
+            "details": {
+                "group": GROUP,
+                "kind": KIND,
+                "name": name,
+                "causes": [_cause(problem) for problem in verdict.problems],
+            },
         }
     if verdict.warnings:
         response["warnings"] = [*_fitting(verdict.warnings)]

@@ -154,7 +154,7 @@ class AdmissionDoor:
             return review
         verdict = judged(review, await self._known(), self._defaults)
         self._listener.judged(verdict)
-        return _json(answer(review.uid, verdict))
+        return _json(answer(review.uid, verdict, review.name))
 
     async def _bind(self, request: web.Request) -> web.Response:
         review = await self._asked(request, read_binding)

@@ -1,0 +1,232 @@
+"""The rows of the policy page's table of mistakes: what is applied, and what is told."""
+
+from typing import Any, NamedTuple
+
+from tests.cluster.nodes import ZONE
+
+Fields = dict[str, Any]
+ENGINE: Fields = {"spec": {"containers": [{"name": "main", "image": "example.com/engine:1"}]}}
+IN_FABRIC: Fields = {"topologyConstraint": {"clusterTopologyName": "fabric"}}
+BY_ZONE: Fields = {"clusterTopologyName": "fabric", "domain": "zone"}
+BY_LABEL: Fields = {"labelKey": ZONE, "domain": "zone"}
+
+
+def component(kind: str, name: str = "", **fields: Any) -> Fields:
+    engine = {} if kind == "frontend" else {"podTemplate": ENGINE}
+    return {"name": name or kind, "type": kind, "replicas": 0, **engine, **fields}
+
+
+def of_frontend(**policy: Any) -> list[Fields]:
+    return [component("frontend", kvCacheTransferTopology=policy), component("prefill"), component("decode")]
+
+
+WORKERS = [component("frontend"), component("prefill"), component("decode")]
+
+
+FORGED = component("decode", podTemplate={**ENGINE, "metadata": {"labels": {ZONE: "here"}}})
+
+
+class Case(NamedTuple):
+    """What is applied, over ``before`` if it is given; and what is told."""
+
+    spec: Fields
+    told: tuple[str, ...]
+    before: Fields = {}  # noqa: RUF012 - a default that nobody changes
+    name: str = ""
+
+
+def graph(*told: str, **policy: Any) -> Case:
+    return Case({"components": WORKERS, "experimental": {"kvTransferPolicy": policy}}, told)
+
+
+def spec(components: list[Fields], **fields: Any) -> Fields:
+    return {"components": components, **fields}
+
+
+GRAPH = "spec.experimental.kvTransferPolicy"
+FRONTEND = "spec.components[0].kvCacheTransferTopology"
+NO_GROVE = "this cluster knows no ClusterTopologyBinding and no ClusterTopology (grove.io). Install Grove,"
+STAYS = "clusterTopologyName cannot change once it is set: delete the deployment and create it again"
+
+BY_THE_DEFINITION: dict[str, list[Case]] = {
+    "`kvCacheTransferTopology` on a component that is no frontend": [
+        Case(
+            spec([component("decode", kvCacheTransferTopology={"level": "zone", "label": ZONE})]),
+            ("spec.components[0]", "kvCacheTransferTopology belongs to the component of type frontend"),
+        )
+    ],
+    "neither a topology nor a label": [
+        Case(
+            spec(of_frontend(level="zone")),
+            ("kvCacheTransferTopology needs its own label, or spec.topologyConstraint.clusterTopologyName",),
+        )
+    ],
+    "`kvTransferPolicy` with both sources, or none": [
+        graph(GRAPH, "exactly one of labelKey and clusterTopologyName is needed", domain="zone"),
+        graph(GRAPH, "exactly one of labelKey and clusterTopologyName", **{**BY_LABEL, **BY_ZONE}),
+    ],
+    "`preferredWeight` without `preferred`, or `preferred` without it, or out of 0 to 1": [
+        graph(GRAPH, "preferredWeight is only for enforcement: preferred", **BY_LABEL, preferredWeight=0.5),
+        graph(GRAPH, "enforcement: preferred needs preferredWeight", **BY_LABEL, enforcement="preferred"),
+        *(
+            graph(
+                f"{GRAPH}.preferredWeight",
+                f"should be {'less' if weight > 1 else 'greater'} than or equal to {int(weight > 1)}",
+                **BY_LABEL,
+                enforcement="preferred",
+                preferredWeight=weight,
+            )
+            for weight in (1.5, -0.5)
+        ),
+    ],
+    "`kvTransferWeight`": [
+        Case(
+            spec(of_frontend(level="zone", label=ZONE, kvTransferWeight=50)),
+            (FRONTEND, "kvTransferWeight is not supported yet: remove it"),
+        )
+    ],
+    "two components whose names differ in case alone": [
+        Case(
+            spec([component("decode", "Decode"), component("prefill", "decode")]),
+            ("spec.components", "names of components must be unique, whatever their case"),
+        )
+    ],
+    "`<name>-<component>` longer than 63 characters, or a name that no Service can have": [
+        Case(spec(WORKERS), ("must have at most 63 characters",), name="x" * 56),
+        Case(spec(WORKERS), ("metadata.name becomes the name of Services",), name="my.llm"),
+        Case(spec([component("decode", "de_code")]), ("spec.components[0].name", "should match"), name="llm"),
+    ],
+    "a component's `topologyConstraint` where the deployment has none": [
+        Case(
+            spec([component("decode", topologyConstraint={"packDomain": "rack"})]),
+            ("a component's topologyConstraint needs spec.topologyConstraint.clusterTopologyName",),
+        )
+    ],
+    "another `type` for a component": [
+        Case(
+            spec([component("prefill", "a")]),
+            ("spec.components", "type cannot change: add a component under another name, then remove this"),
+            before=spec([component("decode", "a")]),
+        )
+    ],
+    "another `spec.topologyConstraint.clusterTopologyName`, or none where there was one": [
+        Case(
+            spec(WORKERS, topologyConstraint={"clusterTopologyName": "other"}),
+            ("spec.topologyConstraint.clusterTopologyName", STAYS),
+            before=spec(WORKERS, **IN_FABRIC),
+        ),
+        Case(spec(WORKERS), ("spec", STAYS), before=spec(WORKERS, **IN_FABRIC)),
+    ],
+}
+
+WITHOUT_GROVE: dict[str, list[Case]] = {
+    "Grove is not installed": [
+        Case(
+            spec(of_frontend(level="zone"), **IN_FABRIC),
+            (
+                "spec.topologyConstraint.clusterTopologyName: 'fabric'",
+                f"{NO_GROVE} or set kvCacheTransferTopology.label to the key of a node label",
+            ),
+        ),
+        graph(
+            f"{GRAPH}.clusterTopologyName: 'fabric'", f"{NO_GROVE} or replace clusterTopologyName", **BY_ZONE
+        ),
+    ],
+}
+
+WITH_GROVE: dict[str, list[Case]] = {
+    "no such topology": [
+        Case(
+            spec(of_frontend(level="zone"), topologyConstraint={"clusterTopologyName": "fabrik"}),
+            (
+                "spec.topologyConstraint.clusterTopologyName: no ClusterTopologyBinding or ClusterTopology",
+                "there are fabric, older (did you mean fabric?)",
+                "Name one that is there, create it, or set kvCacheTransferTopology.label",
+            ),
+        ),
+        graph(
+            f"{GRAPH}.clusterTopologyName: no ClusterTopologyBinding or ClusterTopology 'none'",
+            "or replace clusterTopologyName by labelKey",
+            clusterTopologyName="none",
+            domain="zone",
+        ),
+    ],
+    "no such level": [
+        Case(
+            spec(of_frontend(level="zones"), **IN_FABRIC),
+            (
+                f"{FRONTEND}.level: 'zones' is no level of ClusterTopologyBinding fabric",
+                "which has zone, rack (did you mean zone?)",
+            ),
+        ),
+        graph(
+            f"{GRAPH}.domain: 'host' is no level of ClusterTopology older, which has zone, rack",
+            clusterTopologyName="older",
+            domain="host",
+        ),
+    ],
+    "both spellings, and they differ": [
+        Case(
+            spec(
+                of_frontend(level="zone"),
+                **IN_FABRIC,
+                experimental={"kvTransferPolicy": {**BY_ZONE, "domain": "rack"}},
+            ),
+            (
+                f"{GRAPH}: says required in rack of clusterTopologyName fabric, but {FRONTEND} says required",
+                "remove one of them, or make them say the same",
+            ),
+        )
+    ],
+    "workers' pods without a container, a container without an image or `args`, or a `podTemplate` of a "
+    "wrong form": [
+        Case(
+            spec([component("decode", podTemplate=template)]),
+            (f"spec.components[0].podTemplate.spec.containers{told}",),
+        )
+        for template, told in (
+            ({}, ": is needed: the container of decode's engine, called main"),
+            ({"spec": {"containers": [{"name": "main"}]}}, "[0]: needs an image, or args for kvrouter's own"),
+            ({"spec": {"containers": "none"}}, ": must be a list of objects"),
+        )
+    ],
+}
+
+UNREAD: dict[str, list[Case]] = {
+    "Grove could not be read just now": [
+        graph(f"{GRAPH}.clusterTopologyName: 'fabric' could not be read just now", "try again", **BY_ZONE)
+    ],
+}
+
+WARNED: list[Case] = [
+    Case(
+        spec([component("frontend"), component("worker")], experimental={"kvTransferPolicy": BY_ZONE}),
+        (f"{GRAPH}: has no effect: no component is of type prefill",),
+    ),
+    Case(
+        spec([component("frontend"), component("prefill")], experimental={"kvTransferPolicy": BY_ZONE}),
+        ("spec.components: has prefill workers, and none that decode",),
+    ),
+    Case(
+        spec(
+            WORKERS,
+            experimental={"kvTransferPolicy": BY_ZONE},
+            topologyConstraint={"clusterTopologyName": "older"},
+        ),
+        (f"{GRAPH}.clusterTopologyName: is 'fabric', but pods are placed by 'older'",),
+    ),
+    Case(
+        spec(WORKERS, topologyConstraint={"clusterTopologyName": "fabric", "packDomain": "host"}),
+        ("spec.topologyConstraint.packDomain: 'host' is no level of fabric, which has zone, rack",),
+    ),
+    graph(
+        f"{GRAPH}: prefers nothing: preferredWeight is 0",
+        **BY_ZONE,
+        enforcement="preferred",
+        preferredWeight=0,
+    ),
+    Case(
+        spec([*WORKERS[:2], FORGED], experimental={"kvTransferPolicy": BY_LABEL}),
+        (f"podTemplate.metadata.labels.{ZONE}: is the node's to say, and is left out: remove it here",),
+    ),
+]
