@@ -1,0 +1,126 @@
+"""Definitions of an older version, as Helm installed them, are upgraded by kubectl under live objects."""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_python import Config
+
+from tests.cluster.charted import lead, operator_as_deployed, reachable
+from tests.cluster.control_plane import ControlPlane, KubectlError
+from tests.cluster.namespaces import new_namespace
+from tests.cluster.nodes import RACK
+from tests.cluster.operators import CRDS, WAIT, graph
+from tests.support.chart import CHART
+from tests.support.processes import eventually
+
+UPGRADE = ("apply", "--server-side", "--force-conflicts", "--kustomize", str(CRDS))
+NEW = "dgd.spec.components.kvCacheTransferTopology.mismatchPolicy"
+
+
+@pytest.fixture
+def system(own_plane: ControlPlane) -> Iterator[str]:
+    """The namespace of the operator, and of a deployment."""
+    with new_namespace(own_plane) as name:
+        yield name
+
+
+async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_definition(
+    own_plane: ControlPlane, system: str, tmp_path: Path
+) -> None:
+    plane = own_plane
+    old = older_chart(tmp_path / "chart")
+    with Config(kubeconfig_path=plane.admin, namespace=system) as helm:
+        await asyncio.to_thread(helm.install, old, "kvrouter", reachable(), namespace=system)
+    lead(plane, system)
+    async with operator_as_deployed(plane, system, "one") as one:
+        fleet = graph(system, "llm")
+        fleet["spec"]["components"][0]["kvCacheTransferTopology"] = {"level": "rack", "label": RACK}
+        await asyncio.to_thread(plane.apply, fleet, card(system))
+        await until(plane, system, "Ready=True")
+        await until(plane, system, "DomainBalanced=True")
+        before = plane.read("dgd", "llm", "--namespace", system)
+        told = plane.read("kvw", "llm-1", "--namespace", system)["spec"]
+        assert columns(plane, system) == ["NAME", "READY", "DOMAIN", "PREFILL/DECODE", "AGE"]
+        assert 'field "mismatchPolicy" does not exist' in explained(plane)
+
+        with pytest.raises(KubectlError, match="conflict with"):  # Helm wrote them
+            plane.kubectl("apply", "--server-side", "--kustomize", str(CRDS))
+        plane.kubectl(*UPGRADE)
+
+        async def is_served() -> bool:
+            return "ENFORCEMENT" in columns(plane, system) and "fail" in explained(plane)
+
+        await eventually(is_served)
+        after = plane.read("dgd", "llm", "--namespace", system)
+        assert after["status"] == before["status"]
+        assert after["metadata"]["generation"] == before["metadata"]["generation"]
+        frontend = after["spec"]["components"][0]["kvCacheTransferTopology"]
+        assert frontend.pop("mismatchPolicy") == "fail"  # its default, where nobody could say it before
+        assert after["spec"] == before["spec"]
+        assert plane.read("kvw", "llm-1", "--namespace", system)["spec"] == told
+        assert columns(plane, system) == ["NAME", "READY", "DOMAIN", "ENFORCEMENT", "PREFILL/DECODE", "AGE"]
+
+        fleet["spec"]["components"][2]["replicas"] = 4
+        await asyncio.to_thread(plane.apply, fleet)
+        await scaled(plane, system, 4)
+        assert await one.end() == 0
+    # A watch that is open goes on with the old definition for up to two minutes; the next operator's is new.
+    async with operator_as_deployed(plane, system, "two"):
+        fleet["spec"]["components"][0]["kvCacheTransferTopology"]["mismatchPolicy"] = "fallback"
+        await asyncio.to_thread(plane.apply, fleet)
+        enforcement = "--for=jsonpath={.status.policy.enforcement}=fallback"
+        await asyncio.to_thread(plane.kubectl, "wait", enforcement, "dgd/llm", "--namespace", system, WAIT)
+
+
+def older_chart(folder: Path) -> Path:
+    """The chart as it might have been: one field less that users write, and one column."""
+    shutil.copytree(CHART, folder)
+    path = folder / "crds" / "nvidia.com_dynamographdeployments.yaml"
+    definition = yaml.safe_load(path.read_text())
+    (version,) = definition["spec"]["versions"]
+    version["additionalPrinterColumns"] = [
+        column for column in version["additionalPrinterColumns"] if column["name"] != "Enforcement"
+    ]
+    fields = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    component = fields["components"]["items"]["properties"]
+    del component["kvCacheTransferTopology"]["properties"]["mismatchPolicy"]
+    path.write_text(yaml.safe_dump(definition))
+    return folder
+
+
+def card(namespace: str) -> dict[str, Any]:
+    """A worker that announced itself."""
+    return {
+        "apiVersion": "kvrouter.dev/v1alpha1",
+        "kind": "KvrouterWorker",
+        "metadata": {"namespace": namespace, "name": "llm-1"},
+        "spec": {"card": {"model": "mock", "role": "decode"}, "lease_s": 60.0, "replaced": [1]},
+    }
+
+
+def explained(plane: ControlPlane) -> str:
+    """What kubectl says of the field, or why it says nothing."""
+    try:
+        return plane.kubectl("explain", NEW)
+    except KubectlError as error:
+        return error.said
+
+
+def columns(plane: ControlPlane, namespace: str) -> list[str]:
+    return plane.kubectl("get", "dgd", "--namespace", namespace).splitlines()[0].split()
+
+
+async def scaled(plane: ControlPlane, namespace: str, replicas: int) -> None:
+    wanted = f"--for=jsonpath={{.spec.replicas}}={replicas}"
+    waited = ("wait", wanted, "deployment/llm-decode", "--namespace", namespace, WAIT)
+    await asyncio.to_thread(plane.kubectl, *waited)
+
+
+async def until(plane: ControlPlane, namespace: str, condition: str) -> None:
+    waited = ("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)
+    await asyncio.to_thread(plane.kubectl, *waited)
