@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 
 from tests.cluster.control_plane import ControlPlane, KubectlError
-from tests.cluster.operators import Operator, graph, install_crds, operator
-from tests.support.processes import eventually, free_ports
+from tests.cluster.operators import graph, install_crds, operator
+from tests.cluster.webhooks import (
+    SECRET,
+    SERVICE,
+    name_of,
+    on_deployments,
+    own_certificate,
+    trusted,
+    until_told,
+)
+from tests.support.processes import free_ports
 
-NAME = "kvrouter-operator"
-SECRET = "kvrouter-operator-certificate"
-UNKNOWN = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}
+VALIDATING = "validatingwebhookconfiguration"
 
 
 @pytest.fixture(autouse=True)
@@ -23,85 +30,43 @@ async def test_a_follower_refuses_what_cannot_be_and_admits_the_rest_with_a_cert
     plane: ControlPlane, namespace: str
 ) -> None:
     port = free_ports(2)
-    name = f"{NAME}-{namespace}"
-    plane.lead_service(namespace, NAME)
-    plane.apply(webhook(namespace, name, port + 1))
-    own = ("--certificate-secret", SECRET, "--webhook", name)
-    try:
-        async with operator(plane, namespace, "one", *own, "--admission-port", str(port)) as one:
+    name = name_of(namespace)
+    plane.lead_service(namespace, SERVICE)
+    plane.apply(on_deployments(namespace, port + 1))
+    with plane.deleting(VALIDATING, name):
+        async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
             await until_told(one, "operator_leads")
-            trusted = bundle(plane, name)
-            async with operator(plane, namespace, "two", *own, "--admission-port", str(port + 1)) as two:
+            authority = trusted(plane, VALIDATING, name)
+            async with operator(plane, namespace, "two", *own_certificate(namespace, port + 1)) as two:
                 await until_told(two, "kind=admission")
-                assert bundle(plane, name) == trusted
-                with pytest.raises(
-                    KubectlError, match="this cluster knows no ClusterTopologyBinding"
-                ) as refused:
-                    await asyncio.to_thread(plane.apply, graph(namespace, "llm", **UNKNOWN))
-                assert "clusterTopologyName" in refused.value.said
+                assert trusted(plane, VALIDATING, name) == authority != ""
+                with pytest.raises(KubectlError, match="containers: is needed"):
+                    await asyncio.to_thread(plane.apply, without_engine(namespace))
                 await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
                 assert "admission_refused" in two.log
                 assert "operator_leads" not in two.log
 
         with pytest.raises(KubectlError, match="failed calling webhook"):
             plane.apply(graph(namespace, "other"))
-    finally:
-        plane.kubectl("delete", "validatingwebhookconfiguration", name)
 
 
 async def test_a_certificate_that_somebody_spoilt_is_made_anew_at_the_next_start(
     plane: ControlPlane, namespace: str
 ) -> None:
     port = free_ports(1)
-    name = f"{NAME}-{namespace}"
-    plane.lead_service(namespace, NAME)
-    plane.apply(webhook(namespace, name, port))
+    plane.lead_service(namespace, SERVICE)
+    plane.apply(on_deployments(namespace, port))
     spoilt = {"tls.crt": "bm9uZQ==", "tls.key": "bm9uZQ=="}
     metadata = {"namespace": namespace, "name": SECRET}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": spoilt}
     plane.apply({**secret, "type": "kubernetes.io/tls"})
-    own = ("--certificate-secret", SECRET, "--webhook", name, "--admission-port", str(port))
-    try:
-        async with operator(plane, namespace, "one", *own) as one:
+    with plane.deleting(VALIDATING, name_of(namespace)):
+        async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
             await until_told(one, "kind=admission")
             await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
-    finally:
-        plane.kubectl("delete", "validatingwebhookconfiguration", name)
 
 
-async def until_told(replica: Operator, words: str) -> None:
-    async def is_told() -> bool:
-        assert replica.process.returncode is None, replica.log
-        return words in replica.log
-
-    await eventually(is_told)
-
-
-def bundle(plane: ControlPlane, name: str) -> str:
-    found = plane.read("validatingwebhookconfiguration", name)
-    return str(found["webhooks"][0]["clientConfig"]["caBundle"])
-
-
-def webhook(namespace: str, name: str, port: int) -> dict[str, Any]:
-    rule = {
-        "apiGroups": ["nvidia.com"],
-        "apiVersions": ["v1beta1"],
-        "operations": ["CREATE", "UPDATE"],
-        "resources": ["dynamographdeployments"],
-    }
-    service = {"namespace": namespace, "name": NAME, "path": "/validate", "port": port}
-    one = {
-        "name": "deployments.kvrouter.dev",
-        "clientConfig": {"service": service},
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
-        "rules": [rule],
-        "admissionReviewVersions": ["v1"],
-        "sideEffects": "None",
-        "timeoutSeconds": 10,
-    }
-    return {
-        "apiVersion": "admissionregistration.k8s.io/v1",
-        "kind": "ValidatingWebhookConfiguration",
-        "metadata": {"name": name},
-        "webhooks": [one],
-    }
+def without_engine(namespace: str) -> dict[str, Any]:
+    manifest = graph(namespace, "llm")
+    manifest["spec"]["components"][1]["podTemplate"] = {}
+    return manifest
