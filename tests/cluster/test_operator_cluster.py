@@ -1,7 +1,7 @@
 """The operator's own calls, watches and lease on a real API server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -170,7 +170,7 @@ class Forgetful(Cluster):
 
     async def watch(
         self, kind: Kind, version: str, *, namespace: str = "", labels: str = "", for_s: int
-    ) -> AsyncIterator[tuple[Change, Manifest]]:
+    ) -> AsyncGenerator[tuple[Change, Manifest], None]:
         if self._forgets:
             self._forgets = False
             raise Refused("too old resource version", status=GONE, reason="Expired")
@@ -181,6 +181,9 @@ class Forgetful(Cluster):
 class Told:
     def __init__(self, told: list[str]) -> None:
         self._told = told
+
+    def answered(self) -> None:
+        pass
 
     def leads(self, identity: str) -> None:
         self._told.append(f"{identity} leads")

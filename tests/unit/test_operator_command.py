@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kvrouter.cli import main
 
@@ -50,3 +51,22 @@ def test_clean_up_needs_a_cluster_as_the_operator_does(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert main(["operator", "clean-up"]) == 2
     assert "no --kubeconfig is given, and this is no pod of a cluster" in capsys.readouterr().err
+
+
+def test_an_admission_door_without_a_certificate_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    config = {
+        "clusters": [cluster],
+        "contexts": [context],
+        "current-context": "c",
+        "users": [{"name": "u", "user": {}}],
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    ports = ("--host", "127.0.0.1", "--http-port", "0", "--admission-port", "0")
+    door = ("--kubeconfig", str(path), "--certificate", str(tmp_path), *ports)
+    assert main(["operator", "run", "--image", "kvrouter", *door]) == 2
+    assert f"kvrouter: {tmp_path}/tls.crt" in capsys.readouterr().err

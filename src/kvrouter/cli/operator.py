@@ -17,8 +17,8 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:  # these need the extra
+    from kvrouter.operator.doors import CertificateFiles, CertificateSecret
     from kvrouter.operator.plan import PlanDefaults
-    from kvrouter.operator.run import CertificateFiles, CertificateSecret
 
 EXTRA = "kubernetes"
 OF_EXTRA = ("cryptography", "kubernetes")
@@ -277,8 +277,8 @@ def _defaults(told: RunFlags) -> "PlanDefaults":
 
 
 def _certificate(told: RunFlags) -> "CertificateFiles | CertificateSecret | None":
+    from kvrouter.operator.doors import CertificateFiles, CertificateSecret  # noqa: PLC0415
     from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
-    from kvrouter.operator.run import CertificateFiles, CertificateSecret  # noqa: PLC0415
 
     if told.certificate is not None and told.certificate_secret is not None:
         raise click.UsageError("give --certificate or --certificate-secret, and not both")

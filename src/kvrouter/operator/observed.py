@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 
 from kvrouter.operator.admission.validate import Verdict
+from kvrouter.operator.health import Health
 from kvrouter.operator.reconcile.applied import Changes
 from kvrouter.operator.reconcile.cluster import ClusterError
 from kvrouter.operator.reconcile.kinds import Key, Kind
@@ -12,13 +13,21 @@ from kvrouter.telemetry.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
+API_SERVER = "the API server"
+
 
 class Observed:
     """Listens to the driver, the lease and the admission door."""
 
-    def __init__(self) -> None:
+    def __init__(self, health: Health) -> None:
+        self._health = health
+        health.waits_for(API_SERVER, "it has not answered yet")
         self.telemetry = OperatorTelemetry()
         self._seldom = Seldom()
+
+    def answered(self) -> None:
+        """The API server answered."""
+        self._health.has(API_SERVER)
 
     def leads(self, identity: str) -> None:
         """This replica leads from now on."""
@@ -32,6 +41,7 @@ class Observed:
 
     def not_renewed(self, error: ClusterError) -> None:
         """The lease could not be read or written."""
+        self._health.waits_still(API_SERVER, error.message)
         if self._seldom.allows(f"lease: {error}"):
             log_event(log, Event.LEASE_NOT_RENEWED, detail=error.message)
 
@@ -97,5 +107,6 @@ class Observed:
         log_event(log, Event.CERTIFICATE_CHANGED)
 
     def certificate_refused(self, reason: str) -> None:
-        """The certificate's files changed and cannot be shown."""
-        log_event(log, Event.CERTIFICATE_REFUSED, reason=reason)
+        """The certificate cannot be had, or its files changed and cannot be shown."""
+        if self._seldom.allows(f"certificate: {reason}"):
+            log_event(log, Event.CERTIFICATE_REFUSED, reason=reason)

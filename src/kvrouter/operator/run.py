@@ -3,18 +3,16 @@
 import asyncio
 import signal
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.operator.admission.server import AdmissionDoor
-from kvrouter.operator.admission.shown import ShownCertificate
+from kvrouter.operator.doors import ADMISSION, AdmissionWork, CertificateFiles, CertificateSecret, plain_door
+from kvrouter.operator.health import Health
 from kvrouter.operator.observed import Observed, log
 from kvrouter.operator.plan import PlanDefaults
 from kvrouter.operator.reconcile.clean_up import clean_up
@@ -22,33 +20,10 @@ from kvrouter.operator.reconcile.cluster import Cluster
 from kvrouter.operator.reconcile.driver import Driver
 from kvrouter.operator.reconcile.election import LeaseTimes
 from kvrouter.operator.reconcile.kinds import Key
-from kvrouter.operator.reconcile.known import facts_for_admission
 from kvrouter.operator.reconcile.leader import Leader
-from kvrouter.operator.reconcile.own_certificate import OwnCertificate
-from kvrouter.operator.reconcile.places import Places
-from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, log_event
+from kvrouter.telemetry import Event, log_event
 
 CONNECTIONS_MAX = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CertificateFiles:
-    """The admission door's certificate and key, as cert-manager mounts them; read again when they change."""
-
-    cert: Path
-    key: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CertificateSecret:
-    """A certificate of the operator's own, in a Secret that all replicas share. The authority that signed it
-    is written into the ValidatingWebhookConfiguration ``webhook``, which calls the door by ``dns_names``,
-    and into the MutatingWebhookConfiguration ``webhook``-binding where that is.
-    """
-
-    secret: Key
-    webhook: str
-    dns_names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,34 +67,62 @@ def clean_up_operator(lease: Key, kubeconfig: Path | None, identity: str) -> lis
 
 
 async def _run(settings: OperatorSettings) -> None:
-    observed = Observed()
+    health = Health()
+    observed = Observed(health)
     async with AsyncExitStack() as stack:
         cluster = Cluster(await stack.enter_async_context(_signed_in(settings.kubeconfig)))
-        http_port = await stack.enter_async_context(_plain_door(settings, observed))
-        if settings.certificate is not None:
-            shown = _certificate(settings.certificate, cluster, observed)
-            files = await stack.enter_async_context(shown)
-            await stack.enter_async_context(_admission(settings, files, cluster, observed))
-        leader = Leader(cluster, settings.lease, settings.identity, times=settings.times, listener=observed)
+        door = plain_door(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
+        http_port = await stack.enter_async_context(door)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
-
-        async def lead() -> None:
-            await Driver(
-                cluster,
-                defaults=settings.defaults,
-                identity=settings.identity,
-                lease=settings.lease,
-                namespace=settings.namespace,
-                listener=observed,
-            ).run()
-
-        work = asyncio.create_task(leader.run(lead))
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, work.cancel)
-        with suppress(asyncio.CancelledError):
-            await work
+        await _until_told(_work(settings, cluster, observed, health))
         log_event(log, Event.STOP)
+
+
+def _work(
+    settings: OperatorSettings, cluster: Cluster, observed: Observed, health: Health
+) -> list[asyncio.Task[None]]:
+    """Begin what a replica does until it is told to stop."""
+
+    async def lead() -> None:
+        await Driver(
+            cluster,
+            defaults=settings.defaults,
+            identity=settings.identity,
+            lease=settings.lease,
+            namespace=settings.namespace,
+            listener=observed,
+        ).run()
+
+    leader = Leader(cluster, settings.lease, settings.identity, times=settings.times, listener=observed)
+    tasks = [asyncio.create_task(leader.run(lead))]
+    health.needs("the lease's renewal", tasks[0])
+    if settings.certificate is not None:
+        admission = AdmissionWork(
+            certificate=settings.certificate,
+            defaults=settings.defaults,
+            namespace=settings.namespace,
+            host=settings.host,
+            port=settings.admission_port,
+        )
+        health.waits_for(ADMISSION, "its door is not open yet")
+        tasks.append(asyncio.create_task(admission.run(cluster, observed, health)))
+        health.needs(ADMISSION, tasks[1])
+    return tasks
+
+
+async def _until_told(tasks: list[asyncio.Task[None]]) -> None:
+    """Return at SIGTERM or SIGINT, once all tasks have ended. What one of them raises before, is raised."""
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    telling = asyncio.create_task(told.wait())
+    await asyncio.wait([telling, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in (telling, *tasks):
+        task.cancel()
+    for outcome in await asyncio.gather(telling, *tasks, return_exceptions=True):
+        if isinstance(outcome, Exception):
+            raise outcome
 
 
 @asynccontextmanager
@@ -138,74 +141,3 @@ async def _signed_in(kubeconfig: Path | None) -> AsyncIterator[ApiClient]:
     configuration.connection_pool_maxsize = CONNECTIONS_MAX
     async with ApiClient(configuration) as api:
         yield api
-
-
-@asynccontextmanager
-async def _plain_door(settings: OperatorSettings, observed: Observed) -> AsyncIterator[int]:
-    """``/healthz``, ``/readyz`` and ``/metrics``: of followers too, which are ready to take over."""
-
-    async def well(_request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def metrics(_request: web.Request) -> web.Response:
-        headers = {"Content-Type": METRICS_CONTENT_TYPE}
-        return web.Response(body=observed.telemetry.render(), headers=headers)
-
-    app = web.Application()
-    app.router.add_get("/healthz", well)
-    app.router.add_get("/readyz", well)
-    app.router.add_get("/metrics", metrics)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, settings.host, settings.http_port).start()
-        yield int(runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
-
-
-@asynccontextmanager
-async def _admission(
-    settings: OperatorSettings, files: CertificateFiles, cluster: Cluster, observed: Observed
-) -> AsyncIterator[None]:
-    places = Places(cluster, namespace=settings.namespace, lost=observed.lost)
-    door = AdmissionDoor(
-        facts=lambda: facts_for_admission(cluster),
-        labels=places.labels_of,
-        defaults=settings.defaults,
-        certificate=ShownCertificate(files.cert, files.key),
-        listener=observed,
-        not_ready=lambda: None,
-    )
-    port = await door.start(settings.host, settings.admission_port)
-    log_event(log, Event.READY, kind="admission", host=settings.host, port=port)
-    keeping_up = asyncio.create_task(places.run())
-    try:
-        yield
-    finally:
-        await door.stop()
-        keeping_up.cancel()
-        with suppress(asyncio.CancelledError):
-            await keeping_up
-
-
-@asynccontextmanager
-async def _certificate(
-    wanted: CertificateFiles | CertificateSecret, cluster: Cluster, observed: Observed
-) -> AsyncIterator[CertificateFiles]:
-    """The files that the door shows; those of a Secret are kept in a folder of this process."""
-    if isinstance(wanted, CertificateFiles):
-        yield wanted
-        return
-    with TemporaryDirectory(prefix="kvrouter-operator-") as folder:
-        own = OwnCertificate(
-            cluster, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
-        )
-        await own.ensure()
-        looking_after = asyncio.create_task(own.run(observed))
-        try:
-            yield CertificateFiles(cert=own.cert, key=own.key)
-        finally:
-            looking_after.cancel()
-            with suppress(asyncio.CancelledError):
-                await looking_after

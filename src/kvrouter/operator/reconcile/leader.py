@@ -14,6 +14,9 @@ from kvrouter.operator.reconcile.kinds import LEASES, Key
 class Listener(Protocol):
     """Who is told of the lease."""
 
+    def answered(self) -> None:
+        """The API server answered."""
+
     def leads(self, identity: str) -> None:
         """This replica leads from now on."""
 
@@ -96,6 +99,7 @@ class Leader:
     async def _claimed(self) -> bool:
         """Take or renew the lease; return False while it is another's."""
         lease = await self._cluster.read(LEASES, self._place)
+        self._listener.answered()
         claim = self._candidate.claim(lease, asyncio.get_running_loop().time(), datetime.now(UTC))
         if claim is None:
             return False

@@ -1,0 +1,151 @@
+"""The doors of a replica: one for probes and metrics, without TLS, and the one for questions of admission."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from aiohttp import web
+
+from kvrouter.operator.admission.server import AdmissionDoor
+from kvrouter.operator.admission.shown import ShownCertificate
+from kvrouter.operator.health import Health
+from kvrouter.operator.observed import Observed, log
+from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.kinds import Key
+from kvrouter.operator.reconcile.known import facts_for_admission
+from kvrouter.operator.reconcile.own_certificate import OwnCertificate
+from kvrouter.operator.reconcile.places import Places
+from kvrouter.operator.reconcile.watched import RETRY_S
+from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, OperatorTelemetry, log_event
+
+ADMISSION = "admission"
+CERTIFICATE = "the certificate's renewal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateFiles:
+    """The admission door's certificate and key, as cert-manager mounts them; read again when they change."""
+
+    cert: Path
+    key: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateSecret:
+    """A certificate of the operator's own, in a Secret that all replicas share. The authority that signed it
+    is written into the ValidatingWebhookConfiguration ``webhook``, which calls the door by ``dns_names``,
+    and into the MutatingWebhookConfiguration ``webhook``-binding where that is.
+    """
+
+    secret: Key
+    webhook: str
+    dns_names: tuple[str, ...]
+
+
+@asynccontextmanager
+async def plain_door(
+    host: str, port: int, *, health: Health, telemetry: OperatorTelemetry
+) -> AsyncIterator[int]:
+    """Serve ``/healthz``, ``/readyz`` and ``/metrics``; answers with the port, a free one for port 0.
+
+    Raises OSError when it is taken.
+    """
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return _told(health.why_not_well())
+
+    async def readyz(_request: web.Request) -> web.Response:
+        return _told(health.why_not_ready())
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=telemetry.render(), headers={"Content-Type": METRICS_CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionWork:
+    """What the admission door answers by, and where it is open. ``namespace`` is empty for all."""
+
+    certificate: CertificateFiles | CertificateSecret
+    defaults: PlanDefaults
+    namespace: str
+    host: str
+    port: int
+
+    async def run(self, cluster: Cluster, observed: Observed, health: Health) -> None:
+        """Open the door once there is a certificate to show, and answer until cancelled.
+
+        Raises ConfigError for files that hold none, and OSError when the port is taken.
+        """
+        async with _files(self.certificate, cluster, observed, health) as files:
+            places = Places(cluster, namespace=self.namespace, lost=observed.lost)
+            door = AdmissionDoor(
+                facts=lambda: facts_for_admission(cluster),
+                labels=places.labels_of,
+                defaults=self.defaults,
+                certificate=ShownCertificate(files.cert, files.key),
+                listener=observed,
+                not_ready=health.why_not_ready,
+            )
+            port = await door.start(self.host, self.port)
+            log_event(log, Event.READY, kind="admission", host=self.host, port=port)
+            health.has(ADMISSION)
+            try:
+                await places.run()
+            finally:
+                await door.stop()
+
+
+@asynccontextmanager
+async def _files(
+    wanted: CertificateFiles | CertificateSecret, cluster: Cluster, observed: Observed, health: Health
+) -> AsyncIterator[CertificateFiles]:
+    """The files that the door shows; those of a Secret are kept in a folder of this process."""
+    if isinstance(wanted, CertificateFiles):
+        yield wanted
+        return
+    with TemporaryDirectory(prefix="kvrouter-operator-") as folder:
+        own = OwnCertificate(
+            cluster, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
+        )
+        await _ensured(own, observed, health)
+        looking_after = asyncio.create_task(own.run(observed))
+        health.needs(CERTIFICATE, looking_after)
+        try:
+            yield CertificateFiles(cert=own.cert, key=own.key)
+        finally:
+            looking_after.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking_after
+
+
+async def _ensured(own: OwnCertificate, observed: Observed, health: Health) -> None:
+    """A cluster that does not answer yet, or lacks a part of the installation, is asked again."""
+    while True:
+        try:
+            await own.ensure()
+        except ClusterError as error:
+            health.waits_for(ADMISSION, f"there is no certificate yet: {error.message}")
+            observed.certificate_refused(error.message)
+            await asyncio.sleep(RETRY_S)
+        else:
+            return
+
+
+def _told(wrong: str | None) -> web.Response:
+    return web.Response(text="ok\n") if wrong is None else web.Response(status=503, text=f"{wrong}\n")

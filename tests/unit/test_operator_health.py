@@ -1,0 +1,66 @@
+"""What probes of the operator tell: what a replica waits for, and that a part of it has ended."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from kvrouter.operator.doors import plain_door
+from kvrouter.operator.health import Health
+from kvrouter.telemetry import OperatorTelemetry
+
+
+@pytest.fixture
+def health() -> Health:
+    return Health()
+
+
+@pytest_asyncio.fixture
+async def http(health: Health) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        plain_door("127.0.0.1", 0, health=health, telemetry=OperatorTelemetry()) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        yield client
+
+
+async def test_a_replica_is_ready_once_all_that_it_waits_for_was_there(
+    health: Health, http: httpx.AsyncClient
+) -> None:
+    assert await told(http, "/readyz") == (200, "ok\n")
+    health.waits_for("the API server", "it has not answered yet")
+    health.waits_for("admission", "its door is not open yet")
+    health.waits_still("the API server", "no route to host")
+    assert await told(http, "/readyz") == (
+        503,
+        "the API server: no route to host; admission: its door is not open yet\n",
+    )
+    assert await told(http, "/healthz") == (200, "ok\n")
+    health.has("the API server")
+    health.has("admission")
+    health.waits_still("the API server", "it went away again")
+    assert await told(http, "/readyz") == (200, "ok\n")
+
+
+async def test_a_replica_is_not_well_when_a_part_of_it_has_ended(
+    health: Health, http: httpx.AsyncClient
+) -> None:
+    ends = asyncio.Event()
+
+    async def part() -> None:
+        await ends.wait()
+
+    task = asyncio.create_task(part())
+    health.needs("the lease's renewal", task)
+    assert await told(http, "/healthz") == (200, "ok\n")
+    ends.set()
+    await task
+    assert await told(http, "/healthz") == (503, "the lease's renewal has ended\n")
+    assert await told(http, "/readyz") == (200, "ok\n")
+
+
+async def told(http: httpx.AsyncClient, path: str) -> tuple[int, str]:
+    answer = await http.get(path)
+    return answer.status_code, answer.text
