@@ -1,4 +1,4 @@
-"""Whoever has no Go, or one too old, is told what to get."""
+"""Whoever has no Go, one too old, or no modules for it, is told what to get."""
 
 from pathlib import Path
 
@@ -23,6 +23,33 @@ def test_go_is_new_enough_or_the_mend_is_told(
         return
     with pytest.raises(install.NoGo, match=says):
         install.find_go()
+
+
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        ("list", r"modules of .* could not be had, as told above\..* GOPROXY \(https://nowhere\)"),
+        ("build", r"\./cmd/etcd could not be built, as told above"),
+    ],
+)
+def test_what_go_cannot_do_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, says: str
+) -> None:
+    go = tmp_path / "go"
+    go.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = {fails} ] && exit 1\n'
+        '[ "$*" = "env GOVERSION" ] && echo go1.27.0\n'
+        '[ "$*" = "env GOPROXY" ] && echo https://nowhere\n'
+        "exit 0\n"
+    )
+    go.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=None)
+    monkeypatch.setenv(install.VARIABLE, str(tmp_path / "cluster"))
+    monkeypatch.setattr("sys.argv", ["install"])
+    with pytest.raises(SystemExit, match=says):
+        install.main()
+    assert not (tmp_path / "cluster" / "built").exists()
 
 
 def test_a_server_that_is_not_built_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
