@@ -22,7 +22,7 @@ from tests.cluster.workers_store import mounted
 from tests.support.engine_attached import CONTEXT_TOKENS, config
 from tests.support.engine_small import SmallEngine, small_engine
 from tests.support.engine_small_vllm import VllmTongue
-from tests.support.processes import Fleet, Frontend, eventually, fleet
+from tests.support.processes import Fleet, Frontend, Running, eventually, fleet
 from tests.support.proxy import Proxy
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes-engines"
@@ -58,7 +58,11 @@ class PodsWithEngines:
         self.cluster = MockCluster()
         self.engines: dict[str, SmallEngine] = {}
         self._namespace = account.namespace
-        self._folder = account.folder
+        self._environ = {
+            "KUBERNETES_SERVICE_HOST": LOOPBACK,
+            "KUBERNETES_SERVICE_PORT": str(proxy.port),
+            "KVROUTER_KUBERNETES_ACCOUNT": str(account.folder),
+        }
         self._processes = processes
         self._stack = stack
 
@@ -67,17 +71,16 @@ class PodsWithEngines:
 
     async def up(self, *arguments: str, environ: Mapping[str, str] | None = None) -> Frontend:
         """Start ``kvrouter up --engine-pods``; return once its door is open."""
-        return await self._processes.door(
-            "up",
-            "--engine-pods",
-            *arguments,
-            environ={
-                "KUBERNETES_SERVICE_HOST": LOOPBACK,
-                "KUBERNETES_SERVICE_PORT": str(self.proxy.port),
-                "KVROUTER_KUBERNETES_ACCOUNT": str(self._folder),
-                **(environ or {}),
-            },
-        )
+        more = {**self._environ, **(environ or {})}
+        return await self._processes.door("up", "--engine-pods", *arguments, environ=more)
+
+    async def workers(self) -> Running:
+        """Start ``kvrouter worker pods``; return once it follows the pods."""
+        return await self._processes.worker(engine="pods", environ=self._environ)
+
+    async def frontend(self) -> Frontend:
+        """Start a frontend for workers of other processes."""
+        return await self._processes.frontend()
 
     async def pod(
         self, name: str, *, zone: str, role: Role = Role.BOTH, annotations: Mapping[str, str] | None = None
@@ -175,5 +178,9 @@ async def completed(frontend: Frontend) -> str:
 async def pods_with_engines(plane: ControlPlane, account: Account) -> AsyncIterator[PodsWithEngines]:
     """Nothing yet but the service account."""
     target = urlsplit(plane.url).port or 0
-    async with Proxy(LOOPBACK, target) as proxy, fleet() as processes, AsyncExitStack() as stack:
+    async with (
+        Proxy(LOOPBACK, target) as proxy,
+        fleet({"KVROUTER_LEASE_S": "2"}) as processes,
+        AsyncExitStack() as stack,
+    ):
         yield PodsWithEngines(plane, account, proxy, processes, stack)

@@ -1,5 +1,6 @@
 """``kvrouter up --engine-pods`` on a real API server, with the rights of the example and no more."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -174,6 +175,45 @@ async def test_losing_the_api_server_takes_nobody_away_and_who_left_meanwhile_is
     await until_there(frontend, 1)
     assert (await frontend.metrics()).total("discovery_up") == 1
     assert await completed(frontend)
+
+
+async def test_front_doors_of_other_processes_find_the_engines_and_one_process_takes_over_from_another(
+    here: PodsWithEngines,
+) -> None:
+    await here.pod("one", zone=NEAR)
+    await here.pod("two", zone=FAR)
+    await here.set_ready("one", "two")
+    first, frontend = await asyncio.gather(here.workers(), here.frontend())
+    await until_there(frontend, 2)
+    before = await there(frontend)
+    assert {worker_id for worker_id, *_ in before} == {
+        worker_id_of(await here.uid(name)) for name in ("one", "two")
+    }
+    assert await completed(frontend)
+    second = await here.workers()
+
+    async def waits() -> bool:
+        return second.lines().count(" worker_standby ") == 2
+
+    await eventually(waits)
+    assert await first.stop() == 0
+    assert " drain " in first.lines()
+
+    async def took_over() -> bool:
+        return await there(frontend) == before
+
+    await eventually(took_over)
+    await until_there(frontend, 2)
+    assert await completed(frontend)
+    await here.set_ready("one", ready=False)
+
+    async def one_drains() -> bool:
+        return [is_draining for *_, is_draining in await there(frontend)].count(True) == 1
+
+    await eventually(one_drains)
+    await here.delete("one")
+    await until_there(frontend, 1)
+    assert "Traceback" not in first.lines() + second.lines()
 
 
 def test_the_examples_are_what_an_api_server_takes(plane: ControlPlane, namespace: str) -> None:

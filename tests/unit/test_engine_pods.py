@@ -12,14 +12,17 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvrouter.assembly import attached, beside
+from kvrouter.assembly.attach_words import Attached
 from kvrouter.assembly.beside import EngineWorkers
-from kvrouter.assembly.engine_pods import EnginePods, PodsDiscovery, policy_of
-from kvrouter.assembly.ground import MemoryGround
+from kvrouter.assembly.engine_pods import PodsDiscovery
+from kvrouter.assembly.engine_worker import EngineWorkerSpec
+from kvrouter.assembly.ground import MemoryGround, Stand
 from kvrouter.assembly.mock_fleet import MemoryPlanes
 from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodFleet, PodPolicy, worker_id_of
+from kvrouter.assembly.pods_followed import EnginePods, policy_of
 from kvrouter.config import KvTransferSpec, Settings
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, ModelName, WorkerId
+from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.pods import EnginePod
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.planes.discovery.port import Gone
@@ -44,6 +47,7 @@ class Here:
     """The workers of pods, what discovery tells of them, and the events about the pods."""
 
     fleet: PodFleet
+    ground: "ContestedGround"
     cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
     gone: list[Epoch] = field(default_factory=list)
     events: list[tuple[str, str, str]] = field(default_factory=list)
@@ -68,18 +72,36 @@ class Here:
         return [message for _, each, message in self.events if each == reason]
 
 
+class ContestedGround(MemoryGround):
+    """Another process may have a worker's place: :attr:`losses` has what tells so, one for each stand."""
+
+    def __init__(self, planes: MemoryPlanes) -> None:
+        super().__init__(planes)
+        self.losses: list[asyncio.Event] = []
+        self.is_free = asyncio.Event()
+        self.is_free.set()
+
+    @asynccontextmanager
+    async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[Stand]:
+        await self.is_free.wait()
+        async with super().stand(spec, attached) as stand:
+            self.losses.append(stand.lost)
+            yield stand
+
+
 @asynccontextmanager
 async def here(policy: PodPolicy | None = None, *, drain_limit_s: float = 60.0) -> AsyncIterator[Here]:
     planes = MemoryPlanes(PodsDiscovery(), MemoryEventPlane(), MemoryRequestPlane())
+    ground = ContestedGround(planes)
     events: list[tuple[str, str, str]] = []
 
     def tell(pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         assert warns is (reason != JOINED)
         events.append((pod.name, reason, message))
 
-    workers = EngineWorkers(Settings(), MemoryGround(planes))
+    workers = EngineWorkers(Settings(), ground)
     async with PodFleet(workers, policy or PodPolicy(), tell, drain_limit_s=drain_limit_s) as fleet:
-        made = Here(fleet, events=events)
+        made = Here(fleet, ground, events=events)
         await planes.discovery.watch(made.on_card, made.on_gone)
         yield made
     await planes.requests.close()
@@ -273,6 +295,31 @@ async def test_under_a_policy_a_pod_joins_once_its_place_is_known() -> None:
         assert (config.kv_transfer_domain, config.kv_transfer_enforcement) == ("zone", Enforcement.REQUIRED)
 
 
+async def test_a_worker_whose_place_another_process_took_leaves_and_waits_until_it_is_free() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.ground.is_free.clear()
+        made.ground.losses[0].set()
+        await until(lambda: made.gone == [card.incarnation])
+        await until(lambda: made.fleet.awaited() == ["the engine of pod vllm-0 is served by another process"])
+        made.fleet.on_pod(pod_at(engine, ready=False))
+        made.ground.is_free.set()
+        again = await made.joined(given)
+        assert (again.incarnation == card.incarnation, again.draining) == (False, True)
+
+
+async def test_a_drain_lets_everybody_go_and_nobody_come() -> None:
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        await made.fleet.drain()
+        made.fleet.on_pod(given)
+        assert (made.gone, made.fleet.workers, made.fleet.awaited()) == ([card.incarnation], {}, [])
+
+
 async def test_the_store_counts_as_lost_for_those_who_come_later_too() -> None:
     discovery = PodsDiscovery()
     heard: list[tuple[bool, str]] = []
@@ -305,9 +352,8 @@ def test_the_policy_is_a_workers_contract_without_its_files() -> None:
 
 
 def test_the_label_is_asked_for_beside_the_owners_selector() -> None:
-    folders: dict[ModelName, Path] = {}
-    assert EnginePods(folders=folders).whole_selector == "kvrouter.dev/engine"
-    assert EnginePods(selector="team=a", folders=folders).whole_selector == "kvrouter.dev/engine,team=a"
+    assert EnginePods().whole_selector == "kvrouter.dev/engine"
+    assert EnginePods(selector="team=a").whole_selector == "kvrouter.dev/engine,team=a"
 
 
 async def test_the_end_of_all_waits_for_nobody() -> None:

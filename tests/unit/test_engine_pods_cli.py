@@ -13,8 +13,8 @@ from kvrouter.core.pods import EnginePod, PodPort
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes-engines"
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["up", *arguments]) == 2
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, command: str = "up") -> str:
+    assert main([*command.split(), *arguments]) == 2
     return capsys.readouterr().err
 
 
@@ -28,6 +28,8 @@ def test_outside_of_a_pod_it_says_so(
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KVROUTER_KUBERNETES_ACCOUNT", str(tmp_path))
     assert f"--engine-pods: {tmp_path}/namespace: No such file" in told(capsys, "--engine-pods", "team=a")
+    missing = told(capsys, command="worker pods")
+    assert f"kvrouter worker pods: {tmp_path}/namespace: No such file" in missing
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,18 @@ def test_a_mistake_in_the_policy_names_the_variable(
     monkeypatch.setenv("DYN_KV_TRANSFER_DOMAIN", "zone")
     monkeypatch.setenv("DYN_KV_TRANSFER_ENFORCEMENT", "hard")
     assert "DYN_KV_TRANSFER_ENFORCEMENT: 'hard' is none of" in told(capsys, "--engine-pods")
+
+
+def test_workers_of_many_engines_have_a_port_each(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("namespace", "token", "ca.crt"):
+        (tmp_path / name).write_text("models")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KVROUTER_KUBERNETES_ACCOUNT", str(tmp_path))
+    assert "--listen-port: must be 0: every engine's worker has a port of its own" in (
+        told(capsys, "--listen-port", "9000", command="worker pods")
+    )
 
 
 def examples() -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""``kvrouter up --engine-pods``: a front door, and a worker beside the engine of every labelled pod."""
+"""``kvrouter up --engine-pods`` and ``kvrouter worker pods``: a worker beside the engine of every labelled
+pod, behind a front door of this process or announced to those of others.
+"""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
@@ -12,61 +12,28 @@ import uvloop
 from kvrouter.assembly.address import claimed
 from kvrouter.assembly.beside import EngineWorkers
 from kvrouter.assembly.door import OpenDoor, open_door
-from kvrouter.assembly.ground import MemoryGround
-from kvrouter.assembly.lifetime import ToldToStop, allow_many_files, told_to_stop, unless_told
+from kvrouter.assembly.ground import MemoryGround, WiredGround
+from kvrouter.assembly.lifetime import ToldToStop, allow_many_files, settle_memory, told_to_stop, unless_told
 from kvrouter.assembly.mock_fleet import MemoryPlanes
-from kvrouter.assembly.pod_fleet import PodFleet, PodPolicy
+from kvrouter.assembly.pod_fleet import PodPolicy
+from kvrouter.assembly.pods_followed import EnginePods, account_of, pods_followed, policy_of
 from kvrouter.assembly.router import build_service
-from kvrouter.assembly.serve import logger, serve_until
+from kvrouter.assembly.serve import serve_until
 from kvrouter.assembly.texts import AnnouncedTexts
-from kvrouter.assembly.told import troubles_on
-from kvrouter.config import KvTransferSpec, Settings
-from kvrouter.config.engine_pods import KIND_LABEL
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.assembly.tls import doubts
+from kvrouter.config import Settings
 from kvrouter.config.version import installed_version
 from kvrouter.core.ids import ModelName
-from kvrouter.core.pods import EnginePod
-from kvrouter.core.workers import Enforcement
-from kvrouter.planes.discovery.kubernetes import (
-    STORE_ERRORS,
-    Account,
-    PodsApi,
-    PodsWatch,
-    account_of_pod,
-    pods_reason,
-)
+from kvrouter.planes.discovery.kubernetes import Account
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.requests.memory import MemoryRequestPlane
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.text.encode_pool import EncodePool
-from kvrouter.worker.topology_env import ENABLED, ROUTER_LEVEL, parse_topology_env
-
-ANSWER_S = 5.0
-"""How long the API server may take for an answer."""
-
-TOLD_AT_ONCE = 256
-"""How many events about pods may wait to be written; those beyond are in the log alone."""
 
 _log = logging.getLogger("kvrouter.up")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePods:
-    """Which pods are served: those with the label of an engine, narrowed by ``selector``.
-
-    ``namespace`` is this process's own where it is None. ``folders`` are tokenizers' on this host, by model.
-    """
-
-    selector: str = ""
-    namespace: str | None = None
-    folders: Mapping[ModelName, Path]
-
-    @property
-    def whole_selector(self) -> str:
-        """What the API server is asked for."""
-        return f"{KIND_LABEL},{self.selector}" if self.selector else KIND_LABEL
+_worker_log = logging.getLogger("kvrouter.worker")
 
 
 class PodsDiscovery(MemoryDiscovery):
@@ -101,72 +68,16 @@ class PodsDiscovery(MemoryDiscovery):
             on_store(is_reachable, why)
 
 
-class PodEvents:
-    """Writes events about pods, beside everything else; what cannot be written is told and let go."""
-
-    def __init__(self, api: PodsApi) -> None:
-        self._api = api
-        self._on_trouble = troubles_on("pods")
-        self._writing: set[asyncio.Task[None]] = set()
-
-    def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
-        """Write an event some time."""
-        if len(self._writing) >= TOLD_AT_ONCE:
-            self._on_trouble("events", f"more than {TOLD_AT_ONCE} wait to be written: the log has them all")
-            return
-        task = asyncio.create_task(self._write(pod, reason=reason, message=message, warns=warns))
-        self._writing.add(task)
-        task.add_done_callback(self._writing.discard)
-
-    async def close(self) -> None:
-        """Write nothing any more."""
-        writing = tuple(self._writing)
-        for task in writing:
-            task.cancel()
-        await asyncio.gather(*writing, return_exceptions=True)
-
-    async def _write(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
-        try:
-            await self._api.tell(pod, reason=reason, message=message, warns=warns)
-        except STORE_ERRORS as error:
-            self._on_trouble("events about pods", f"not written: {pods_reason(error)}")
-
-
-def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:
-    """Return the policy of KV transfers that ``environ`` states, in the words of a worker's contract, and
-    warnings. Pods have no files: their labels are read. Raises ConfigError that names the variable.
-    """
-    # A level of the router's own is asked for where a worker has no policy; no worker waits for it here.
-    contract = {ROUTER_LEVEL: "zone", **environ, ENABLED: "true"}
-    env = parse_topology_env(contract)
-    transfer = None
-    if env.transfer_domain is not None:
-        transfer = KvTransferSpec(
-            domain=env.transfer_domain,
-            enforcement=env.enforcement or Enforcement.REQUIRED,
-            preferred_weight=env.preferred_weight,
-        )
-    key = environ.get(ENGINE_KEY_VARIABLE) or None
-    return PodPolicy(transfer=transfer, levels=env.levels, engine_key=key), env.warnings
-
-
-def account_of(settings: Settings) -> Account:
-    """The account with which pods are watched. Raises ConfigError outside of one."""
-    planes = settings.planes
-    return account_of_pod(
-        Path(planes.kubernetes_account),
-        host=planes.kubernetes_host,
-        port=planes.kubernetes_port,
-        wanted_by="--engine-pods",
-        elsewhere="run kvrouter in a pod beside the engines, or name them in a fleet file",
-    )
-
-
 @asynccontextmanager
 async def pods_served(
-    settings: Settings, account: Account, pods: EnginePods, policy: PodPolicy
+    settings: Settings,
+    account: Account,
+    pods: EnginePods,
+    policy: PodPolicy,
+    folders: Mapping[ModelName, Path],
 ) -> AsyncIterator[OpenDoor]:
-    """Serve the engines of labelled pods behind one front door, on this event loop.
+    """Serve the engines of labelled pods behind one front door, on this event loop; ``folders`` are those of
+    tokenizers here, by model.
 
     Raises CannotListen, before anything is asked, when the front door's address cannot be had.
     """
@@ -187,12 +98,19 @@ async def pods_served(
             subscriber=planes.events,
             telemetry=telemetry,
         )
-        texts = AnnouncedTexts(pods.folders, pool)
+        texts = AnnouncedTexts(folders, pool)
         stack.push_async_callback(texts.loaded)
         stack.callback(await discovery.watch(texts.on_card, texts.on_gone))
-        workers = EngineWorkers(settings, MemoryGround(planes), folders=pods.folders.keys())
+        workers = EngineWorkers(settings, MemoryGround(planes), folders=folders.keys())
         fleet = await stack.enter_async_context(
-            _followed(settings, account, pods, policy, workers, on_store=discovery.on_store)
+            pods_followed(
+                account,
+                pods,
+                policy,
+                workers,
+                drain_limit_s=front.drain_limit_s,
+                on_store=discovery.on_store,
+            )
         )
         yield await stack.enter_async_context(
             open_door(
@@ -206,63 +124,75 @@ async def pods_served(
         )
 
 
-@asynccontextmanager
-async def _followed(
+def serve_engine_pods(
+    settings: Settings, pods: EnginePods, folders: Mapping[ModelName, Path], environ: Mapping[str, str]
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen, ConfigError."""
+    policy, warnings = policy_of(environ)
+    account = account_of(settings, "--engine-pods")
+    for warning in warnings:
+        log_event(_log, Event.CONFIG_WARNING, detail=warning)
+    allow_many_files()
+    return uvloop.run(_serve(settings, account, pods, policy, folders))
+
+
+async def _serve(
     settings: Settings,
     account: Account,
     pods: EnginePods,
     policy: PodPolicy,
-    workers: EngineWorkers,
-    *,
-    on_store: StoreSink,
-) -> AsyncIterator[PodFleet]:
-    """The workers of the pods that the API server shows, from its first list on or from when it answers."""
-    api = PodsApi(
-        account,
-        namespace=pods.namespace or account.namespace,
-        selector=pods.whole_selector,
-        answer_s=ANSWER_S,
-    )
-    tell = PodEvents(api)
-    try:
-        async with PodFleet(workers, policy, tell, drain_limit_s=settings.frontend.drain_limit_s) as fleet:
-            watch = PodsWatch(
-                api,
-                on_pod=fleet.on_pod,
-                on_gone=fleet.on_gone,
-                on_store=on_store,
-                on_refused=troubles_on("pods"),
-            )
-            await watch.start()
-            try:
-                yield fleet
-            finally:
-                watch.end()
-                await watch.ended()
-    finally:
-        await tell.close()
-        await api.close()
-
-
-def serve_engine_pods(settings: Settings, pods: EnginePods, environ: Mapping[str, str]) -> int:
-    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen, ConfigError."""
-    policy, warnings = policy_of(environ)
-    account = account_of(settings)
-    for warning in warnings:
-        log_event(_log, Event.CONFIG_WARNING, detail=warning)
-    allow_many_files()
-    return uvloop.run(_serve(settings, account, pods, policy))
-
-
-async def _serve(settings: Settings, account: Account, pods: EnginePods, policy: PodPolicy) -> int:
-    log_event(logger, Event.START, version=installed_version())
+    folders: Mapping[ModelName, Path],
+) -> int:
+    log_event(_log, Event.START, version=installed_version())
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(told_to_stop())
         try:
             async with unless_told(stopping):
-                door = await stack.enter_async_context(pods_served(settings, account, pods, policy))
+                door = await stack.enter_async_context(pods_served(settings, account, pods, policy, folders))
         except ToldToStop:
-            log_event(logger, Event.STOP)
+            log_event(_log, Event.STOP)
             return 0
         await serve_until(stopping, door, drain_limit_s=settings.frontend.drain_limit_s)
+    return 0
+
+
+def serve_pod_workers(
+    settings: Settings, pods: EnginePods, environ: Mapping[str, str], *, drain_limit_s: float
+) -> int:
+    """Announce a worker for each engine until SIGTERM or SIGINT, then drain. Returns the exit code; raises
+    ConfigError.
+    """
+    policy, warnings = policy_of(environ)
+    account = account_of(settings, "kvrouter worker pods")
+    ground = WiredGround(settings)
+    for warning in (*warnings, *doubts(settings)):
+        log_event(_worker_log, Event.CONFIG_WARNING, detail=warning)
+    allow_many_files()
+    workers = EngineWorkers(settings, ground, folders=None)
+    return uvloop.run(_announce(account, pods, policy, workers, drain_limit_s=drain_limit_s))
+
+
+async def _announce(
+    account: Account, pods: EnginePods, policy: PodPolicy, workers: EngineWorkers, *, drain_limit_s: float
+) -> int:
+    def on_store(is_reachable: bool, why: str) -> None:
+        event = Event.DISCOVERY_BACK if is_reachable else Event.DISCOVERY_LOST
+        log_event(_worker_log, event, reason=why)
+
+    log_event(_worker_log, Event.START, version=installed_version())
+    followed = pods_followed(account, pods, policy, workers, drain_limit_s=drain_limit_s, on_store=on_store)
+    async with AsyncExitStack() as stack:
+        stopping = stack.enter_context(told_to_stop())
+        try:
+            async with unless_told(stopping):
+                fleet = await stack.enter_async_context(followed)
+        except ToldToStop:
+            log_event(_worker_log, Event.STOP)
+            return 0
+        settle_memory()
+        log_event(_worker_log, Event.READY, workers=len(fleet.workers))
+        await stopping.wait()
+        log_event(_worker_log, Event.DRAIN, workers=len(fleet.workers))
+        await fleet.drain()
+    log_event(_worker_log, Event.STOP)
     return 0

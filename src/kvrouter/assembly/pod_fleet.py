@@ -151,6 +151,7 @@ class PodFleet:
         self._drain_limit_s = drain_limit_s
         self._seats: dict[str, PodSeat] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_draining = False
         self._without: dict[str, tuple[EnginePod, str, str]] = {}
         """Pods that get no worker now: why, in short, and in full where it is a mistake."""
 
@@ -178,9 +179,18 @@ class PodFleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def drain(self) -> None:
+        """Let every worker finish what runs, and leave; nobody joins any more."""
+        self._is_draining = True
+        for seat in self._seats.values():
+            seat.want(None)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
     def on_pod(self, pod: EnginePod) -> None:
         """A pod is there, or changed."""
         seat = self._seats.get(pod.uid)
+        if self._is_draining:
+            return
         if pod.is_over:
             self.on_gone(pod.uid)
         elif pod.is_ready and not pod.is_leaving:

@@ -10,6 +10,7 @@ import click
 from kvrouter.cli.engines import worker_sglang, worker_trtllm, worker_vllm
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.operator import operator
+from kvrouter.cli.pods import worker_pods
 from kvrouter.cli.processes import begin, frontend, model_folders, warn, worker
 from kvrouter.cli.standalone import router
 from kvrouter.cli.topology import topology
@@ -118,10 +119,11 @@ def _serve_engine_pods(
 ) -> NoReturn:
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=None)
     begin(loaded)
-    from kvrouter.assembly.engine_pods import EnginePods, serve_engine_pods  # noqa: PLC0415
+    from kvrouter.assembly.engine_pods import serve_engine_pods  # noqa: PLC0415
+    from kvrouter.assembly.pods_followed import EnginePods  # noqa: PLC0415
 
-    pods = EnginePods(selector=selector, namespace=namespace, folders=model_folders(model_paths))
-    sys.exit(serve_engine_pods(loaded.settings, pods, os.environ))
+    pods = EnginePods(selector=selector, namespace=namespace)
+    sys.exit(serve_engine_pods(loaded.settings, pods, model_folders(model_paths), os.environ))
 
 
 kvrouter.add_command(frontend)
@@ -129,6 +131,7 @@ kvrouter.add_command(worker)
 worker.add_command(worker_vllm)
 worker.add_command(worker_sglang)
 worker.add_command(worker_trtllm)
+worker.add_command(worker_pods)
 kvrouter.add_command(router)
 
 
