@@ -1,6 +1,7 @@
 """Nothing that a user wrote is ignored silently: events and a status tell it, each once."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -69,6 +70,35 @@ async def test_what_cannot_be_read_is_told_in_the_status_and_mended(
             stdin=json.dumps(graph(namespace, "llm", labelKey=ZONE, domain="zone")),
         )
         wait(plane, namespace, "Ready=True")
+
+
+async def test_wide_columns_answer_the_second_question(plane: ControlPlane, namespace: str) -> None:
+    card = {"draining": False, "engine_silent": True, "model": "llama", "role": "decode"}
+    plane.apply(
+        {
+            "apiVersion": "kvrouter.dev/v1alpha1",
+            "kind": "KvrouterWorker",
+            "metadata": {"namespace": namespace, "name": "fleet-1"},
+            "spec": {"card": card, "withdrawn": False, "lease_s": 60.0},
+        }
+    )
+    assert wide(plane, namespace, "kvw")["ENGINESILENT"] == "true"
+    async with operator(plane, namespace, "one"):
+        spec = graph(namespace, "llm", labelKey=ZONE, domain="zone")
+        spec["spec"]["components"] = spec["spec"]["components"][:1]
+        plane.apply(spec)
+        wait(plane, namespace, "Ready=True")
+        row = wide(plane, namespace, "dgd")
+        assert (row["READY"], row["PLACED"], row["REASON"]) == ("True", "Unknown", "AllPodsReady")
+        assert row["MESSAGE"] == "all 1 pods are Ready"
+
+
+def wide(plane: ControlPlane, namespace: str, kind: str) -> dict[str, str]:
+    """The only row of a wide table, by the columns' names."""
+    head, row = plane.kubectl("get", kind, "--namespace", namespace, "--output", "wide").splitlines()
+    starts = [match.start() for match in re.finditer(r"\S+", head)]
+    ends = [*starts[1:], None]
+    return {head[start:end].strip(): row[start:end].strip() for start, end in zip(starts, ends, strict=True)}
 
 
 def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
