@@ -277,6 +277,15 @@ def test_each_way_to_a_certificate_is_whole(kind: str) -> None:
     assert one(shape("cert-manager signs for itself"), "Certificate")["spec"]["issuerRef"]["name"] == issuer
 
 
+def test_operators_are_apart_if_they_can_be() -> None:
+    template = one(shape("default"), "Deployment")["spec"]["template"]
+    constraints = template["spec"]["topologySpreadConstraints"]
+    keys = {each["topologyKey"]: each["whenUnsatisfiable"] for each in constraints}
+    assert keys == dict.fromkeys(("topology.kubernetes.io/zone", "kubernetes.io/hostname"), "ScheduleAnyway")
+    for each in constraints:
+        assert each["labelSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+
+
 def test_nats_is_where_fleets_are_told_that_it_is() -> None:
     own = shape("nats of its own")
     assert arguments(own)["--nats-server"] == "nats://kvrouter-nats.kvrouter-system.svc:4222"
