@@ -16,7 +16,7 @@ from tests.cluster.webhooks import (
     on_bindings,
     on_deployments,
     own_certificate,
-    until_told,
+    until_serving,
 )
 from tests.support.processes import eventually, free_ports
 from tests.support.waits import until
@@ -48,7 +48,7 @@ async def test_labels_come_late_and_the_real_init_command_waits_for_them(older_p
             older_plane.apply(on_deployments(namespace, port), on_bindings(namespace, port))
             async with Kubelet(older_plane, namespace) as kubelet:
                 async with operator(older_plane, namespace, "one", *flags) as one:
-                    await until_told(one, "operator_leads")
+                    await until_serving(one)
                     older_plane.apply(gated(graph(namespace, "llm", labelKey=RACK, domain="rack")))
                     waiting = await gated_pods(older_plane, namespace)
                 for each in waiting:

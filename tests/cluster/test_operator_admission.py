@@ -1,24 +1,33 @@
 """The admission door of the operator's replicas, asked by a real API server."""
 
 import asyncio
-from typing import Any
+import re
+from itertools import count
 
+import httpx
 import pytest
+from kubernetes.aio.client import ApiClient
 
 from tests.cluster.control_plane import ControlPlane, KubectlError
-from tests.cluster.operators import graph, install_crds, operator
+from tests.cluster.nodes import RACK
+from tests.cluster.operators import Operator, graph, install_crds, operator
+from tests.cluster.pods import bound, pod
 from tests.cluster.webhooks import (
     SECRET,
     SERVICE,
     name_of,
+    on_bindings,
     on_deployments,
     own_certificate,
     trusted,
+    until_asked,
+    until_serving,
     until_told,
 )
-from tests.support.processes import free_ports
+from tests.support.processes import eventually, free_ports
 
 VALIDATING = "validatingwebhookconfiguration"
+MUTATING = "mutatingwebhookconfiguration"
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +44,47 @@ async def test_a_follower_refuses_what_cannot_be_and_admits_the_rest_with_a_cert
     plane.apply(on_deployments(namespace, port + 1))
     with plane.deleting(VALIDATING, name):
         async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
-            await until_told(one, "operator_leads")
+            await until_serving(one)
             authority = trusted(plane, VALIDATING, name)
             async with operator(plane, namespace, "two", *own_certificate(namespace, port + 1)) as two:
                 await until_told(two, "kind=admission")
+                await until_asked(plane, namespace)
                 assert trusted(plane, VALIDATING, name) == authority != ""
-                with pytest.raises(KubectlError, match="containers: is needed"):
-                    await asyncio.to_thread(plane.apply, without_engine(namespace))
                 await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
                 assert "admission_refused" in two.log
                 assert "operator_leads" not in two.log
 
         with pytest.raises(KubectlError, match="failed calling webhook"):
             plane.apply(graph(namespace, "other"))
+
+
+async def test_where_the_cluster_labels_pods_itself_a_webhook_on_bindings_adds_nothing(
+    plane: ControlPlane, api: ApiClient, namespace: str
+) -> None:
+    port, name = free_ports(1), name_of(namespace)
+    plane.lead_service(namespace, SERVICE)
+    plane.apply(on_deployments(namespace, port), on_bindings(namespace, port))
+    with plane.deleting(VALIDATING, name), plane.deleting(MUTATING, f"{name}-binding"):
+        async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
+            await until_serving(one)
+            plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))
+            numbers = count()
+
+            async def is_left() -> bool:
+                seen = await bound(plane, api, pod(namespace, f"llm-prefill-{next(numbers)}"))
+                node = plane.read("node", seen["spec"]["nodeName"])
+                is_labelled = seen["metadata"]["labels"].get(RACK) == node["metadata"]["labels"][RACK]
+                return is_labelled and bool(await answers(one))
+
+            await eventually(is_left)
+            assert await answers(one) == {"left"}
+
+
+async def answers(replica: Operator) -> set[str]:
+    """What the replica answered about Bindings."""
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}") as client:
+        page = (await client.get("/metrics")).text
+    return set(re.findall(r'^kvrouter_operator_bindings_total\{answer="(\w+)"\} [1-9]', page, re.MULTILINE))
 
 
 async def test_a_certificate_that_somebody_spoilt_is_made_anew_at_the_next_start(
@@ -63,10 +100,5 @@ async def test_a_certificate_that_somebody_spoilt_is_made_anew_at_the_next_start
     with plane.deleting(VALIDATING, name_of(namespace)):
         async with operator(plane, namespace, "one", *own_certificate(namespace, port)) as one:
             await until_told(one, "kind=admission")
+            await until_asked(plane, namespace)
             await asyncio.to_thread(plane.apply, graph(namespace, "llm"))
-
-
-def without_engine(namespace: str) -> dict[str, Any]:
-    manifest = graph(namespace, "llm")
-    manifest["spec"]["components"][1]["podTemplate"] = {}
-    return manifest

@@ -1,6 +1,5 @@
 """Every row of the page's table of mistakes, with kubectl: what comes back names the field and the mend."""
 
-import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -30,8 +29,8 @@ from tests.cluster.grove import BINDING, install_grove, topology
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK, ZONE
 from tests.cluster.operators import account_with_roles, install_crds, operator
-from tests.cluster.webhooks import SERVICE, name_of, on_deployments
-from tests.support.processes import eventually, free_ports
+from tests.cluster.webhooks import SERVICE, name_of, on_deployments, until_asked
+from tests.support.processes import free_ports
 
 PAGE = (Path(__file__).parents[2] / "docs" / "kubernetes-policy.md").read_text("utf-8")
 OLDER = "ClusterTopology"
@@ -114,20 +113,6 @@ async def judged(plane: ControlPlane, **values: Any) -> AsyncIterator[str]:
                 yield namespace
 
 
-async def until_asked(plane: ControlPlane, namespace: str) -> None:
-    """Return once the webhook is in force and answers: it refuses what the definition allows."""
-    wrong = manifest(namespace, "asked", spec([{"name": "decode", "type": "decode", "replicas": 0}]))
-
-    async def is_asked() -> bool:
-        try:
-            plane.kubectl("create", "--dry-run=server", "--filename", "-", stdin=json.dumps(wrong))
-        except KubectlError as error:
-            return "podTemplate.spec.containers" in error.said
-        return False
-
-    await eventually(is_asked)
-
-
 def test_every_row_of_the_page_is_here() -> None:
     section = PAGE.partition("## What is refused, and how to mend it")[2].partition("\n## ")[0]
     told = re.findall(r"^\| (?!mistake|---)(.+?) \|", section, re.MULTILINE)
@@ -151,6 +136,7 @@ def test_without_grove_nothing_of_grove_can_be_named(plane: ControlPlane, namesp
         spec(WORKERS),
         spec(WORKERS, **IN_FABRIC),
         spec(of_frontend(level="zone", label=ZONE)),
+        spec(of_frontend(level="zone", label=ZONE), **IN_FABRIC),
         spec(WORKERS, experimental={"kvTransferPolicy": BY_LABEL}),
     ],
 )

@@ -24,6 +24,7 @@ from tests.cluster.webhooks import (
     on_deployments,
     own_certificate,
     trusted,
+    until_serving,
     until_told,
 )
 from tests.support.processes import eventually, free_ports
@@ -64,7 +65,7 @@ async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
         async with AsyncExitStack() as stack:
             leader = operator(plane, namespace, "one", *own_certificate(namespace, port))
             one = await stack.enter_async_context(leader)
-            await until_told(one, "operator_leads")
+            await until_serving(one)
             follower = operator(plane, namespace, "two", *own_certificate(namespace, port + 1))
             two = await stack.enter_async_context(follower)
             await until_told(two, "kind=admission")

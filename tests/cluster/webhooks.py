@@ -1,8 +1,9 @@
 """Webhooks that ask an operator of these tests, of one namespace each."""
 
+import json
 from typing import Any
 
-from tests.cluster.control_plane import ControlPlane
+from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.operators import Operator
 from tests.support.processes import eventually
 
@@ -53,6 +54,30 @@ def trusted(plane: ControlPlane, configuration: str, name: str) -> str:
     """The authority that the first webhook of a configuration trusts; empty for none."""
     (webhook,) = plane.read(configuration, name)["webhooks"]
     return str(webhook["clientConfig"].get("caBundle", ""))
+
+
+async def until_asked(plane: ControlPlane, namespace: str) -> None:
+    """Return once the API server asks an operator: it refuses what the definition allows."""
+    metadata = {"namespace": namespace, "name": "asked"}
+    wrong = {"components": [{"name": "decode", "type": "decode", "replicas": 0}]}
+    of = {"apiVersion": "nvidia.com/v1beta1", "kind": "DynamoGraphDeployment"}
+    stored = json.dumps({**of, "metadata": metadata, "spec": wrong})
+
+    async def is_asked() -> bool:
+        try:
+            plane.kubectl("create", "--dry-run=server", "--filename", "-", stdin=stored)
+        except KubectlError as error:
+            return "podTemplate.spec.containers: is needed" in error.said
+        return False
+
+    await eventually(is_asked)
+
+
+async def until_serving(*replicas: Operator) -> None:
+    """Return once the first one leads, and all have their admission doors open."""
+    await until_told(replicas[0], "operator_leads")
+    for replica in replicas:
+        await until_told(replica, "kind=admission")
 
 
 async def until_told(replica: Operator, words: str) -> None:
