@@ -18,7 +18,7 @@ from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONE
 from tests.cluster.pods import BY_HAND
-from tests.cluster.workers_store import mounted
+from tests.cluster.workers_store import install_definition, mounted
 from tests.support.engine_attached import CONTEXT_TOKENS, config
 from tests.support.engine_small import SmallEngine, small_engine
 from tests.support.engine_small_vllm import VllmTongue
@@ -43,6 +43,24 @@ def service_account(plane: ControlPlane, namespace: str, folder: Path) -> Accoun
     """The account of the example, with the example's rights and no others."""
     plane.apply(*(each for each in example("kvrouter.yaml", namespace) if "spec" not in each))
     return mounted(plane, namespace, "kvrouter", folder)
+
+
+def allow_cards(plane: ControlPlane, namespace: str) -> None:
+    """Let that account announce workers as objects, stand by for them, and find them, as the pages say."""
+    install_definition(plane)
+    metadata = {"namespace": namespace, "name": "kvrouter-cards"}
+    verbs = ["get", "create", "update", "list", "watch", "delete"]
+    found = example("kvrouter.yaml", namespace)
+    binding = next(each for each in found if each["kind"] == "RoleBinding")
+    plane.apply(
+        {
+            "apiVersion": "rbac.authorization.k8s.io/v1",
+            "kind": "Role",
+            "metadata": metadata,
+            "rules": [{"apiGroups": ["kvrouter.dev"], "resources": ["kvrouterworkers"], "verbs": verbs}],
+        },
+        {**binding, "metadata": metadata, "roleRef": {**binding["roleRef"], "name": "kvrouter-cards"}},
+    )
 
 
 class PodsWithEngines:
@@ -74,13 +92,16 @@ class PodsWithEngines:
         more = {**self._environ, **(environ or {})}
         return await self._processes.door("up", "--engine-pods", *arguments, environ=more)
 
-    async def workers(self) -> Running:
+    async def workers(self, *, discovery: str) -> Running:
         """Start ``kvrouter worker pods``; return once it follows the pods."""
-        return await self._processes.worker(engine="pods", environ=self._environ)
+        return await self._processes.worker(engine="pods", environ=self._announced(discovery))
 
-    async def frontend(self) -> Frontend:
+    async def frontend(self, *, discovery: str) -> Frontend:
         """Start a frontend for workers of other processes."""
-        return await self._processes.frontend()
+        return await self._processes.frontend(environ=self._announced(discovery))
+
+    def _announced(self, discovery: str) -> dict[str, str]:
+        return {**self._environ, "DYN_DISCOVERY_BACKEND": discovery, "DYN_EVENT_PLANE": "zmq"}
 
     async def pod(
         self, name: str, *, zone: str, role: Role = Role.BOTH, annotations: Mapping[str, str] | None = None

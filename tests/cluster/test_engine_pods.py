@@ -13,6 +13,7 @@ from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONES
 from tests.cluster.pods_with_engines import (
     PodsWithEngines,
+    allow_cards,
     completed,
     example,
     pods_with_engines,
@@ -177,20 +178,25 @@ async def test_losing_the_api_server_takes_nobody_away_and_who_left_meanwhile_is
     assert await completed(frontend)
 
 
+@pytest.mark.parametrize("discovery", ["file", "kubernetes"])
 async def test_front_doors_of_other_processes_find_the_engines_and_one_process_takes_over_from_another(
-    here: PodsWithEngines,
+    here: PodsWithEngines, namespace: str, discovery: str
 ) -> None:
+    if discovery == "kubernetes":
+        allow_cards(here.plane, namespace)
     await here.pod("one", zone=NEAR)
     await here.pod("two", zone=FAR)
     await here.set_ready("one", "two")
-    first, frontend = await asyncio.gather(here.workers(), here.frontend())
+    first, frontend = await asyncio.gather(
+        here.workers(discovery=discovery), here.frontend(discovery=discovery)
+    )
     await until_there(frontend, 2)
     before = await there(frontend)
     assert {worker_id for worker_id, *_ in before} == {
         worker_id_of(await here.uid(name)) for name in ("one", "two")
     }
     assert await completed(frontend)
-    second = await here.workers()
+    second = await here.workers(discovery=discovery)
 
     async def waits() -> bool:
         return second.lines().count(" worker_standby ") == 2
