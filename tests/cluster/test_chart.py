@@ -82,7 +82,7 @@ async def test_by_kubectl_it_looks_after_all_namespaces_with_its_own_rights_and_
     await until_left(plane, system, before)
 
 
-async def test_the_job_at_the_end_removes_the_policies_of_deployments_that_live_on(
+async def test_without_an_operator_only_what_it_must_judge_waits_and_the_job_at_the_end_removes_its_policies(
     own_plane: ControlPlane, system: str, fleets: str
 ) -> None:
     plane = own_plane
@@ -93,6 +93,13 @@ async def test_the_job_at_the_end_removes_the_policies_of_deployments_that_live_
     async with operator_as_deployed(plane, system, "one"):
         await asyncio.to_thread(plane.apply, graph(fleets, "llm", labelKey=RACK, domain="rack"))
         await until(plane, fleets, "dgd/llm", "DomainBalanced")
+        await asyncio.to_thread(plane.apply, graph(fleets, "leaves"))
+    with pytest.raises(KubectlError, match="failed calling webhook"):
+        plane.apply(graph(fleets, "comes"))
+    with pytest.raises(KubectlError, match="failed calling webhook"):
+        plane.apply(graph(fleets, "llm"))
+    plane.kubectl("label", "dgd/llm", "kept=yes", "--namespace", fleets)
+    plane.kubectl("delete", "dgd/leaves", "--cascade=foreground", "--namespace", fleets, WAIT)
     for each in reversed(shipped):
         plane.kubectl("delete", "--filename", "-", stdin=json.dumps(each))
     assert len(plane.read(POLICIES)["items"]) == 2

