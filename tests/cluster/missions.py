@@ -131,9 +131,9 @@ class Mission:
     async def metrics(self) -> Metrics:
         return Metrics((await self.http.get("/metrics")).raise_for_status().text)
 
-    async def ask(self, number: int | None = None) -> Answer:
+    async def ask(self) -> Answer:
         """Ask once, with a prompt that nobody sent before; raises what the client raises."""
-        prompt = word_ids(first=next(_prompts) if number is None else number, n=PROMPT_TOKENS)
+        prompt = word_ids(first=next(_prompts), n=PROMPT_TOKENS)
         raw = await self.openai.completions.with_raw_response.create(
             model="mock", prompt=prompt, max_tokens=ANSWER_TOKENS, temperature=0
         )
@@ -141,7 +141,9 @@ class Mission:
         assert answer.choices[0].text == expected_text(prompt, ANSWER_TOKENS)
         told = raw.headers
         return Answer(
-            told["x-request-id"], told["x-kvrouter-prefill-domain"], told["x-kvrouter-decode-domain"]
+            told["x-request-id"],
+            told.get("x-kvrouter-prefill-domain", ""),
+            told["x-kvrouter-decode-domain"],
         )
 
     async def ask_often(self, n: int) -> list[Answer]:
@@ -153,6 +155,17 @@ class Mission:
                 return await self.ask()
 
         return await asyncio.gather(*(one() for _ in range(n)))
+
+    async def ask_until_used(self, *expected: str) -> list[Answer]:
+        """Ask until each of these zones has had a part of it; answers with all that came of it."""
+        answers: list[Answer] = []
+
+        async def are_used() -> bool:
+            answers.extend(await self.ask_often(2 * AT_ONCE))
+            return {prefill for prefill, _ in zones(answers)} >= set(expected)
+
+        await eventually(are_used)
+        return answers
 
     @asynccontextmanager
     async def under_load(self) -> AsyncIterator[Load]:
@@ -249,10 +262,10 @@ async def mission(plane: ControlPlane, manifest: dict[str, Any]) -> AsyncIterato
 
 
 def zones(answers: Sequence[Answer]) -> Counter[tuple[str, str]]:
-    """How many answers were prefilled and decoded where."""
+    """How many answers were prefilled and decoded where; an empty zone is nobody's."""
     return Counter((_zone(answer.prefill_domain), _zone(answer.decode_domain)) for answer in answers)
 
 
 def _zone(domains: str) -> str:
     """``zone=a,rack=r`` is in zone a."""
-    return dict(part.split("=", 1) for part in domains.split(",")).get("zone", "")
+    return dict(part.split("=", 1) for part in domains.split(",") if part).get("zone", "")

@@ -86,6 +86,9 @@ async def engines_wait_for_their_files(flight: Mission) -> None:
         assert first["metadata"]["labels"][PLACE] == node_zone(worker)
     flight.kubelet.release_files()
     await flight.until_whole()
+    cards = (await flight.read("kvw"))["items"]
+    owners = [owner["name"] for card in cards for owner in card["metadata"]["ownerReferences"]]
+    assert sorted(owners) == sorted(worker.name for worker in workers)
     for told in await flight.fleet():
         (worker,) = [each for each in workers if each.address in told["address"]]
         assert told["domains"]["zone"] == node_zone(worker)
@@ -94,7 +97,7 @@ async def engines_wait_for_their_files(flight: Mission) -> None:
 
 
 async def requests_stay_in_their_zone(flight: Mission) -> None:
-    answers = await flight.ask_often(24)
+    answers = await flight.ask_until_used(*USED)
     assert set(zones(answers)) == {(zone, zone) for zone in USED}
     page = await flight.metrics()
     handoffs = {
@@ -136,7 +139,7 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     await flight.kubectl("uncordon", *nodes_of(one), *nodes_of(other))
     await flight.until_whole()
     await flight.until_is("DomainBalanced=True")
-    assert set(zones(await flight.ask_often(24))) == {(zone, zone) for zone in USED}
+    assert set(zones(await flight.ask_until_used(*USED))) == {(zone, zone) for zone in USED}
 
 
 async def the_api_server_dies_and_comes_back(flight: Mission) -> None:
@@ -146,7 +149,7 @@ async def the_api_server_dies_and_comes_back(flight: Mission) -> None:
         return (await flight.metrics()).total("discovery_up") == 0
 
     await eventually(is_noticed)
-    assert set(zones(await flight.ask_often(12))) == {(zone, zone) for zone in USED}
+    assert set(zones(await flight.ask_until_used(*USED))) == {(zone, zone) for zone in USED}
     assert await flight.places() == WHOLE
     await asyncio.to_thread(flight.plane.bring_back_api_server)
 
@@ -172,7 +175,8 @@ async def a_zone_is_renamed_under_running_workers(flight: Mission) -> None:
     for worker in moved:
         assert worker.labels[PLACE] == new
         assert (worker.volume("topology-labels") / "zone").read_text() == new
-    assert set(zones(await flight.ask_often(16))) == {(USED[0], USED[0]), (new, new)}
+    used = USED[0], new
+    assert set(zones(await flight.ask_until_used(*used))) == {(zone, zone) for zone in used}
     assert before == {container: container.starts for container in before}
 
 

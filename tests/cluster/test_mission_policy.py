@@ -33,7 +33,7 @@ async def test_a_policy_changes_under_requests_and_rolls_no_more_than_it_must(
         ):
             await flight.scale(**WORKERS)
             await flight.until_whole()
-            assert set(zones(await flight.ask_often(24))) == {(zone, zone) for zone in USED}
+            assert set(zones(await flight.ask_until_used(*USED))) == {(zone, zone) for zone in USED}
             rolls = {"frontend", "prefill"}
             await policy_changes_under_requests(flight, rolls, enforcement="fallback")
             await kv_falls_back_where_no_decoders_are(flight)
@@ -54,6 +54,7 @@ async def policy_changes_under_requests(flight: Mission, rolls: set[str], **chan
         await flight.until_whole()
     assert not load.failures
     assert load.answers
+    assert all(answer.prefill_domain for answer in load.answers), "no prefill worker was left meanwhile"
     after = {name: {each.uid for each in flight.pods(name)} for name in COMPONENTS}
     assert {name for name in COMPONENTS if not after[name] & before[name]} == rolls
     assert {name for name in COMPONENTS if after[name] != before[name]} == rolls

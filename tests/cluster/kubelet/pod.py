@@ -6,6 +6,7 @@ from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -196,7 +197,7 @@ class PlayedPod:
             self._changed.clear()
             status = self._status()
             if status != written:
-                await _again(lambda: self._write(self._status()))
+                await _again(partial(self._write, status))
                 written = status
 
     async def _write(self, status: Object) -> None:
