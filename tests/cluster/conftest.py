@@ -1,9 +1,10 @@
 """One control plane for the whole run, with nodes in three zones; a namespace for each test."""
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,23 @@ from kubernetes.aio.config import new_client_from_config
 from tests.cluster.control_plane import AS_1_35, AS_BEFORE_1_35, ControlPlane
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import add_nodes
+from tests.support.processes import eventually
 
 KEPT_LOGS = pytest.StashKey[list[Path]]()
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def _connections_end() -> AsyncIterator[None]:
+    """Close a test's loop after its last connection: both sides end TLS by a word that nobody awaits."""
+    watched = asyncio.get_running_loop()._selector.get_map()  # type: ignore[attr-defined]
+    at_first = len(watched)
+    yield
+
+    async def have_ended() -> bool:
+        return len(watched) <= at_first
+
+    with suppress(AssertionError):  # one that does not end is told as whose loop was closed before
+        await eventually(have_ended)
 
 
 @pytest.fixture(scope="session")
