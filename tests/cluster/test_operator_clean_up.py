@@ -32,7 +32,8 @@ async def test_clean_up_removes_the_policies_of_one_operator_though_it_runs_stil
         assert policy == binding
         other = f"{policy}-other"
         stray = plane.read("mutatingadmissionpolicies", policy)
-        stray["metadata"] = {"name": other, "labels": {OF_OPERATOR: "another"}}
+        labels = {**stray["metadata"]["labels"], OF_OPERATOR: "another"}
+        stray["metadata"] = {"name": other, "labels": labels}
         plane.apply(stray)
         try:
             arguments = ("--kubeconfig", str(account), "--lease-namespace", namespace)

@@ -32,6 +32,7 @@ def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
 def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None:
     others = [
         Key("kvrouter-system", "other"),
+        Key("elsewhere", "kvrouter-operator"),
         Key("kvrouter", "system.kvrouter-operator"),
         Key("n" * 63, "l" * 253),
     ]
@@ -46,7 +47,7 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
             assert isinstance(labels, dict)
             assert labels[OPERATOR_LABEL] == label
             assert labels["app.kubernetes.io/managed-by"] == "kvrouter-operator"
-    assert len(names) == 4
+    assert len(names) == 5
 
 
 def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> None:
