@@ -5,9 +5,10 @@ from typing import Any
 
 from kubernetes.aio.client import ApiClient
 
-from kvrouter.operator.labels import Copy, PolicyScope, binding_policy
+from kvrouter.operator.labels import Copy, Node, PolicyScope, binding_policy, node_places
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.nodes import RACK
+from tests.cluster.nodes import RACK, ZONES
+from tests.cluster.operators import install_crds
 from tests.cluster.pods import bound, pod
 from tests.support.processes import eventually
 
@@ -15,6 +16,7 @@ ZONE_COPY = Copy("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone"
 RACK_COPY = Copy("rack", RACK, "grove.io/topology.rack")
 NOWHERE = Copy("block", "example.com/block", "grove.io/topology.block")
 COPIES = (ZONE_COPY, RACK_COPY, NOWHERE)
+KINDS = "mutatingadmissionpolicybinding,mutatingadmissionpolicy,kvrouternodeplaces"
 FORGED = {copy.pod_label: "forged" for copy in COPIES}
 
 
@@ -22,6 +24,11 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:
     name = f"kvrouter-{namespace}"
+    install_crds(plane)
+    nodes = [
+        Node(node["metadata"]["name"], node["metadata"]["labels"]) for node in plane.read("nodes")["items"]
+    ]
+    plane.apply(node_places(name, COPIES, nodes))
     plane.apply(*binding_policy(name, COPIES, PolicyScope((namespace,), ("llm-prefill",))))
     numbers = count()
     seen: dict[str, Any] = {}
@@ -42,4 +49,29 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
     assert bare["metadata"]["labels"].keys() >= FORGED.keys()
     other = await bound(plane, api, pod(namespace, "other", FORGED))
     assert {key: other["metadata"]["labels"][key] for key in FORGED} == FORGED
-    plane.kubectl("delete", "mutatingadmissionpolicy,mutatingadmissionpolicybinding", name)
+    plane.kubectl("delete", KINDS, name)
+
+
+async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
+    plane: ControlPlane, api: ApiClient, namespace: str
+) -> None:
+    name = f"kvrouter-{namespace}"
+    install_crds(plane)
+    known, unknown = Node(f"{ZONES[0]}-0", {ZONE_COPY.node_label: ZONES[0]}), f"{ZONES[1]}-0"
+    plane.apply(node_places(name, (ZONE_COPY,), [known]))
+    plane.apply(*binding_policy(name, (ZONE_COPY,), PolicyScope((namespace,), ("llm-prefill",))))
+    numbers = count()
+
+    async def told(node: str) -> str:
+        manifest = pod(namespace, f"llm-prefill-{next(numbers)}", FORGED)
+        manifest["spec"]["nodeSelector"] = {RACK: f"{node[:-2]}-rack-{node[-1]}"}
+        seen = await bound(plane, api, manifest)
+        assert seen["spec"]["nodeName"] == node
+        return str(seen["metadata"]["labels"][ZONE_COPY.pod_label])
+
+    async def is_in_force() -> bool:
+        return await told(known.name) == ZONES[0]
+
+    await eventually(is_in_force)
+    assert await told(unknown) == "forged", "this one is the operator's to mend"
+    plane.kubectl("delete", KINDS, name)

@@ -178,6 +178,32 @@ async def test_a_nodes_label_that_comes_later_reaches_its_pods(plane: ControlPla
         plane.kubectl("delete", "node", node)
 
 
+async def test_the_places_of_nodes_follow_nodes_that_come_change_and_go(
+    plane: ControlPlane, namespace: str
+) -> None:
+    node, key = f"node-{namespace}", f"example.com/{namespace}"
+
+    async def becomes(wanted: list[str] | None) -> None:
+        async def is_so() -> bool:
+            there = [each["spec"] for each in plane.read("kvnp")["items"]]
+            values = [spec["values"] for spec in there if spec["levels"] == [f"cage={key}"]]
+            return len(values) == 1 and values[0].get(node) == wanted
+
+        await eventually(is_so)
+
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", labelKey=key, domain="cage"))
+        await becomes(None)
+        plane.add_node(node, {})
+        try:
+            await becomes([""])
+            plane.kubectl("label", "node", node, f"{key}=cage-1")
+            await becomes(["cage-1"])
+        finally:
+            plane.kubectl("delete", "node", node)
+        await becomes(None)
+
+
 async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_goes_with_the_deployment(
     plane: ControlPlane, api: ApiClient, namespace: str
 ) -> None:

@@ -5,12 +5,13 @@ from typing import Any
 
 from kvrouter.operator.api import ClusterTopology, Level
 from kvrouter.operator.facts import ClusterFacts, Grove
-from kvrouter.operator.labels import Copy
+from kvrouter.operator.labels import Copy, Node
 from kvrouter.operator.reconcile.bindings import OPERATOR_LABEL, Wanted, owner_label, policies_for, wanted_by
 from kvrouter.operator.reconcile.kinds import Key, metadata_of
 
 ZONE = Copy("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
 LEASE = Key("kvrouter-system", "kvrouter-operator")
+NODES = (Node("n2", {ZONE.node_label: "b"}), Node("n1", {ZONE.node_label: "a", "example.com/rack": "r1"}))
 RACK = Copy("rack", "example.com/rack", "example.com/rack")
 
 
@@ -20,13 +21,19 @@ def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
         Wanted("a", ("llm-decode", "llm-prefill"), (ZONE,)),
         Wanted("a", ("code-decode",), (RACK,)),
     ]
-    policies = policies_for(wanted, LEASE)
-    assert policies == policies_for(reversed(wanted), LEASE)
-    told = sorted(str(policy["spec"]) for policy, _ in policies.values())
+    policies = policies_for(wanted, NODES, LEASE)
+    assert policies == policies_for(reversed(wanted), NODES[::-1], LEASE)
+    told = sorted(str(policy["spec"]) for _, policy, _ in policies.values())
     assert len(told) == 2
     assert sum("'values': ['a', 'b']" in spec and "chat-decode-" in spec for spec in told) == 1
     assert sum("'values': ['a']" in spec and "code-decode-" in spec for spec in told) == 1
     assert all(name.startswith("kvrouter-topology-") for name in policies)
+    places = sorted((metadata_of(manifest)["name"], manifest["spec"]) for manifest, _, _ in policies.values())
+    assert [name for name, _ in places] == sorted(policies)
+    assert {str(spec) for _, spec in places} == {
+        str({"levels": [f"zone={ZONE.node_label}"], "values": {"n1": ["a"], "n2": ["b"]}}),
+        str({"levels": ["rack=example.com/rack"], "values": {"n1": ["r1"], "n2": [""]}}),
+    }
 
 
 def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None:
@@ -40,7 +47,8 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
     for lease in (LEASE, *others):
         label = owner_label(lease)
         assert re.fullmatch(r"[a-z0-9][-a-z0-9.]{0,61}[a-z0-9]", label)
-        ((name, manifests),) = policies_for([Wanted("a", ("llm-decode",), (ZONE,))], lease).items()
+        wanted = [Wanted("a", ("llm-decode",), (ZONE,))]
+        ((name, manifests),) = policies_for(wanted, NODES, lease).items()
         names.add(name)
         for manifest in manifests:
             labels = metadata_of(manifest)["labels"]

@@ -1,6 +1,7 @@
 """What pods get of their nodes' labels: which, in the write that binds them, and later."""
 
 import json
+from typing import cast
 
 import pytest
 from pydantic import JsonValue
@@ -17,11 +18,13 @@ from kvrouter.operator.labels import (
     binding_policy,
     copies_of,
     late_labels,
+    node_places,
     pod_labels,
     read_node,
     read_pod,
     resolve,
 )
+from kvrouter.operator.labels.places import NODES_MAX
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.topology import Required
 
@@ -79,11 +82,11 @@ def test_a_node_without_a_label_gives_an_empty_one() -> None:
 # In the write that binds.
 
 
-def test_the_policy_is_about_every_node_and_the_binding_of_workers() -> None:
+def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() -> None:
     scope = PolicyScope(namespaces=("fleet",), workloads=("llm-prefill", "llm-decode"))
     policy, binding = binding_policy("kvrouter-llm", (ZONE,), scope)
     assert policy["spec"] == {
-        "paramKind": {"apiVersion": "v1", "kind": "Node"},
+        "paramKind": {"apiVersion": "kvrouter.dev/v1alpha1", "kind": "KvrouterNodePlaces"},
         "matchConstraints": {
             "namespaceSelector": {
                 "matchExpressions": [
@@ -107,20 +110,22 @@ def test_the_policy_is_about_every_node_and_the_binding_of_workers() -> None:
             }
         ],
         "variables": [
-            {"name": "isItsNode", "expression": "params.metadata.name == object.target.name"},
-            {"name": "labels", "expression": "has(params.metadata.labels) ? params.metadata.labels : {}"},
+            {
+                "name": "values",
+                "expression": "object.target.name in params.spec.values ? "
+                "params.spec.values[object.target.name] : []",
+            },
         ],
         "mutations": [
             {
                 "patchType": "JSONPatch",
                 "jsonPatch": {
-                    "expression": "!variables.isItsNode ? [] :\n"
+                    "expression": "size(variables.values) != 1 ? [] :\n"
                     "(has(object.metadata.labels) ? [] : "
                     '[JSONPatch{op: "add", path: "/metadata/labels", value: {}}]) + [\n'
                     '  JSONPatch{op: "add", path: "/metadata/labels/" + '
                     'jsonpatch.escapeKey("grove.io/topology.zone"), '
-                    'value: "topology.kubernetes.io/zone" in variables.labels ? '
-                    'variables.labels["topology.kubernetes.io/zone"] : ""}\n]'
+                    "value: variables.values[0]}\n]"
                 },
             }
         ],
@@ -129,8 +134,20 @@ def test_the_policy_is_about_every_node_and_the_binding_of_workers() -> None:
     }
     assert binding["spec"] == {
         "policyName": "kvrouter-llm",
-        "paramRef": {"selector": {}, "parameterNotFoundAction": "Allow"},
+        "paramRef": {"name": "kvrouter-llm", "parameterNotFoundAction": "Allow"},
     }
+
+
+def test_the_places_of_nodes_are_their_own_values_level_by_level_and_have_a_limit() -> None:
+    nodes = [Node("n2", {RACK.node_label: "r2"}), Node("n1", {ZONE.node_label: "a", "other": "x"})]
+    found = node_places("kvrouter-llm", (ZONE, RACK), nodes)
+    assert found["spec"] == {
+        "levels": [f"zone={ZONE.node_label}", f"rack={RACK.node_label}"],
+        "values": {"n1": ["a", ""], "n2": ["", "r2"]},
+    }
+    many = node_places("p", (ZONE,), [Node(f"n{number:05}") for number in reversed(range(NODES_MAX + 1))])
+    values = cast(dict[str, dict[str, object]], many["spec"])["values"]
+    assert (len(values), "n00000" in values, f"n{NODES_MAX:05}" in values) == (NODES_MAX, True, False)
 
 
 def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:

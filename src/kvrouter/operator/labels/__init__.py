@@ -9,9 +9,13 @@ from kvrouter.operator.labels.binding import (
 )
 from kvrouter.operator.labels.copies import Copy, Resolution, Source, copies_of, pod_labels, resolve
 from kvrouter.operator.labels.late import LateLabels, late_labels
+from kvrouter.operator.labels.places import PLACES_KIND, PLACES_PLURAL, PLACES_VERSION, node_places
 from kvrouter.operator.labels.seen import Node, Pod, read_node, read_pod
 
 __all__ = [
+    "PLACES_KIND",
+    "PLACES_PLURAL",
+    "PLACES_VERSION",
     "BoundPod",
     "Copy",
     "LateLabels",
@@ -24,6 +28,7 @@ __all__ = [
     "binding_policy",
     "copies_of",
     "late_labels",
+    "node_places",
     "pod_labels",
     "pod_name_stem",
     "read_node",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from kvrouter.operator.labels.copies import Copy
+from kvrouter.operator.labels.places import PLACES_KIND, PLACES_VERSION
 
 API_VERSION = "admissionregistration.k8s.io/v1"
 POD_NAME_STEM_CHARS_MAX = 58
@@ -37,8 +38,9 @@ class PolicyScope:
 def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tuple[dict[str, JsonValue], ...]:
     """Return the MutatingAdmissionPolicy ``name`` and its binding: what pods on a node get, in CEL.
 
-    Every node is a parameter, and the one that the pod is bound to counts. Should the policy fail, pods are
-    bound all the same: their labels then come late, and engines wait for them.
+    Its parameter is the object ``name`` of :func:`~kvrouter.operator.labels.places.node_places`, made for
+    the same ``copies``: one lookup, however many nodes there are. Should the policy fail, or not know the
+    node, pods are bound all the same: their labels then come late, and engines wait for them.
     """
     labels: dict[str, JsonValue] = {"app.kubernetes.io/managed-by": "kvrouter-operator"}
     policy: dict[str, JsonValue] = {
@@ -46,7 +48,7 @@ def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tup
         "kind": "MutatingAdmissionPolicy",
         "metadata": {"name": name, "labels": labels},
         "spec": {
-            "paramKind": {"apiVersion": "v1", "kind": "Node"},
+            "paramKind": {"apiVersion": PLACES_VERSION, "kind": PLACES_KIND},
             "matchConstraints": {
                 "namespaceSelector": {"matchExpressions": [_namespaces(scope.namespaces)]},
                 "resourceRules": [
@@ -60,8 +62,11 @@ def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tup
             },
             "matchConditions": _conditions(scope.workloads),
             "variables": [
-                {"name": "isItsNode", "expression": "params.metadata.name == object.target.name"},
-                {"name": "labels", "expression": "has(params.metadata.labels) ? params.metadata.labels : {}"},
+                {
+                    "name": "values",
+                    "expression": "object.target.name in params.spec.values ? "
+                    "params.spec.values[object.target.name] : []",
+                },
             ],
             "mutations": [{"patchType": "JSONPatch", "jsonPatch": {"expression": _mutation(copies)}}],
             "failurePolicy": "Ignore",
@@ -72,7 +77,7 @@ def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tup
         "apiVersion": API_VERSION,
         "kind": "MutatingAdmissionPolicyBinding",
         "metadata": {"name": name, "labels": labels},
-        "spec": {"policyName": name, "paramRef": {"selector": {}, "parameterNotFoundAction": "Allow"}},
+        "spec": {"policyName": name, "paramRef": {"name": name, "parameterNotFoundAction": "Allow"}},
     }
     return policy, bound
 
@@ -122,15 +127,14 @@ def _mutation(copies: Sequence[Copy]) -> str:
     """The patch in CEL, as :func:`binding_patch` makes it."""
     adds = ",\n  ".join(
         f'JSONPatch{{op: "add", path: "/metadata/labels/" + jsonpatch.escapeKey({_quoted(copy.pod_label)}), '
-        f"value: {_value(_quoted(copy.node_label))}}}"
-        for copy in copies
+        f"value: variables.values[{index}]}}"
+        for index, copy in enumerate(copies)
     )
     first = 'JSONPatch{op: "add", path: "/metadata/labels", value: {}}'
-    return f"!variables.isItsNode ? [] :\n(has(object.metadata.labels) ? [] : [{first}]) + [\n  {adds}\n]"
-
-
-def _value(key: str) -> str:
-    return f'{key} in variables.labels ? variables.labels[{key}] : ""'
+    return (
+        f"size(variables.values) != {len(copies)} ? [] :\n"
+        f"(has(object.metadata.labels) ? [] : [{first}]) + [\n  {adds}\n]"
+    )
 
 
 def _quoted(text: str) -> str:

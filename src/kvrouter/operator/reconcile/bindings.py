@@ -7,7 +7,17 @@ from typing import NamedTuple
 
 from kvrouter.operator.api import Level, read_deployment
 from kvrouter.operator.facts import ClusterFacts
-from kvrouter.operator.labels import Copy, PolicyScope, binding_policy, resolve
+from kvrouter.operator.labels import (
+    PLACES_KIND,
+    PLACES_PLURAL,
+    PLACES_VERSION,
+    Copy,
+    Node,
+    PolicyScope,
+    binding_policy,
+    node_places,
+    resolve,
+)
 from kvrouter.operator.plan import object_name
 from kvrouter.operator.policy import read_policy
 from kvrouter.operator.reconcile.cluster import Cluster
@@ -22,7 +32,9 @@ POLICIES = Kind(
 POLICY_BINDINGS = POLICIES._replace(
     name="MutatingAdmissionPolicyBinding", plural="mutatingadmissionpolicybindings"
 )
-KINDS = (POLICIES, POLICY_BINDINGS)
+PLACES = Kind(PLACES_VERSION, PLACES_KIND, PLACES_PLURAL, is_namespaced=False)
+KINDS = (PLACES, POLICIES, POLICY_BINDINGS)
+"""In the order in which they are written: what a policy refers to comes before it, and goes after it."""
 
 OWNER_CHARS_MAX = 54
 OPERATOR_LABEL = "kvrouter.dev/operator"
@@ -62,8 +74,12 @@ def is_known(found: Manifest, facts: ClusterFacts) -> bool:
     return policy is None or resolve(policy, facts).source.is_found
 
 
-def policies_for(wanted: Iterable[Wanted], lease: Key) -> dict[str, tuple[Manifest, ...]]:
-    """Return the manifests by the name that both of a set have: a hash of the lease and of its levels."""
+def policies_for(
+    wanted: Iterable[Wanted], nodes: Sequence[Node], lease: Key
+) -> dict[str, tuple[Manifest, ...]]:
+    """Return manifests, one for each of KINDS, by the name that all of a set have: a hash of the lease and of
+    its levels.
+    """
     owner = owner_label(lease)
     groups: dict[tuple[Copy, ...], list[Wanted]] = {}
     for each in wanted:
@@ -76,14 +92,14 @@ def policies_for(wanted: Iterable[Wanted], lease: Key) -> dict[str, tuple[Manife
             tuple(sorted({member.namespace for member in members})),
             tuple(sorted({workload for member in members for workload in member.workloads})),
         )
-        found[name] = tuple(_owned(manifest, owner) for manifest in binding_policy(name, copies, scope))
+        manifests = node_places(name, copies, nodes), *binding_policy(name, copies, scope)
+        found[name] = tuple(_owned(manifest, owner) for manifest in manifests)
     return found
 
 
 async def remove_policies(cluster: Cluster, lease: Key, kept: Container[str] = ()) -> list[str]:
-    """Remove the policies of the operator of ``lease`` but those called as in ``kept``; return what went.
-
-    A binding goes before its policy, so that no binding is ever without one. Raises ClusterError.
+    """Remove the policies of the operator of ``lease``, with what they refer to, but those called as in
+    ``kept``; return what went. Raises ClusterError.
     """
     removed = []
     for kind in reversed(KINDS):
@@ -106,16 +122,17 @@ class Bindings:
         self._there: dict[str, tuple[Manifest, ...]] | None = None
         self._one_at_a_time = asyncio.Lock()
 
-    async def write(self, wanted: Iterable[Wanted]) -> None:
-        """Make the cluster's policies be those that are wanted. Raises ClusterError."""
-        policies = policies_for(wanted, self._lease)
+    async def write(self, wanted: Iterable[Wanted], nodes: Sequence[Node]) -> None:
+        """Make the cluster's policies be those that are wanted, for these nodes. Raises ClusterError."""
+        policies = policies_for(wanted, nodes, self._lease)
         async with self._one_at_a_time:
             if self._there == policies:
                 return
             there, self._there = self._there, None
             for name, manifests in policies.items():
-                if there is None or there.get(name) != manifests:
-                    for kind, manifest in zip(KINDS, manifests, strict=True):
+                before = () if there is None else there.get(name, ())
+                for kind, manifest in zip(KINDS, manifests, strict=True):
+                    if manifest not in before:
                         await self._cluster.apply(kind, manifest)
             await remove_policies(self._cluster, self._lease, policies)
             self._there = policies

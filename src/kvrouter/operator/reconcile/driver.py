@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.labels import read_node
 from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults
 from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
 from kvrouter.operator.reconcile.backlog import Backlog
@@ -34,6 +36,8 @@ GATHER_S = 0.2
 """Changes of pods and of owned objects come in bursts: they are looked at together."""
 FACTS_S = 15.0
 """How often topologies are read anew."""
+NODES_WITHIN_S = 10.0
+"""For how long nodes are waited for at the start: they may never come, where they may not be read."""
 RESYNC_S = 600.0
 """How often everything is looked at, and applied, whether something changed or not."""
 
@@ -78,6 +82,7 @@ class Driver:
         self._generations: dict[Key, tuple[str, object]] = {}
         self._asked: dict[Key, tuple[str, object] | None] = {}
         self._node_labels: dict[str, object] = {}
+        self._nodes_stirred = asyncio.Event()
 
         def watched(
             kind: Kind, labels: str, group_of: Callable[[Manifest], G], changed: Callable[[Manifest], None]
@@ -123,7 +128,11 @@ class Driver:
                 group.create_task(each.run())
             for each in watches:
                 await each.synced.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NODES_WITHIN_S):
+                    await self._nodes.synced.wait()
             await self._read_facts(is_first=True)
+            group.create_task(self._follow_nodes())
             group.create_task(self._every(self._facts_s, self._read_facts))
             group.create_task(self._every(self._resync_s, self._resync))
             for _ in range(LOOKS_AT_A_TIME):
@@ -166,7 +175,7 @@ class Driver:
         """Labels at the binding come before the pods, where the cluster can do that. Without them labels come
         late, and engines wait for them: that stops no deployment.
         """
-        if not self._bindings_due or not self._facts.has_mutating_policies:
+        if not (self._bindings_due and self._facts.has_mutating_policies and self._nodes.synced.is_set()):
             return
         self._bindings_due = False
         wanted = [
@@ -175,7 +184,8 @@ class Driver:
             if (each := wanted_by(found, self._facts, last_levels(self._applied, found))) is not None
         ]
         try:
-            await self._bindings.write(wanted)
+            nodes = [node for node in map(read_node, self._nodes.all()) if node is not None]
+            await self._bindings.write(wanted, nodes)
         except ClusterError as error:
             self._bindings_lost = True
             self._bindings_due = isinstance(error, ClusterLost)
@@ -184,6 +194,18 @@ class Driver:
             if self._bindings_lost:
                 self._bindings_lost = False
                 self._listener.lost(POLICIES, None)
+
+    async def _follow_nodes(self) -> None:
+        """Policies for bindings know where every node is."""
+        while True:
+            await self._nodes_stirred.wait()
+            await asyncio.sleep(GATHER_S)
+            self._nodes_stirred.clear()
+            self._bindings_due = True
+            await self._write_bindings()
+            if self._bindings_lost and self._bindings_due:
+                await asyncio.sleep(RETRY_S)
+                self._nodes_stirred.set()
 
     async def _until_due(self) -> None:
         self._stirred.clear()
@@ -271,10 +293,12 @@ class Driver:
         name, labels = key_of(manifest).name, metadata_of(manifest).get("labels")
         if self._nodes.get(key_of(manifest)) is None:
             self._node_labels.pop(name, None)
+            self._nodes_stirred.set()
             return
-        if self._node_labels.get(name) == labels:
+        if name in self._node_labels and self._node_labels[name] == labels:
             return
         self._node_labels[name] = labels
+        self._nodes_stirred.set()
         for pod in self._pods.all():
             if node_name_of(pod) == name:
                 self._add(_deployment_of(pod), GATHER_S)

@@ -1,0 +1,30 @@
+"""Where every node is, in one object: by it a policy for bindings knows the node of a pod that is bound."""
+
+from collections.abc import Iterable, Sequence
+
+from pydantic import JsonValue
+
+from kvrouter.operator.labels.copies import Copy
+from kvrouter.operator.labels.seen import Node
+
+PLACES_VERSION = "kvrouter.dev/v1alpha1"
+PLACES_KIND = "KvrouterNodePlaces"
+PLACES_PLURAL = "kvrouternodeplaces"
+
+NODES_MAX = 10_000
+"""What fits under one key of etcd: twice the nodes that a cluster may have. Pods on those beyond, the last by
+name, get their labels late."""
+
+
+def node_places(name: str, copies: Sequence[Copy], nodes: Iterable[Node]) -> dict[str, JsonValue]:
+    """Return the object ``name``: each node's values in the order of ``copies``, empty where it has none."""
+    found = sorted(nodes, key=lambda node: node.name)[:NODES_MAX]
+    values: dict[str, JsonValue] = {
+        node.name: [node.labels.get(copy.node_label, "") for copy in copies] for node in found
+    }
+    return {
+        "apiVersion": PLACES_VERSION,
+        "kind": PLACES_KIND,
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "kvrouter-operator"}},
+        "spec": {"levels": [f"{copy.domain}={copy.node_label}" for copy in copies], "values": values},
+    }
