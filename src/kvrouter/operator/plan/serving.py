@@ -1,5 +1,7 @@
 """What a component's containers need to serve: image, command, variables, ports, probes, time to leave."""
 
+from itertools import count
+
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Problem
@@ -13,7 +15,7 @@ from kvrouter.operator.plan.pod import PodDraft
 HTTP_PORT = 8000
 HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"
 HEALTH_PORT = 9190
-"""The first of a worker pod's ports for probes: one for each container that runs kvrouter's worker."""
+"""The first of a worker pod's ports for probes: one for each container, in case it runs a worker."""
 
 HEALTH_PORT_VARIABLE = "KVROUTER_HEALTH_PORT"
 GRACE_S = 60
@@ -47,7 +49,6 @@ def complete(
             return [Problem(at, f"is needed: the container of {component.name}'s engine, called main")]
         draft.containers = [{"name": "main"}]
     problems: list[Problem] = []
-    ours: list[int] = []
     for index, container in enumerate(draft.containers):
         if container.get("image"):
             continue
@@ -56,7 +57,6 @@ def complete(
             problems.append(Problem((*at, index), must))
             continue
         draft.containers[index] = _of_our_image(container, defaults)
-        ours.append(index)
     entries = _variables(deployment, component, defaults)
     draft.containers = [offered(container, entries) for container in draft.containers]
     draft.init_containers = [
@@ -66,9 +66,11 @@ def complete(
     if is_frontend:
         _open_door(draft)
     else:
-        draft.containers = [
-            _with_health(container, HEALTH_PORT + index) if index in ours else container
-            for index, container in enumerate(draft.containers)
+        ports = count(HEALTH_PORT)
+        draft.containers = [_with_health(container, next(ports)) for container in draft.containers]
+        draft.init_containers = [
+            _with_health(container, next(ports)) if is_sidecar(container) else container
+            for container in draft.init_containers
         ]
     draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     return problems
@@ -147,8 +149,9 @@ def _with_health(container: Manifest, port: int) -> Manifest:
     Pods are Ready then when their workers are announced: a rolling update waits for that, and takes no more
     workers away than it may.
     """
-    args = container.get("args")
-    if not isinstance(args, list) or args[:1] != ["worker"]:
+    lists = [container.get("command"), container.get("args")]
+    words = [word for each in lists if isinstance(each, list) for word in each]
+    if words[:2] != ["kvrouter", "worker"]:
         return container
     opened = offered(container, [variable(HEALTH_PORT_VARIABLE, str(port))])
     stated = value_of(opened, HEALTH_PORT_VARIABLE) or ""
