@@ -1,0 +1,98 @@
+"""Statuses for tests of the operator: pods in zones, and what is told of a deployment with them."""
+
+from datetime import UTC, datetime
+
+from pydantic import JsonValue
+
+from kvrouter.operator.api import (
+    ComponentStatus,
+    Condition,
+    ConditionStatus,
+    DeploymentStatus,
+    DynamoGraphDeployment,
+)
+from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.labels import Pod
+from kvrouter.operator.plan import plan
+from kvrouter.operator.status import deployment_status
+from tests.support.deployments import DEFAULTS, FACTS, deployment
+
+TYPES = ("frontend", "prefill", "decode")
+NOW = datetime(2026, 11, 21, 21, 0, 0, tzinfo=UTC)
+REQUIRED: dict[str, JsonValue] = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}
+TRUE, FALSE, UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
+
+
+def worker(
+    kind: str,
+    zone: str | None,
+    number: int = 0,
+    *,
+    ready: bool = True,
+    over: bool = False,
+    stuck: bool = False,
+) -> Pod:
+    labels = {"kvrouter.dev/component-type": kind}
+    if zone is not None:
+        labels["grove.io/topology.zone"] = zone
+    node = f"node-{zone or 'x'}"
+    return Pod(
+        f"{kind}-{zone}-{number}", "fleet", "u", node, labels, is_ready=ready, is_over=over, is_stuck=stuck
+    )
+
+
+def pods(**domains: tuple[int, int]) -> list[Pod]:
+    """Ready pods by domain: so many prefill, so many decode workers."""
+    return [
+        worker(kind, zone, number)
+        for zone, counts in domains.items()
+        for kind, count in zip(("prefill", "decode"), counts, strict=True)
+        for number in range(count)
+    ]
+
+
+def settled(of: DynamoGraphDeployment) -> list[ComponentStatus]:
+    """Every component as it is when all is done."""
+    return [
+        ComponentStatus(
+            name=component.name,
+            type=component.type.value,
+            replicas=component.replicas,
+            ready_replicas=component.replicas,
+            updated_replicas=component.replicas,
+        )
+        for component in of.spec.components
+    ]
+
+
+def status(
+    found: list[Pod],
+    *,
+    of: DynamoGraphDeployment | None = None,
+    policy: dict[str, JsonValue] | None = REQUIRED,
+    facts: ClusterFacts = FACTS,
+    previous: DeploymentStatus | None = None,
+    now: datetime = NOW,
+) -> DeploymentStatus:
+    """What is told of ``of``, or of a deployment with ``policy``, whose pods these are."""
+    of = of or deployment(policy=policy, types=TYPES)
+    return deployment_status(
+        of,
+        plan(of, facts, DEFAULTS),
+        facts,
+        components=settled(of),
+        pods=found,
+        previous=previous,
+        now=now,
+    )
+
+
+def condition(found: DeploymentStatus, kind: str) -> Condition:
+    """One of its conditions."""
+    return next(condition for condition in found.conditions if condition.type == kind)
+
+
+def said(found: DeploymentStatus, kind: str) -> tuple[ConditionStatus, str]:
+    """Whether a condition holds, and its reason."""
+    told = condition(found, kind)
+    return told.status, told.reason

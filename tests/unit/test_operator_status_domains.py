@@ -1,0 +1,142 @@
+"""DomainBalanced, and what columns show: prefill and decode workers of each domain."""
+
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.operator.api import ConditionStatus, DeploymentStatus, DomainStatus
+from kvrouter.operator.labels import Pod
+from kvrouter.operator.status import balance_of, events_of
+from tests.support.deployments import deployment
+from tests.support.statuses import FALSE, REQUIRED, TRUE, UNKNOWN, condition, pods, said, status, worker
+
+
+def test_every_domain_with_prefill_has_decode() -> None:
+    found = status(pods(a=(2, 3), b=(1, 1)))
+    assert said(found, "DomainBalanced") == (TRUE, "DomainsBalanced")
+    assert found.balance == "a 2/3, b 1/1"
+    assert found.domains == (
+        DomainStatus(value="a", prefill=2, decode=3),
+        DomainStatus(value="b", prefill=1, decode=1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "consequence"),
+    [
+        ({}, "Requests go to prefill workers of other domains, and get 503 while there are none."),
+        ({"enforcement": "fallback"}, "Their KV leaves its zone."),
+        ({"enforcement": "preferred", "preferredWeight": 0.5}, "Their KV leaves its zone."),
+    ],
+)
+def test_a_domain_without_decode_is_told_with_what_follows_and_comes_first(
+    more: dict[str, JsonValue], consequence: str
+) -> None:
+    found = status(pods(a=(2, 3), b=(4, 0), c=(0, 1)), policy={**REQUIRED, **more})
+    assert said(found, "DomainBalanced") == (FALSE, "DomainWithoutDecode")
+    assert condition(found, "DomainBalanced").message == (
+        f"zone b: prefill workers, and no Ready decode worker. {consequence} "
+        "Let decode workers be scheduled there, or take the prefill workers away."
+    )
+    assert found.balance == "b 4/0, a 2/3, c 0/1"
+
+
+def test_pods_that_are_not_ready_or_are_leaving_do_not_count() -> None:
+    gone = [worker("decode", "a", 8, ready=False, stuck=True), worker("decode", "a", 9, over=True)]
+    assert said(status([*pods(a=(1, 0)), *gone]), "DomainBalanced") == (FALSE, "DomainWithoutDecode")
+
+
+STARTS = worker("decode", "a", 8, ready=False)
+PREFILLS = worker("prefill", "a")
+DECODES = worker("decode", "a")
+ELSEWHERE = worker("decode", "b")
+PENDING = Pod("decode-9", labels={"kvrouter.dev/component-type": "decode"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        # At a start: pods are created, bound, labelled and Ready in any order.
+        ([[PREFILLS]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, PENDING]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, worker("decode", None, ready=False)]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, STARTS]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, STARTS], [PREFILLS, STARTS]], (UNKNOWN, "DecodeStarting")),
+        ([[PREFILLS, STARTS], [PREFILLS, DECODES]], (TRUE, "DomainsBalanced")),
+        # Nobody starts there.
+        ([[PREFILLS, ELSEWHERE]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, worker("decode", "b", ready=False)]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, worker("decode", "", ready=False)]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, worker("decode", "a", ready=False, stuck=True)]], (FALSE, "DomainWithoutDecode")),
+        # A domain that had decode workers loses them, whoever starts in their place.
+        ([[PREFILLS, DECODES], [PREFILLS, STARTS]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, DECODES], [PREFILLS]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, DECODES], [PREFILLS], [PREFILLS, STARTS]], (FALSE, "DomainWithoutDecode")),
+        ([[PREFILLS, DECODES], [PREFILLS, STARTS], [PREFILLS, DECODES]], (TRUE, "DomainsBalanced")),
+        # One without anybody, and one that starts.
+        ([[PREFILLS, STARTS, worker("prefill", "b")]], (FALSE, "DomainWithoutDecode")),
+    ],
+)
+def test_a_domain_that_starts_is_not_told_to_lack_what_it_never_had(
+    steps: list[list[Pod]], told: tuple[ConditionStatus, str]
+) -> None:
+    found: DeploymentStatus | None = None
+    for pods_there in steps:
+        found = status(pods_there, previous=found)
+    assert found is not None
+    assert said(found, "DomainBalanced") == told
+    if told == (UNKNOWN, "DecodeStarting"):
+        assert told[1] not in [event.reason for event in events_of(None, found)]
+
+
+def test_a_domain_that_starts_is_named_alone() -> None:
+    message = condition(status([PREFILLS, STARTS, worker("prefill", "b")]), "DomainBalanced").message
+    assert message.startswith("zone b: prefill workers, and no Ready decode worker.")
+
+
+def test_what_was_known_of_another_domain_does_not_count() -> None:
+    racks = {**REQUIRED, "domain": "rack"}
+    labels = {"grove.io/topology.rack": "a"}
+    prefill, decode = (
+        Pod(f"{kind}-r", labels={"kvrouter.dev/component-type": kind, **labels}, is_ready=kind == "prefill")
+        for kind in ("prefill", "decode")
+    )
+    before = status([PREFILLS, DECODES])
+    assert said(status([prefill, decode], policy=racks, previous=before), "DomainBalanced") == (
+        UNKNOWN,
+        "DecodeStarting",
+    )
+
+
+def test_aggregated_workers_take_decode_legs() -> None:
+    assert status([*pods(a=(1, 0)), worker("worker", "a")]).balance == "a 1/1"
+
+
+def test_workers_whose_place_is_unknown_are_named() -> None:
+    found = status([*pods(a=(1, 1)), worker("decode", "", 5)])
+    assert condition(found, "DomainBalanced").message.endswith(
+        ". The place of 1 Ready workers is unknown: decode--5"
+    )
+
+
+def test_idle_decode_workers_are_told_where_kv_cannot_come_to_them() -> None:
+    assert "Decode workers of c" in condition(status(pods(a=(1, 1), c=(0, 2))), "DomainBalanced").message
+
+
+def test_before_prefill_workers_are_ready_nothing_is_known() -> None:
+    assert said(status([]), "DomainBalanced") == (UNKNOWN, "NoReadyPrefill")
+
+
+def test_a_fleet_without_prefill_is_always_balanced() -> None:
+    of = deployment(policy=REQUIRED, types=("frontend", "worker"))
+    assert said(status([worker("worker", "a")], of=of), "DomainBalanced") == (TRUE, "NotDisaggregated")
+
+
+def test_a_column_shows_as_many_domains_as_fit() -> None:
+    domains = [DomainStatus(value=f"zone-{number:03}", prefill=1, decode=1) for number in range(300)]
+    text = balance_of(domains)
+    assert text is not None
+    assert len(text) <= 256
+    assert text.endswith(" more")
+    assert balance_of(()) is None
+    many = status(pods(**{f"zone{number}": (1, 1) for number in range(300)}))
+    assert len(many.domains) == 256
