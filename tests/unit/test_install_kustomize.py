@@ -62,7 +62,11 @@ def test_a_value_without_a_comment_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 def test_each_folder_is_whole(folder: str) -> None:
     manifests = built(KUSTOMIZE / folder)
     names = {each["metadata"]["name"] for each in of_kind(manifests, "CustomResourceDefinition")}
-    assert names == {"dynamographdeployments.nvidia.com", "kvrouterworkers.kvrouter.dev"}
+    assert names == {
+        "dynamographdeployments.nvidia.com",
+        "kvrouternodeplaces.kvrouter.dev",
+        "kvrouterworkers.kvrouter.dev",
+    }
     assert of_kind(manifests, "Namespace", "kvrouter-system")
     assert {each["metadata"].get("namespace") for each in manifests} == {None, "kvrouter-system"}
     assert not [each for each in manifests if "helm.sh/hook" in each["metadata"].get("annotations", {})]
