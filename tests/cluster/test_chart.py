@@ -19,7 +19,7 @@ from tests.support.processes import eventually
 
 SECRET = "kvrouter-operator-certificate"
 UNKNOWN = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}
-POLICIES = "mutatingadmissionpolicies,mutatingadmissionpolicybindings"
+POLICIES = "mutatingadmissionpolicies,mutatingadmissionpolicybindings,kvrouternodeplaces"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ async def test_by_kubectl_it_looks_after_all_namespaces_with_its_own_rights_and_
         await asyncio.to_thread(plane.apply, graph(fleets, "llm", labelKey=RACK, domain="rack"))
         for condition in ("Ready", "TopologyResolved", "DomainBalanced"):
             await until(plane, fleets, "dgd/llm", condition)
-        assert len(plane.read(POLICIES)["items"]) == 2
+        assert len(plane.read(POLICIES)["items"]) == 3
         template = plane.read("deployment", "llm-decode", "--namespace", fleets)["spec"]["template"]
         (wait,) = template["spec"]["initContainers"]
         (container,) = template["spec"]["containers"]
@@ -102,7 +102,7 @@ async def test_without_an_operator_only_what_it_must_judge_waits_and_the_job_at_
     plane.kubectl("delete", "dgd/leaves", "--cascade=foreground", "--namespace", fleets, WAIT)
     for each in reversed(shipped):
         plane.kubectl("delete", "--filename", "-", stdin=json.dumps(each))
-    assert len(plane.read(POLICIES)["items"]) == 2
+    assert len(plane.read(POLICIES)["items"]) == 3
     plane.apply(*(each for each in manifests if is_hook(each) and each["kind"] not in ("Job", "Pod")))
     (job,) = of_kind(manifests, "Job")
     told = await run_job(plane, system, job)
