@@ -26,6 +26,7 @@ async def _connections_end() -> AsyncIterator[None]:
     watched = asyncio.get_running_loop()._selector.get_map()  # type: ignore[attr-defined]
     at_first = len(watched)
     yield
+    await asyncio.sleep(0)  # what was closed just now is closed in the loop's next round
 
     async def have_ended() -> bool:
         return len(watched) <= at_first
