@@ -35,6 +35,7 @@ class RunFlags:
     lease_name: str
     namespace: str
     image: str
+    wait_image: str | None
     wait_timeout_s: int
     nats_server: str | None
     discovery: str
@@ -181,6 +182,11 @@ def of_admission(command: F) -> F:
 )
 @click.option("--image", required=True, metavar="IMAGE", help="The image that holds kvrouter.")
 @click.option(
+    "--wait-image",
+    metavar="IMAGE",
+    help="The image of init containers: the one in use keeps engines from rolling.  [default: --image]",
+)
+@click.option(
     "--wait-timeout-s",
     type=click.IntRange(min=1),
     default=300,
@@ -269,6 +275,7 @@ def _defaults(told: RunFlags) -> "PlanDefaults":
         discovery=DiscoveryBackend(told.discovery),
         event_plane=EventPlaneKind(told.event_plane),
         plane_token=None if secret is None else SecretKey(secret, told.plane_token_key),
+        wait_image=told.wait_image,
         wait_timeout_s=told.wait_timeout_s,
     )
     for plane in found.planes_of_nats if told.nats_server is None else ():

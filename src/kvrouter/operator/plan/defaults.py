@@ -17,7 +17,8 @@ class SecretKey:
 class PlanDefaults:
     """What containers get that do not say otherwise themselves.
 
-    ``image`` holds kvrouter: it runs the init container, and each container that names no image of its own.
+    ``image`` holds kvrouter, and is that of each container that names none. ``wait_image`` holds it too, and
+    runs the init containers: another one than ``image`` keeps engines from rolling when that changes.
     ``nats_server`` is where the fleet's NATS is, the chart's own or another one; None where there is none.
     ``wait_timeout_s`` is how long an init container waits for topology files before it fails and is started
     again.
@@ -29,6 +30,7 @@ class PlanDefaults:
     discovery: DiscoveryBackend = DiscoveryBackend.KUBERNETES
     event_plane: EventPlaneKind = EventPlaneKind.AUTO
     plane_token: SecretKey | None = None
+    wait_image: str | None = None
     wait_timeout_s: int = 300
 
     @property

@@ -142,7 +142,7 @@ def _wait(policy: DeploymentPolicy, copies: Sequence[Copy], defaults: PlanDefaul
     label = next(copy.pod_label for copy in copies if copy.domain == policy.domain)
     return {
         "name": WAIT,
-        "image": defaults.image,
+        "image": defaults.wait_image or defaults.image,
         "command": ["kvrouter", "topology", "wait"],
         "args": [
             f"--mount-path={MOUNT_PATH}",
