@@ -2,37 +2,23 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from kvrouter.assembly import attached, beside
-from kvrouter.assembly.attach_words import Attached
-from kvrouter.assembly.beside import EngineWorkers
 from kvrouter.assembly.engine_pods import PodsDiscovery
-from kvrouter.assembly.engine_worker import EngineWorkerSpec
-from kvrouter.assembly.ground import MemoryGround, Stand
-from kvrouter.assembly.mock_fleet import MemoryPlanes
-from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodFleet, PodPolicy, worker_id_of
+from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodPolicy, worker_id_of
 from kvrouter.assembly.pods_followed import EnginePods, policy_of
-from kvrouter.config import KvTransferSpec, Settings
+from kvrouter.config import KvTransferSpec
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.pods import EnginePod
-from kvrouter.core.workers import Enforcement, Role, WorkerCard
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane
-from tests.support.engine_pods import ZONE, pod
-from tests.support.engine_server import SGLANG_PAGES, ScriptedEngine, scripted_engine
+from kvrouter.core.workers import Enforcement, Role
+from kvrouter.worker import Worker
+from tests.support.engine_pods import ZONE
+from tests.support.engine_pods_served import down, here, pod_at
+from tests.support.engine_server import SGLANG_PAGES, scripted_engine
 from tests.support.waits import until
 
-PLAIN = {"tokenizer": "mock", "kv-events": "false"}
 IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 
 
@@ -40,86 +26,6 @@ IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "ASK_AGAIN_S", 0.01)
     monkeypatch.setattr(beside, "TRIED_AGAIN_S", 0.01)
-
-
-@dataclass
-class Here:
-    """The workers of pods, what discovery tells of them, and the events about the pods."""
-
-    fleet: PodFleet
-    ground: "ContestedGround"
-    cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
-    gone: list[Epoch] = field(default_factory=list)
-    events: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def on_card(self, card: WorkerCard) -> None:
-        self.cards[card.worker_id] = card
-
-    def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
-        self.gone.append(incarnation)
-        self.cards.pop(worker_id, None)
-
-    def card(self, given: EnginePod) -> WorkerCard | None:
-        return self.cards.get(worker_id_of(given.uid))
-
-    async def joined(self, given: EnginePod) -> WorkerCard:
-        await until(lambda: self.card(given) is not None)
-        card = self.card(given)
-        assert card is not None
-        return card
-
-    def told(self, reason: str) -> list[str]:
-        return [message for _, each, message in self.events if each == reason]
-
-
-class ContestedGround(MemoryGround):
-    """Another process may have a worker's place: :attr:`losses` has what tells so, one for each stand."""
-
-    def __init__(self, planes: MemoryPlanes) -> None:
-        super().__init__(planes)
-        self.losses: list[asyncio.Event] = []
-        self.is_free = asyncio.Event()
-        self.is_free.set()
-
-    @asynccontextmanager
-    async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[Stand]:
-        await self.is_free.wait()
-        async with super().stand(spec, attached) as stand:
-            self.losses.append(stand.lost)
-            yield stand
-
-
-@asynccontextmanager
-async def here(policy: PodPolicy | None = None, *, drain_limit_s: float = 60.0) -> AsyncIterator[Here]:
-    planes = MemoryPlanes(PodsDiscovery(), MemoryEventPlane(), MemoryRequestPlane())
-    ground = ContestedGround(planes)
-    events: list[tuple[str, str, str]] = []
-
-    def tell(pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
-        assert warns is (reason != JOINED)
-        events.append((pod.name, reason, message))
-
-    workers = EngineWorkers(Settings(), ground)
-    async with PodFleet(workers, policy or PodPolicy(), tell, drain_limit_s=drain_limit_s) as fleet:
-        made = Here(fleet, ground, events=events)
-        await planes.discovery.watch(made.on_card, made.on_gone)
-        yield made
-    await planes.requests.close()
-
-
-def pod_at(engine: ScriptedEngine, name: str = "vllm-0", **said: Any) -> EnginePod:
-    """A pod with this engine in it."""
-    at = urlsplit(engine.url)
-    annotations = PLAIN | said.pop("annotations", {})
-    return pod(name, ip=at.hostname, ports={"http": at.port}, annotations=annotations, **said)
-
-
-async def down() -> ScriptedEngine:
-    """An engine that is not up, and where it will be."""
-    engine = ScriptedEngine()
-    await engine.start()
-    await engine.stop()
-    return engine
 
 
 async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
@@ -164,6 +70,29 @@ async def test_one_that_is_not_ready_any_more_before_it_answers_joins_at_rest() 
             assert (await made.joined(given)).draining
         finally:
             await late.stop()
+
+
+async def test_what_happens_to_a_pod_while_its_worker_joins_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, goes_on = Worker.start, asyncio.Event()
+
+    async def slow(worker: Worker) -> None:
+        await start(worker)
+        await goes_on.wait()
+
+    monkeypatch.setattr(Worker, "start", slow)
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine, labels={ZONE: "a"})
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}))
+        made.fleet.on_pod(pod_at(engine, labels={ZONE: "b"}, ready=False))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await until(lambda: made.cards[card.worker_id].draining)
+        await until(lambda: made.cards[card.worker_id].runtime_config.topology_domains == {"zone": "b"})
+        assert made.gone == []
 
 
 async def test_nobody_waits_for_an_engine_that_does_not_answer() -> None:
@@ -308,6 +237,25 @@ async def test_a_worker_whose_place_another_process_took_leaves_and_waits_until_
         made.ground.is_free.set()
         again = await made.joined(given)
         assert (again.incarnation == card.incarnation, again.draining) == (False, True)
+
+
+async def test_one_whose_place_was_taken_lets_running_requests_finish(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drain, limits = Worker.drain, list[float]()
+
+    async def recorded(worker: Worker, limit_s: float) -> bool:
+        limits.append(limit_s)
+        return await drain(worker, limit_s)
+
+    monkeypatch.setattr(Worker, "drain", recorded)
+    async with scripted_engine() as engine, here(drain_limit_s=7.0) as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.ground.losses[0].set()
+        await until(lambda: made.gone == [card.incarnation])
+    assert limits == [7.0]
 
 
 async def test_a_drain_lets_everybody_go_and_nobody_come() -> None:

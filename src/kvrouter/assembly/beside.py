@@ -58,9 +58,13 @@ class SaidEngine:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A worker that serves, and what is closed behind it; ``lost`` is set when another has its place."""
+    """A worker that serves, and what is closed behind it; ``lost`` is set when another has its place.
+
+    ``said`` is what it was made of.
+    """
 
     worker: Worker
+    said: SaidEngine
     attached: Attached
     lost: asyncio.Event
     wires: AsyncExitStack
@@ -116,7 +120,7 @@ class EngineWorkers:
             await wires.aclose()
             del self._engines[said.worker_id]
             raise
-        return Standing(worker, attached, stand.lost, wires)
+        return Standing(worker, said, attached, stand.lost, wires)
 
     async def end(self, said: SaidEngine, standing: Standing, *, drain_limit_s: float) -> None:
         """Let running requests finish for so long, and be gone."""
@@ -181,7 +185,10 @@ def _nobody(*_: object) -> None:
 
 
 class BesideEngine:
-    """One engine, from its first answer on: :meth:`run`, then :meth:`leave`."""
+    """One engine, from its first answer on: :meth:`run`, then :meth:`leave`.
+
+    ``drain_limit_s`` is for how long running requests may go on once another process has the worker's place.
+    """
 
     def __init__(
         self,
@@ -191,6 +198,7 @@ class BesideEngine:
         on_refused: Refused,
         on_heard: Heard = _nobody,
         on_joined: Joined = _nobody,
+        drain_limit_s: float = 0.0,
     ) -> None:
         self.said = said
         self.awaited = "does not answer"
@@ -200,6 +208,7 @@ class BesideEngine:
         self._on_refused = on_refused
         self._on_heard = on_heard
         self._on_joined = on_joined
+        self._drain_limit_s = drain_limit_s
         self._rests = False
         self._standing: Standing | None = None
 
@@ -215,10 +224,12 @@ class BesideEngine:
         while True:
             try:
                 standing = self._standing = await self._joined()
+                await self._catch_up(standing)
                 self._on_joined(standing.worker)
                 self._on_heard()
                 self.awaited = await self._until_another(standing)
-                await self.leave()
+                is_lost = standing.lost.is_set()
+                await self.leave(drain_limit_s=self._drain_limit_s if is_lost else 0.0)
                 continue
             except KvrouterError as error:
                 self._refused(error)
@@ -226,6 +237,7 @@ class BesideEngine:
                 log_event(_log, Event.INTERNAL_ERROR, worker=str(self.said.worker_id), exc_info=error)
                 self._refused(self.said.mistake("a mistake of ours", field=None))
             self._on_heard()
+            await self.leave()
             await asyncio.sleep(TRIED_AGAIN_S)
 
     async def rest(self, rests: bool) -> None:
@@ -250,6 +262,12 @@ class BesideEngine:
         standing, self._standing = self._standing, None
         if standing is not None:
             await self._workers.end(self.said, standing, drain_limit_s=drain_limit_s)
+
+    async def _catch_up(self, standing: Standing) -> None:
+        """Do what was asked for while the worker joined: it began as it was wanted before."""
+        await self.rest(self._rests)
+        if self.said is not standing.said:
+            await self.move(self.said)
 
     async def _joined(self) -> Standing:
         attached = await self._attached(math.inf)

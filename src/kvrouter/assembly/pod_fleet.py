@@ -96,7 +96,11 @@ class PodSeat:
         while (wanted := self.wanted) is not None:
             self._changed.clear()
             beside = self.beside = BesideEngine(
-                wanted.said, self._workers, on_refused=self._refused, on_joined=self._joined
+                wanted.said,
+                self._workers,
+                on_refused=self._refused,
+                on_joined=self._joined,
+                drain_limit_s=self._drain_limit_s,
             )
             await beside.rest(wanted.rests)
             life = asyncio.create_task(beside.run())

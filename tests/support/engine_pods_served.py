@@ -1,0 +1,108 @@
+"""The engines of pods with a worker each in one process, as a test sees them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvrouter.assembly.attach_words import Attached
+from kvrouter.assembly.beside import EngineWorkers
+from kvrouter.assembly.engine_pods import PodsDiscovery
+from kvrouter.assembly.engine_worker import EngineWorkerSpec
+from kvrouter.assembly.ground import MemoryGround, Stand
+from kvrouter.assembly.mock_fleet import MemoryPlanes
+from kvrouter.assembly.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
+from kvrouter.config import Settings
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.pods import EnginePod
+from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.discovery.port import Gone
+from kvrouter.planes.events.memory import MemoryEventPlane
+from kvrouter.planes.requests.memory import MemoryRequestPlane
+from tests.support.engine_pods import pod
+from tests.support.engine_server import ScriptedEngine
+from tests.support.waits import until
+
+PLAIN = {"tokenizer": "mock", "kv-events": "false"}
+
+
+@dataclass
+class Here:
+    """The workers of pods, what discovery tells of them, and the events about the pods."""
+
+    fleet: PodFleet
+    ground: "ContestedGround"
+    cards: dict[WorkerId, WorkerCard] = field(default_factory=dict)
+    gone: list[Epoch] = field(default_factory=list)
+    events: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def on_card(self, card: WorkerCard) -> None:
+        self.cards[card.worker_id] = card
+
+    def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
+        self.gone.append(incarnation)
+        self.cards.pop(worker_id, None)
+
+    def card(self, given: EnginePod) -> WorkerCard | None:
+        return self.cards.get(worker_id_of(given.uid))
+
+    async def joined(self, given: EnginePod) -> WorkerCard:
+        await until(lambda: self.card(given) is not None)
+        card = self.card(given)
+        assert card is not None
+        return card
+
+    def told(self, reason: str) -> list[str]:
+        return [message for _, each, message in self.events if each == reason]
+
+
+class ContestedGround(MemoryGround):
+    """Another process may have a worker's place: :attr:`losses` has what tells so, one for each stand."""
+
+    def __init__(self, planes: MemoryPlanes) -> None:
+        super().__init__(planes)
+        self.losses: list[asyncio.Event] = []
+        self.is_free = asyncio.Event()
+        self.is_free.set()
+
+    @asynccontextmanager
+    async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[Stand]:
+        await self.is_free.wait()
+        async with super().stand(spec, attached) as stand:
+            self.losses.append(stand.lost)
+            yield stand
+
+
+@asynccontextmanager
+async def here(policy: PodPolicy | None = None, *, drain_limit_s: float = 60.0) -> AsyncIterator[Here]:
+    planes = MemoryPlanes(PodsDiscovery(), MemoryEventPlane(), MemoryRequestPlane())
+    ground = ContestedGround(planes)
+    events: list[tuple[str, str, str]] = []
+
+    def tell(pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        assert warns is (reason != JOINED)
+        events.append((pod.name, reason, message))
+
+    workers = EngineWorkers(Settings(), ground)
+    async with PodFleet(workers, policy or PodPolicy(), tell, drain_limit_s=drain_limit_s) as fleet:
+        made = Here(fleet, ground, events=events)
+        await planes.discovery.watch(made.on_card, made.on_gone)
+        yield made
+    await planes.requests.close()
+
+
+def pod_at(engine: ScriptedEngine, name: str = "vllm-0", **said: Any) -> EnginePod:
+    """A pod with this engine in it."""
+    at = urlsplit(engine.url)
+    annotations = PLAIN | said.pop("annotations", {})
+    return pod(name, ip=at.hostname, ports={"http": at.port}, annotations=annotations, **said)
+
+
+async def down() -> ScriptedEngine:
+    """An engine that is not up, and where it will be."""
+    engine = ScriptedEngine()
+    await engine.start()
+    await engine.stop()
+    return engine
