@@ -44,9 +44,19 @@ def test_a_folder_of_kustomize_is_installed_where_pods_are_restricted_and_goes_a
         plane.kubectl("rollout", "status", "statefulset/kvrouter-nats", "--namespace", SYSTEM, WAIT)
     pods = plane.read("pods", "--namespace", SYSTEM)["items"]
     assert len(pods) == (3 if folder == "nats" else 2)
+    until_stored(plane)
     plane.kubectl("delete", "--kustomize", path, "--ignore-not-found")
     assert left_over(plane, "default") - before == set()
     assert not [name for name in left_over(plane, "default") if name.startswith("Namespace")]
+
+
+def until_stored(plane: ControlPlane) -> None:
+    """Return once objects of every definition can be listed: one that is deleted sooner stays for minutes."""
+    for definition in plane.read("customresourcedefinitions")["items"]:
+        spec = definition["spec"]
+        plane.kubectl("wait", "--for=condition=Established", f"crd/{definition['metadata']['name']}", WAIT)
+        kind = f"{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+        plane.kubectl("get", "--raw", f"/apis/{kind}")
 
 
 async def test_every_example_is_admitted_without_a_warning_and_becomes_what_it_says(
