@@ -123,12 +123,12 @@ async def test_what_tensorrt_llm_does_not_tell_has_to_be_said() -> None:
         del scripted.pages["/prometheus/metrics"]
         error = await refused(scripted, at(EngineKind.TRTLLM))
         assert error.param == "context_length"
-        assert error.message.startswith("--context-length: ")
+        assert error.message.startswith("the engine at ")
         assert "--max_seq_len" in error.message
         scripted.set_json("/metrics", [])
         error = await refused(scripted, at(EngineKind.TRTLLM, context_length=4096))
         assert error.param == "block_size"
-        assert error.message.startswith("--block-size: ")
+        assert error.message.startswith("the engine at ")
         assert "enable_iter_perf_stats" in error.message
         async with attaching(scripted, at(EngineKind.TRTLLM, context_length=4096, block_size=64)) as attached:
             assert (attached.context_length, attached.block_size) == (4096, 64)
@@ -159,7 +159,7 @@ async def test_a_model_that_it_does_not_serve_is_named_with_the_mend(kind: Engin
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, model="big"))
     assert error.param == "model"
-    assert error.message.startswith("--model: the engine serves tiny, not 'big'")
+    assert error.message.startswith("the engine serves tiny, not 'big'")
     assert ("named big" if kind is EngineKind.TRTLLM else "--served-model-name big") in error.message
 
 
@@ -246,7 +246,7 @@ async def test_an_endpoint_that_is_none_is_named(kind: EngineKind, flag: str, en
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, **said))
     assert error.param == flag
-    assert error.message.startswith(f"--{flag.replace('_', '-')}: must be tcp://HOST:PORT")
+    assert error.message.startswith("must be tcp://HOST:PORT")
 
 
 @KINDS

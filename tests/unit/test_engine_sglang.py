@@ -291,7 +291,7 @@ async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client
 @pytest.mark.parametrize("path", ["/v1/models", "/server_info"])
 async def test_no_page_no_sglang(engine: ScriptedEngine, server: EngineServer, path: str) -> None:
     del engine.pages[path]
-    with pytest.raises(ConfigError, match=rf"^--url: .* has no {path}: is it SGLang's server\?"):
+    with pytest.raises(ConfigError, match=rf"^http://.* has no {path}: is it SGLang's server\?"):
         await ask_facts(server)
 
 

@@ -88,7 +88,7 @@ def test_versions_are_compared_by_their_numbers(version: str, is_from: bool) -> 
 @pytest.mark.parametrize("path", ["/v1/models", "/version"])
 async def test_no_page_no_tensorrt_llm(engine: ScriptedTrtllm, server: EngineServer, path: str) -> None:
     del engine.pages[path]
-    with pytest.raises(ConfigError, match=rf"^--url: .* has no {path}: is it TensorRT-LLM's server\?"):
+    with pytest.raises(ConfigError, match=rf"^http://.* has no {path}: is it TensorRT-LLM's server\?"):
         await ask_facts(server)
 
 

@@ -124,7 +124,7 @@ async def test_older_servers_lack_some_pages(engine: ScriptedEngine) -> None:
 @pytest.mark.parametrize("path", ["/v1/models", METRICS])
 async def test_no_page_no_vllm(engine: ScriptedEngine, path: str) -> None:
     del engine.pages[path]
-    with pytest.raises(ConfigError, match=rf"^--url: .* has no {path}: is it vLLM's server\?") as caught:
+    with pytest.raises(ConfigError, match=rf"^http://.* has no {path}: is it vLLM's server\?") as caught:
         await ask(engine)
     assert caught.value.param == "url"
 

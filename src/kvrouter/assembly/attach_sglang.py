@@ -21,13 +21,13 @@ from kvrouter.engines.sglang.ways import SglangWays
 
 
 def attach_sglang(server: EngineServer, facts: SglangFacts, at: EngineAt, worker_id: WorkerId) -> Attached:
-    """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction."""
+    """Return the engine behind ``server``. Raises ConfigError with the field of a contradiction."""
     model = check_model(at, (facts.model,))
     check_block_size(at, facts.block_size, "--page-size")
     if at.role is not facts.role:
         mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[at.role]
         raise ConfigError(
-            f"--role: the engine's mode of disaggregation makes it {facts.role}, not {at.role}: give that "
+            f"the engine's mode of disaggregation makes it {facts.role}, not {at.role}: give that "
             f"role, or start the engine with --disaggregation-mode {mode}",
             param="role",
         )

@@ -21,8 +21,8 @@ from kvrouter.engines.trtllm.ways import TrtllmWays
 
 
 def attach_trtllm(server: EngineServer, facts: TrtllmFacts, at: EngineAt, worker_id: WorkerId) -> Attached:
-    """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction, or of
-    what the engine does not tell.
+    """Return the engine behind ``server``. Raises ConfigError with the field of a
+    contradiction, or of what the engine does not tell.
     """
     model = check_model(at, (facts.model,), "from a folder named {model}")
     block_size = _block_size(at, facts)
@@ -58,7 +58,7 @@ def _block_size(at: EngineAt, facts: TrtllmFacts) -> int:
         return facts.block_size
     if at.block_size is None:
         raise ConfigError(
-            f"--block-size: the engine at {at.url} does not tell it: give its "
+            f"the engine at {at.url} does not tell it: give its "
             "kv_cache_config.tokens_per_block, which is 32 where it is not set, or start it with "
             "enable_iter_perf_stats: true",
             param="block_size",
@@ -71,7 +71,7 @@ def _context_length(at: EngineAt, facts: TrtllmFacts) -> int:
         return context_length_of(at, facts.context_length, "--max_seq_len")
     if at.context_length is None:
         raise ConfigError(
-            f"--context-length: the engine at {at.url} does not tell it: give its --max_seq_len, or the "
+            f"the engine at {at.url} does not tell it: give its --max_seq_len, or the "
             "model's own where that is not set",
             param="context_length",
         )

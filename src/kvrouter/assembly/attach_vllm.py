@@ -18,7 +18,7 @@ from kvrouter.engines.vllm.ways import VllmWays
 
 
 def attach_vllm(server: EngineServer, facts: VllmFacts, at: EngineAt, worker_id: WorkerId) -> Attached:
-    """Return the engine behind ``server``. Raises ConfigError that names the flag of a contradiction."""
+    """Return the engine behind ``server``. Raises ConfigError with the field of a contradiction."""
     model = check_model(at, facts.models)
     check_block_size(at, facts.block_size, "--block-size")
     events, warnings = events_of(at, facts.events, len(facts.ranks))

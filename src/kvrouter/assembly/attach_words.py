@@ -80,7 +80,7 @@ def check_model(
     model = at.model or served[0]
     if model not in served:
         raise ConfigError(
-            f"--model: the engine serves {', '.join(served)}, not {model!r}: give one of these, "
+            f"the engine serves {', '.join(served)}, not {model!r}: give one of these, "
             f"or start the engine {engine_mend.format(model=model)}",
             param="model",
         )
@@ -91,7 +91,7 @@ def check_block_size(at: EngineAt, block_size: int, engine_flag: str) -> None:
     """Raise ConfigError when the engine's blocks are not what was said."""
     if at.block_size is not None and at.block_size != block_size:
         raise ConfigError(
-            f"--block-size: the engine's blocks have {block_size} tokens, not {at.block_size}: "
+            f"the engine's blocks have {block_size} tokens, not {at.block_size}: "
             f"leave it out, or start the engine with {engine_flag} {at.block_size}",
             param="block_size",
         )
@@ -105,7 +105,7 @@ def context_length_of(at: EngineAt, context_length: int, engine_flag: str) -> in
     said = context_length if at.context_length is None else at.context_length
     if said > context_length:
         raise ConfigError(
-            f"--context-length: the engine's context holds {context_length} tokens, not {said}: "
+            f"the engine's context holds {context_length} tokens, not {said}: "
             f"say {context_length}, or less, or start the engine with {engine_flag} {said}",
             param="context_length",
         )
@@ -123,8 +123,8 @@ def events_of(
         topic = next(iter(told.values())).topic if told else ""
         events = {
             DpRank(rank): EventsAt(
-                _counted_on("--kv-events", at.kv_events, rank),
-                at.kv_events_replay and _counted_on("--kv-events-replay", at.kv_events_replay, rank),
+                _counted_on("kv_events", at.kv_events, rank),
+                at.kv_events_replay and _counted_on("kv_events_replay", at.kv_events_replay, rank),
                 topic,
             )
             for rank in range(n_ranks)
@@ -148,12 +148,9 @@ def events_of(
     return events, ()
 
 
-def _counted_on(flag: str, endpoint: str, rank: int) -> str:
+def _counted_on(field_name: str, endpoint: str, rank: int) -> str:
     base, _, port = endpoint.rpartition(":")
     is_port = port.isdecimal() and 0 < int(port) + rank < PORTS
     if not base.startswith("tcp://") or base in _NOWHERE or not is_port:
-        raise ConfigError(
-            f"{flag}: must be tcp://HOST:PORT, not {endpoint!r}",
-            param=flag.removeprefix("--").replace("-", "_"),
-        )
+        raise ConfigError(f"must be tcp://HOST:PORT, not {endpoint!r}", param=field_name)
     return f"{base}:{int(port) + rank}"

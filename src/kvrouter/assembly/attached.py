@@ -41,8 +41,8 @@ def _nobody(_: str) -> None:
 async def attach(at: EngineAt, worker_id: WorkerId, *, on_awaited: AwaitedSink = _nobody) -> Attached:
     """Ask the engine until it answers, and attach it.
 
-    Raises ConfigError that names the flag for what contradicts what the engine says, and for an engine that
-    does not answer in time.
+    Raises ConfigError whose ``param`` is the field that contradicts what the engine says, and for an engine
+    that does not answer in time.
     """
     server = EngineServer(at.url, api_key=at.api_key)
 
@@ -98,12 +98,12 @@ async def _asked(
             return await ask(server)
         except KeyRefused as error:
             raise ConfigError(
-                f"--url: {error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="url"
+                f"{error.message}: give its key in {ENGINE_KEY_VARIABLE}", param="url"
             ) from error
         except WorkerUnreachable as error:
             if loop.time() >= until_s:
                 raise ConfigError(
-                    f"--url: no engine answered within {at.wait_s:g} s: {error.message}", param="url"
+                    f"no engine answered within {at.wait_s:g} s: {error.message}", param="url"
                 ) from error
             on_awaited(error.message)
             if loop.time() - said_s >= SAID_EACH_S:

@@ -283,8 +283,7 @@ class BesideEngine:
         try:
             return await attach(at, self.said.worker_id, on_awaited=lambda _: self._on_heard())
         except KvrouterError as error:
-            must = error.message.removeprefix(_flag(error))
-            raise self.said.mistake(must, field=error.param) from error
+            raise self.said.mistake(error.message, field=error.param) from error
 
     async def _until_another(self, standing: Standing) -> str:
         """Wait until an engine that was set aside answers as another one than its worker's card describes, or
@@ -315,8 +314,3 @@ def _told(attached: Attached) -> tuple[object, ...]:
     """What an engine cannot change without a new worker."""
     said = attached.model, attached.block_size, attached.context_length
     return *said, attached.dp_start, attached.dp_size
-
-
-def _flag(error: KvrouterError) -> str:
-    """How an error begins that is about a flag of the command for one engine."""
-    return f"--{(error.param or '').replace('_', '-')}: "

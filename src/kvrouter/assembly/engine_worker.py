@@ -15,6 +15,7 @@ from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import Settings
 from kvrouter.core.constraints import adapter_taint
+from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.planes.discovery.port import GoneSink
@@ -61,7 +62,10 @@ async def engine_worker(
     Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
     topology = parse_topology_env(environ)
-    attached = await attach(spec.at, spec.worker_id)
+    try:
+        attached = await attach(spec.at, spec.worker_id)
+    except ConfigError as error:
+        raise _of_flag(error) from error
     try:
         tell(logger, spec.worker_id, spec.at, attached)
         async with worker_wires(
@@ -98,6 +102,12 @@ async def engine_worker(
                 await worker.stop()
     finally:
         await attached.engine.stop()
+
+
+def _of_flag(error: ConfigError) -> ConfigError:
+    """The same of the command's flag: fields and flags have the same names."""
+    flag = (error.param or "").replace("_", "-")
+    return ConfigError(f"--{flag}: {error.message}", param=error.param)
 
 
 def engine_card(

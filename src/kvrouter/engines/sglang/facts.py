@@ -99,7 +99,7 @@ async def ask_facts(server: EngineServer) -> SglangFacts:
     models = await server.look("/v1/models")
     if told is None or models is None:
         missing = "/server_info" if told is None else "/v1/models"
-        raise ConfigError(f"--url: {server.url} has no {missing}: is it SGLang's server?", param="url")
+        raise ConfigError(f"{server.url} has no {missing}: is it SGLang's server?", param="url")
     try:
         said = _server.decode(told)
         context_length = _models.decode(models).data[0].max_model_len

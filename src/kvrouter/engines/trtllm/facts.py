@@ -99,11 +99,11 @@ async def ask_name(server: EngineServer) -> tuple[str, str]:
     models = await server.look("/v1/models")
     if version is None or models is None:
         missing = "/version" if version is None else "/v1/models"
-        raise ConfigError(f"--url: {server.url} has no {missing}: is it TensorRT-LLM's server?", param="url")
+        raise ConfigError(f"{server.url} has no {missing}: is it TensorRT-LLM's server?", param="url")
     model = decoded(_models, models, "/v1/models").data[0]
     if model.owned_by != OWNER:
         raise ConfigError(
-            f"--url: {server.url} serves a model that is owned by {model.owned_by!r}, not {OWNER!r}: "
+            f"{server.url} serves a model that is owned by {model.owned_by!r}, not {OWNER!r}: "
             "is it TensorRT-LLM's server?",
             param="url",
         )

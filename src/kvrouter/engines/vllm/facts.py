@@ -93,7 +93,7 @@ async def ask_facts(server: EngineServer) -> VllmFacts:
     page = await server.look("/metrics")
     if models is None or page is None:
         missing = "/v1/models" if models is None else "/metrics"
-        raise ConfigError(f"--url: {server.url} has no {missing}: is it vLLM's server?", param="url")
+        raise ConfigError(f"{server.url} has no {missing}: is it vLLM's server?", param="url")
     version = await server.look("/version")
     sources = await server.look("/kv_event_sources")
     samples = read_metrics(page, (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC))
@@ -144,7 +144,7 @@ def _context_length(model: _Model) -> int:
 def _ranks(samples: Samples, url: str) -> tuple[dict[DpRank, RankFacts], bool]:
     found = samples.get(CACHE_METRIC)
     if not found:
-        raise ConfigError(f"--url: {url}/metrics has no {CACHE_METRIC}: is it vLLM's server?", param="url")
+        raise ConfigError(f"{url}/metrics has no {CACHE_METRIC}: is it vLLM's server?", param="url")
     ranks: dict[DpRank, RankFacts] = {}
     for sample in found:
         labels = sample.labels
