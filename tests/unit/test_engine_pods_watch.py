@@ -61,6 +61,12 @@ class ScriptedApi(PodsApi):
             yield told
 
 
+def ended(name: str) -> dict[str, object]:
+    """A pod that was evicted, say."""
+    given = pod_json(name)
+    return given | {"status": given["status"] | {"phase": "Failed"}}
+
+
 @dataclass
 class Scene:
     """What is heard of a scripted API server."""
@@ -158,6 +164,20 @@ async def test_pods_beyond_the_limit_are_told_and_let_in_when_others_leave(
         await until(lambda: made.there == {"b", "c"})
 
 
+async def test_pods_that_have_ended_take_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pods, "TICK_S", 0.01)
+    api = ScriptedApi("a", "b", "c")
+    api.pods["a"] = ended("a")
+    async with scene(api, pods_max=2) as made:
+        assert (made.there, made.refused) == ({"b", "c"}, [])
+        made.api.pods["d"] = pod_json("d")
+        made.api.tell("ADDED", pod_json("d"))
+        made.api.pods["b"] = ended("b")
+        made.api.tell("MODIFIED", ended("b"))
+        await until(lambda: made.there == {"c", "d"})
+        assert made.gone == ["b"]
+
+
 async def test_a_silent_watch_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pods, "TICK_S", 0.01)
     monkeypatch.setattr(pods, "QUIET_S", 0.02)
@@ -167,5 +187,6 @@ async def test_a_silent_watch_is_doubted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_went_wrong_is_told_with_its_mend() -> None:
+    assert "bind a Role with create on events" in pods_reason(FORBIDDEN, needs="create on events")
     assert "bind a Role" in pods_reason(FORBIDDEN)
     assert pods_reason(EXPIRED) == "the API server says 410 Expired: too old resource version"

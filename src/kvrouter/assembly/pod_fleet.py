@@ -195,9 +195,7 @@ class PodFleet:
         seat = self._seats.get(pod.uid)
         if self._is_draining:
             return
-        if pod.is_over:
-            self.on_gone(pod.uid)
-        elif pod.is_ready and not pod.is_leaving:
+        if pod.is_ready and not pod.is_leaving:
             self._serve(pod, seat)
         elif seat is None or seat.wanted is None:
             self._without[pod.uid] = pod, "is not ready", ""
@@ -205,7 +203,7 @@ class PodFleet:
             seat.want(_Wanted(seat.wanted.said, seat.wanted.start, rests=True))
 
     def on_gone(self, uid: str) -> None:
-        """A pod is gone, or is no engine any more."""
+        """A pod is gone, has ended, or is no engine any more."""
         self._without.pop(uid, None)
         seat = self._seats.get(uid)
         if seat is not None and seat.wanted is not None:

@@ -76,7 +76,8 @@ class PodEvents:
         try:
             await self._api.tell(pod, reason=reason, message=message, warns=warns)
         except STORE_ERRORS as error:
-            self._on_trouble("events about pods", f"not written: {pods_reason(error)}")
+            reason = pods_reason(error, needs="create on events")
+            self._on_trouble("events about pods", f"not written: {reason}")
 
 
 def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:

@@ -31,7 +31,7 @@ PodSink = Callable[[EnginePod], None]
 """Hears of a pod as it is now."""
 
 GoneSink = Callable[[str], None]
-"""Hears the uid of a pod that is gone, or is no engine any more."""
+"""Hears the uid of a pod that is gone, has ended, or is no engine any more."""
 
 
 class _Port(msgspec.Struct, frozen=True, rename="camel"):
@@ -170,15 +170,15 @@ class PodsApi:
                 raise
 
 
-def pods_reason(error: Exception) -> str:
-    """What ``error`` says, in a line that a person can act on."""
+def pods_reason(error: Exception, *, needs: str = "list and watch on pods") -> str:
+    """What ``error`` says, in a line that a person can act on; ``needs`` are the rights that were used."""
     if isinstance(error, ApiError) and error.code == 403:
-        return f"{why(error)} (bind a Role with list and watch on pods to this pod's service account)"
+        return f"{why(error)} (bind a Role with {needs} to this pod's service account)"
     return why(error)
 
 
 class PodsWatch(Follow[msgspec.Raw]):
-    """Delivers every pod and each change of one. Losing the API server takes nobody away.
+    """Delivers every pod that has not ended, and each change of one. Losing the API server takes nobody away.
 
     ``on_refused`` hears of what cannot be read or followed: which, and why.
     """
@@ -242,6 +242,9 @@ class PodsWatch(Follow[msgspec.Raw]):
         return version
 
     def _take(self, pod: EnginePod) -> None:
+        if pod.is_over:  # pods that were evicted stay there for long, and hold nobody's place
+            self._let_go(pod.uid)
+            return
         if pod.uid not in self._uids:
             if len(self._uids) >= self._pods_max:
                 self._has_left_out = True
