@@ -169,12 +169,20 @@ class Forgetful(Cluster):
         self._forgets = True
 
     async def watch(
-        self, kind: Kind, version: str, *, namespace: str = "", labels: str = "", for_s: int
+        self,
+        kind: Kind,
+        version: str,
+        *,
+        namespace: str = "",
+        labels: str = "",
+        for_s: int,
+        opened: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[tuple[Change, Manifest], None]:
         if self._forgets:
             self._forgets = False
             raise Refused("too old resource version", status=GONE, reason="Expired")
-        async for told in super().watch(kind, version, namespace=namespace, labels=labels, for_s=for_s):
+        seen = super().watch(kind, version, namespace=namespace, labels=labels, for_s=for_s, opened=opened)
+        async for told in seen:
             yield told
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, cast
 
@@ -11,7 +11,7 @@ from kubernetes.aio.client import ApiClient
 from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, version_of
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, version_of
 
 MANAGER = "kvrouter-operator"
 """The field manager of everything that the operator writes."""
@@ -22,6 +22,8 @@ ANSWER_QUIET_S = 20.0
 """How much longer than asked for a watch may be silent before its connection counts as lost."""
 
 JSON = "application/json"
+JSON_OF_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+JSON_OF_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 
@@ -112,10 +114,11 @@ class Cluster:
         rest = ""
         while True:
             query = [("limit", str(PAGE_OBJECTS)), ("labelSelector", labels), ("continue", rest)]
-            page = await self._call("GET", kind.path(namespace), query=query)
+            accept = JSON_OF_METADATA_LIST if kind.is_metadata_enough else JSON
+            page = await self._call("GET", kind.path(namespace), query=query, accept=accept)
             items = page.get("items")
             objects += [
-                {"apiVersion": kind.api_version, "kind": kind.name, **item}
+                _unmanaged({**item, "apiVersion": kind.api_version, "kind": kind.name})
                 for item in (items if isinstance(items, list) else [])
                 if isinstance(item, dict)
             ]
@@ -125,11 +128,19 @@ class Cluster:
                 return Found(objects, version_of(page))
 
     async def watch(
-        self, kind: Kind, version: str, *, namespace: str = "", labels: str = "", for_s: int
+        self,
+        kind: Kind,
+        version: str,
+        *,
+        namespace: str = "",
+        labels: str = "",
+        for_s: int,
+        opened: Callable[[], None] = lambda: None,
     ) -> AsyncGenerator[tuple[Change, Manifest], None]:
         """Yield what changes after ``version``, for about ``for_s`` seconds.
 
-        Raises Refused with 410 when the server no longer knows that version.
+        ``opened`` is called once the server has taken the watch: it may be silent for long. Raises Refused
+        with 410 when the server no longer knows that version.
         """
         query = [
             ("watch", "true"),
@@ -139,11 +150,13 @@ class Cluster:
             ("labelSelector", labels),
         ]
         quiet = aiohttp.ClientTimeout(sock_connect=self._call_s, sock_read=for_s + ANSWER_QUIET_S)
-        response = await self._send("GET", kind.path(namespace), query=query, limits=quiet)
+        accept = JSON_OF_METADATA if kind.is_metadata_enough else JSON
+        response = await self._send("GET", kind.path(namespace), query=query, limits=quiet, accept=accept)
+        opened()
         try:
             async for line in response.content:
                 yield _change(json.loads(line))
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ClusterLost(f"watch of {kind.plural}: {_told(error)}") from error
         finally:
             _hang_up(response)
@@ -183,14 +196,15 @@ class Cluster:
         query: Query = (),
         body: Manifest | None = None,
         content_type: str = JSON,
+        accept: str = JSON,
     ) -> Manifest:
         limits = aiohttp.ClientTimeout(total=self._call_s)
         response = await self._send(
-            method, path, query=query, body=body, content_type=content_type, limits=limits
+            method, path, query=query, body=body, content_type=content_type, accept=accept, limits=limits
         )
         try:
             answer: JsonValue = json.loads(await response.read())
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ClusterLost(f"{method} {path}: {_told(error)}") from error
         finally:
             response.release()
@@ -205,13 +219,14 @@ class Cluster:
         query: Query = (),
         body: Manifest | None = None,
         content_type: str = JSON,
+        accept: str = JSON,
     ) -> aiohttp.ClientResponse:
         given = [(key, value) for key, value in query if value]
         signed = await self._api.param_serialize(
             method,
             path,
             query_params=given,
-            header_params={"Accept": JSON, "Content-Type": content_type},
+            header_params={"Accept": accept, "Content-Type": content_type},
             body=body,
             auth_settings=["BearerToken"],
         )
@@ -253,7 +268,14 @@ def _change(told: JsonValue) -> tuple[Change, Manifest]:
             status=code if isinstance(code, int) else 500,
             reason=str(thing.get("reason") or ""),
         )
-    return Change(str(event.get("type"))), thing
+    return Change(str(event.get("type"))), _unmanaged(thing)
+
+
+def _unmanaged(manifest: Manifest) -> Manifest:
+    """Without the record of who wrote which field: nothing is decided by it, and thousands are kept."""
+    metadata = metadata_of(manifest)
+    metadata.pop("managedFields", None)
+    return manifest
 
 
 def _told(error: Exception) -> str:

@@ -11,12 +11,16 @@ Manifest = dict[str, JsonValue]
 
 
 class Kind(NamedTuple):
-    """One kind: what manifests call it, and what paths do."""
+    """One kind: what manifests call it, and what paths do.
+
+    ``is_metadata_enough``: lists and watches bring nothing but metadata.
+    """
 
     api_version: str
     name: str
     plural: str
     is_namespaced: bool = True
+    is_metadata_enough: bool = False
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
         """Return the path of all objects, of those of a namespace, of one, or of a part of one."""
@@ -45,7 +49,7 @@ TOPOLOGIES = tuple(
     for name, plural in GROVE_PLURALS.items()
 )
 PODS = Kind("v1", "Pod", "pods")
-NODES = Kind("v1", "Node", "nodes", is_namespaced=False)
+NODES = Kind("v1", "Node", "nodes", is_namespaced=False, is_metadata_enough=True)
 EVENTS = Kind("v1", "Event", "events")
 LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
 

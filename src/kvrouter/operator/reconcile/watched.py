@@ -42,6 +42,8 @@ class Watched(Generic[G]):
         self._objects: dict[Key, Manifest] = {}
         self._groups: dict[G, dict[Key, Manifest]] = {}
         self._version = ""
+        self._is_lost = False
+        self._delay_s = retry_s
         self.synced = asyncio.Event()
         """Set once all that is there was seen."""
 
@@ -59,26 +61,27 @@ class Watched(Generic[G]):
 
     async def run(self) -> None:
         """Keep up to date until cancelled; whatever the cluster says, it is asked again."""
-        delay_s = self._retry_s
-        is_lost = False
         while True:
             try:
                 if not self._version:
                     await self._list()
-                if is_lost:
-                    self._lost(None)
-                    is_lost, delay_s = False, self._retry_s
                 await self._follow()
             except ClusterError as error:
                 if not isinstance(error, ClusterLost):
                     self._version = ""  # what a watch was refused for, a new list may mend
                 if isinstance(error, Refused) and error.status == GONE:
                     continue
-                if not is_lost:
+                if not self._is_lost:
                     self._lost(error)
-                is_lost = True
-                await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, RETRY_MAX_S)
+                self._is_lost = True
+                await asyncio.sleep(self._delay_s)
+                self._delay_s = min(2 * self._delay_s, RETRY_MAX_S)
+
+    def _found(self) -> None:
+        """It is watched."""
+        if self._is_lost:
+            self._is_lost, self._delay_s = False, self._retry_s
+            self._lost(None)
 
     async def _list(self) -> None:
         found = await self._cluster.find(self._kind, namespace=self._namespace, labels=self._labels)
@@ -94,7 +97,12 @@ class Watched(Generic[G]):
 
     async def _follow(self) -> None:
         seen = self._cluster.watch(
-            self._kind, self._version, namespace=self._namespace, labels=self._labels, for_s=self._watch_s
+            self._kind,
+            self._version,
+            namespace=self._namespace,
+            labels=self._labels,
+            for_s=self._watch_s,
+            opened=self._found,
         )
         async for change, manifest in seen:
             if change is Change.DELETED:

@@ -1,0 +1,114 @@
+"""What the operator watches: lost and back when that is so, and of nodes no more than it needs."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import ApiClient, Configuration
+
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.kinds import NODES, PODS, Kind, Manifest, metadata_of
+from kvrouter.operator.reconcile.watched import Watched
+
+Watching = Callable[[web.StreamResponse], Awaitable[None]]
+
+
+async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None:
+    tries: asyncio.Queue[int] = asyncio.Queue()
+    is_up = asyncio.Event()
+
+    async def watching(told: web.StreamResponse) -> None:
+        await asyncio.Event().wait()
+
+    async def taking(request: web.Request) -> None:
+        tries.put_nowait(1)
+        if not is_up.is_set() and request.transport is not None:
+            request.transport.abort()
+
+    losses: asyncio.Queue[ClusterError | None] = asyncio.Queue()
+    async with api_server(watching, taking=taking) as cluster, watched(cluster, PODS, losses.put_nowait):
+        for _ in range(5):
+            await tries.get()
+        assert losses.qsize() == 1
+        is_up.set()
+        assert isinstance(await losses.get(), ClusterError)
+        assert await losses.get() is None
+
+
+async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
+    accepted: list[str] = []
+
+    async def watching(told: web.StreamResponse) -> None:
+        await told.write(line("ADDED", pod("node-2", managedFields=[{"manager": "kubelet"}])))
+        await asyncio.Event().wait()
+
+    async def taking(request: web.Request) -> None:
+        accepted.append(request.headers["Accept"])
+
+    there = [pod("node-1", managedFields=[{"manager": "kubelet"}])]
+    async with (
+        api_server(watching, there, taking=taking) as cluster,
+        watched(cluster, NODES) as (nodes, changed),
+    ):
+        for _ in range(2):
+            await changed.get()
+        assert all("managedFields" not in metadata_of(node) for node in nodes.all())
+    assert [found.partition(";g=")[0] for found in accepted] == [
+        "application/json;as=PartialObjectMetadataList",
+        "application/json;as=PartialObjectMetadata",
+    ]
+
+
+def pod(name: str, **metadata: object) -> dict[str, object]:
+    return {"metadata": {"name": name, "resourceVersion": "2", **metadata}}
+
+
+def line(change: str, thing: object) -> bytes:
+    return json.dumps({"type": change, "object": thing}).encode() + b"\n"
+
+
+async def nothing(_request: web.Request) -> None:
+    return None
+
+
+@asynccontextmanager
+async def api_server(
+    watching: Watching,
+    there: list[dict[str, object]] | None = None,
+    taking: Callable[[web.Request], Awaitable[None]] = nothing,
+) -> AsyncIterator[Cluster]:
+    """Lists what is ``there``; ``watching`` tells on each watch, and ``taking`` may refuse it."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            if request.match_info["plural"] == "nodes":
+                await taking(request)
+            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": there or []})
+        await taking(request)
+        told = web.StreamResponse()
+        await told.prepare(request)
+        await watching(told)
+        return told
+
+    app = web.Application()
+    app.router.add_get("/api/v1/{plural}", answer)
+    async with TestServer(app) as server, ApiClient(Configuration(host=str(server.make_url("")))) as api:
+        yield Cluster(api)
+
+
+@asynccontextmanager
+async def watched(
+    cluster: Cluster, kind: Kind, lost: Callable[[ClusterError | None], None] = lambda _: None
+) -> AsyncIterator[tuple[Watched[None], asyncio.Queue[Manifest]]]:
+    """Each object that came, changed or went is put into the queue."""
+    changed: asyncio.Queue[Manifest] = asyncio.Queue()
+    found: Watched[None] = Watched(
+        cluster, kind, group_of=lambda _: None, changed=changed.put_nowait, lost=lost, retry_s=0.01
+    )
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(found.run())
+        yield found, changed
+        task.cancel()
