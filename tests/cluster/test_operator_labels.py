@@ -5,7 +5,7 @@ from typing import Any
 
 from kubernetes.aio.client import ApiClient
 
-from kvrouter.operator.labels import Copy, Node, PolicyScope, binding_policy, node_places
+from kvrouter.operator.labels import Copy, Node, binding_policy, node_places
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
 from tests.cluster.operators import install_crds
@@ -29,7 +29,8 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
         Node(node["metadata"]["name"], node["metadata"]["labels"]) for node in plane.read("nodes")["items"]
     ]
     plane.apply(node_places(name, COPIES, nodes))
-    plane.apply(*binding_policy(name, COPIES, PolicyScope((namespace,), ("llm-prefill",))))
+    workloads = {namespace: ["llm-prefill"], "elsewhere": ["other"]}
+    plane.apply(*binding_policy(name, COPIES, workloads))
     numbers = count()
     seen: dict[str, Any] = {}
 
@@ -47,8 +48,11 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
     }
     bare = await bound(plane, api, pod(namespace, "llm-prefill-bare"))
     assert bare["metadata"]["labels"].keys() >= FORGED.keys()
-    other = await bound(plane, api, pod(namespace, "other", FORGED))
-    assert {key: other["metadata"]["labels"][key] for key in FORGED} == FORGED
+    for stranger in ("stranger-0", "other-0"):
+        seen = await bound(plane, api, pod(namespace, stranger, FORGED))
+        assert {key: seen["metadata"]["labels"][key] for key in FORGED} == FORGED, (
+            "elsewhere it were a worker"
+        )
     plane.kubectl("delete", KINDS, name)
 
 
@@ -59,7 +63,7 @@ async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
     install_crds(plane)
     known, unknown = Node(f"{ZONES[0]}-0", {ZONE_COPY.node_label: ZONES[0]}), f"{ZONES[1]}-0"
     plane.apply(node_places(name, (ZONE_COPY,), [known]))
-    plane.apply(*binding_policy(name, (ZONE_COPY,), PolicyScope((namespace,), ("llm-prefill",))))
+    plane.apply(*binding_policy(name, (ZONE_COPY,), {namespace: ["llm-prefill"]}))
     numbers = count()
 
     async def told(node: str) -> str:

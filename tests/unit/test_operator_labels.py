@@ -12,7 +12,6 @@ from kvrouter.operator.labels import (
     Copy,
     Node,
     Pod,
-    PolicyScope,
     Source,
     binding_patch,
     binding_policy,
@@ -83,14 +82,14 @@ def test_a_node_without_a_label_gives_an_empty_one() -> None:
 
 
 def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() -> None:
-    scope = PolicyScope(namespaces=("fleet",), workloads=("llm-prefill", "llm-decode"))
-    policy, binding = binding_policy("kvrouter-llm", (ZONE,), scope)
+    workloads = {"fleet": ("llm-prefill", "llm-decode"), "chat": ("web",)}
+    policy, binding = binding_policy("kvrouter-llm", (ZONE,), workloads)
     assert policy["spec"] == {
         "paramKind": {"apiVersion": "kvrouter.dev/v1alpha1", "kind": "KvrouterNodePlaces"},
         "matchConstraints": {
             "namespaceSelector": {
                 "matchExpressions": [
-                    {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["fleet"]}
+                    {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["chat", "fleet"]}
                 ]
             },
             "resourceRules": [
@@ -105,8 +104,9 @@ def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() ->
         "matchConditions": [
             {
                 "name": "is-a-worker",
-                "expression": 'object.metadata.name.startsWith("llm-decode-") || '
-                'object.metadata.name.startsWith("llm-prefill-")',
+                "expression": 'request.namespace == "chat" && (object.metadata.name.startsWith("web-")) || '
+                'request.namespace == "fleet" && (object.metadata.name.startsWith("llm-decode-") || '
+                'object.metadata.name.startsWith("llm-prefill-"))',
             }
         ],
         "variables": [
@@ -152,14 +152,8 @@ def test_the_places_of_nodes_are_their_own_values_level_by_level_and_have_a_limi
 
 def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:
     name = "a" * 63
-    policy, _ = binding_policy("p", (ZONE,), PolicyScope(workloads=(name,)))
+    policy, _ = binding_policy("p", (ZONE,), {"fleet": [name]})
     assert f'startsWith("{"a" * 58}")' in json.dumps(policy).replace('\\"', '"')
-
-
-def test_without_namespaces_all_but_those_of_kubernetes_are_meant() -> None:
-    policy, _ = binding_policy("p", (ZONE,), PolicyScope())
-    assert '"operator": "NotIn"' in json.dumps(policy)
-    assert '"matchConditions": []' in json.dumps(policy)
 
 
 @pytest.mark.parametrize(

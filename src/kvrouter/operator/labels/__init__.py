@@ -2,7 +2,6 @@
 
 from kvrouter.operator.labels.binding import (
     BoundPod,
-    PolicyScope,
     binding_patch,
     binding_policy,
     pod_name_stem,
@@ -21,7 +20,6 @@ __all__ = [
     "LateLabels",
     "Node",
     "Pod",
-    "PolicyScope",
     "Resolution",
     "Source",
     "binding_patch",

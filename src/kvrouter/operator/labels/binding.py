@@ -1,8 +1,7 @@
 """Labels in the write that binds a pod: a MutatingAdmissionPolicy, or the patch of a webhook in its place."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -23,21 +22,13 @@ class BoundPod(NamedTuple):
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyScope:
-    """Whose bindings are changed: a Binding knows its pod's namespace and name, and none of its labels.
-
-    Without ``namespaces`` all but those of Kubernetes itself. ``workloads`` are names of Deployments; without
-    them every pod of the namespaces.
-    """
-
-    namespaces: tuple[str, ...] = ()
-    workloads: tuple[str, ...] = ()
-
-
-def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tuple[dict[str, JsonValue], ...]:
+def binding_policy(
+    name: str, copies: Sequence[Copy], workloads: Mapping[str, Collection[str]]
+) -> tuple[dict[str, JsonValue], ...]:
     """Return the MutatingAdmissionPolicy ``name`` and its binding: what pods on a node get, in CEL.
 
+    ``workloads`` are names of Deployments by their namespace; it is about their pods, and no others. A
+    Binding knows its pod's namespace and name, and none of its labels.
     Its parameter is the object ``name`` of :func:`~kvrouter.operator.labels.places.node_places`, made for
     the same ``copies``: one lookup, however many nodes there are. Should the policy fail, or not know the
     node, pods are bound all the same: their labels then come late, and engines wait for them.
@@ -50,7 +41,7 @@ def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tup
         "spec": {
             "paramKind": {"apiVersion": PLACES_VERSION, "kind": PLACES_KIND},
             "matchConstraints": {
-                "namespaceSelector": {"matchExpressions": [_namespaces(scope.namespaces)]},
+                "namespaceSelector": {"matchExpressions": [_namespaces(workloads)]},
                 "resourceRules": [
                     {
                         "apiGroups": [""],
@@ -60,7 +51,7 @@ def binding_policy(name: str, copies: Sequence[Copy], scope: PolicyScope) -> tup
                     }
                 ],
             },
-            "matchConditions": _conditions(scope.workloads),
+            "matchConditions": [{"name": "is-a-worker", "expression": _is_a_worker(workloads)}],
             "variables": [
                 {
                     "name": "values",
@@ -108,19 +99,21 @@ def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
-def _namespaces(names: tuple[str, ...]) -> dict[str, JsonValue]:
-    key = "kubernetes.io/metadata.name"
-    if names:
-        return {"key": key, "operator": "In", "values": [*sorted(names)]}
-    return {"key": key, "operator": "NotIn", "values": ["kube-node-lease", "kube-public", "kube-system"]}
+def _namespaces(names: Collection[str]) -> dict[str, JsonValue]:
+    return {"key": "kubernetes.io/metadata.name", "operator": "In", "values": [*sorted(names)]}
 
 
-def _conditions(workloads: tuple[str, ...]) -> list[JsonValue]:
-    if not workloads:
-        return []
+def _is_a_worker(workloads: Mapping[str, Collection[str]]) -> str:
+    """Names count in their own namespace alone: nobody's choice of names reaches another's pods."""
+    return " || ".join(
+        f"request.namespace == {_quoted(namespace)} && ({_starts(workloads[namespace])})"
+        for namespace in sorted(workloads)
+    )
+
+
+def _starts(workloads: Collection[str]) -> str:
     stems = sorted(set(map(pod_name_stem, workloads)))
-    starts = " || ".join(f"object.metadata.name.startsWith({_quoted(stem)})" for stem in stems)
-    return [{"name": "is-a-worker", "expression": starts}]
+    return " || ".join(f"object.metadata.name.startsWith({_quoted(stem)})" for stem in stems)
 
 
 def _mutation(copies: Sequence[Copy]) -> str:

@@ -13,7 +13,6 @@ from kvrouter.operator.labels import (
     PLACES_VERSION,
     Copy,
     Node,
-    PolicyScope,
     binding_policy,
     node_places,
     resolve,
@@ -88,11 +87,10 @@ def policies_for(
     for copies, members in groups.items():
         levels = hashlib.sha256(repr([tuple(copy) for copy in copies]).encode()).hexdigest()[:12]
         name = f"kvrouter-topology-{owner.rpartition('-')[2]}-{levels}"
-        scope = PolicyScope(
-            tuple(sorted({member.namespace for member in members})),
-            tuple(sorted({workload for member in members for workload in member.workloads})),
-        )
-        manifests = node_places(name, copies, nodes), *binding_policy(name, copies, scope)
+        workloads: dict[str, set[str]] = {}
+        for member in members:
+            workloads.setdefault(member.namespace, set()).update(member.workloads)
+        manifests = node_places(name, copies, nodes), *binding_policy(name, copies, workloads)
         found[name] = tuple(_owned(manifest, owner) for manifest in manifests)
     return found
 
