@@ -92,16 +92,13 @@ class PodsWithEngines:
         more = {**self._environ, **(environ or {})}
         return await self._processes.door("up", "--engine-pods", *arguments, environ=more)
 
-    async def workers(self, *, discovery: str) -> Running:
+    async def workers(self, planes: Mapping[str, str], *arguments: str) -> Running:
         """Start ``kvrouter worker pods``; return once it follows the pods."""
-        return await self._processes.worker(engine="pods", environ=self._announced(discovery))
+        return await self._processes.worker(*arguments, engine="pods", environ={**self._environ, **planes})
 
-    async def frontend(self, *, discovery: str) -> Frontend:
+    async def frontend(self, planes: Mapping[str, str]) -> Frontend:
         """Start a frontend for workers of other processes."""
-        return await self._processes.frontend(environ=self._announced(discovery))
-
-    def _announced(self, discovery: str) -> dict[str, str]:
-        return {**self._environ, "DYN_DISCOVERY_BACKEND": discovery, "DYN_EVENT_PLANE": "zmq"}
+        return await self._processes.frontend(environ={**self._environ, **planes})
 
     async def pod(
         self, name: str, *, zone: str, role: Role = Role.BOTH, annotations: Mapping[str, str] | None = None

@@ -1,14 +1,16 @@
 """``kvrouter up --engine-pods`` on a real API server, with the rights of the example and no more."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
+import httpx
 import pytest
 from openai import APIStatusError
 
 from kvrouter.assembly.pod_fleet import worker_id_of
 from kvrouter.core.workers import Role
+from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONES
 from tests.cluster.pods_with_engines import (
@@ -21,7 +23,8 @@ from tests.cluster.pods_with_engines import (
     there,
     until_there,
 )
-from tests.support.processes import Frontend, eventually
+from tests.support.nats_server import NatsServer
+from tests.support.processes import Frontend, eventually, free_ports
 
 NEAR, FAR, _ = ZONES
 
@@ -178,25 +181,37 @@ async def test_losing_the_api_server_takes_nobody_away_and_who_left_meanwhile_is
     assert await completed(frontend)
 
 
-@pytest.mark.parametrize("discovery", ["file", "kubernetes"])
-async def test_front_doors_of_other_processes_find_the_engines_and_one_process_takes_over_from_another(
-    here: PodsWithEngines, namespace: str, discovery: str
-) -> None:
-    if discovery == "kubernetes":
+@pytest.fixture(params=["file", "kubernetes", "nats"])
+def planes(
+    request: pytest.FixtureRequest, here: PodsWithEngines, namespace: str, shared_nats: NatsServer
+) -> Mapping[str, str]:
+    """How processes of one fleet hear of each other."""
+    if request.param == "nats":
+        return {
+            "DYN_DISCOVERY_BACKEND": "nats",
+            "DYN_REQUEST_PLANE": "nats",
+            "NATS_SERVER": shared_nats.url,
+            "KVROUTER_PLANE_TOKEN": "t" * 32,
+        }
+    if request.param == "kubernetes":
         allow_cards(here.plane, namespace)
+    return {"DYN_DISCOVERY_BACKEND": request.param, "DYN_EVENT_PLANE": "zmq"}
+
+
+async def test_front_doors_of_other_processes_find_the_engines_and_one_process_takes_over_from_another(
+    here: PodsWithEngines, planes: Mapping[str, str]
+) -> None:
     await here.pod("one", zone=NEAR)
     await here.pod("two", zone=FAR)
     await here.set_ready("one", "two")
-    first, frontend = await asyncio.gather(
-        here.workers(discovery=discovery), here.frontend(discovery=discovery)
-    )
+    first, frontend = await asyncio.gather(here.workers(planes), here.frontend(planes))
     await until_there(frontend, 2)
     before = await there(frontend)
     assert {worker_id for worker_id, *_ in before} == {
         worker_id_of(await here.uid(name)) for name in ("one", "two")
     }
     assert await completed(frontend)
-    second = await here.workers(discovery=discovery)
+    second = await here.workers(planes)
 
     async def waits() -> bool:
         return second.lines().count(" worker_standby ") == 2
@@ -220,6 +235,34 @@ async def test_front_doors_of_other_processes_find_the_engines_and_one_process_t
     await here.delete("one")
     await until_there(frontend, 1)
     assert "Traceback" not in first.lines() + second.lines()
+
+
+async def test_a_process_of_workers_takes_pods_from_when_it_sees_them_until_it_drains(
+    here: PodsWithEngines,
+) -> None:
+    port, api_port = free_ports(1), here.proxy.port
+    await here.proxy.close()
+    workers = await here.workers({}, "--health-port", str(port))
+    async with httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{port}") as http:
+
+        async def status() -> tuple[str, int]:
+            accepts = await http.get("/accepting")
+            return accepts.json()["status"], accepts.status_code
+
+        async def is_ok() -> bool:
+            return await status() == ("ok", 200)
+
+        assert await status() == ("starting", 503)
+        await here.proxy.start(api_port)
+        await eventually(is_ok)
+        await here.proxy.close()
+
+        async def is_lost() -> bool:
+            return workers.lines().count(" discovery_lost ") == 2
+
+        await eventually(is_lost)
+        assert await is_ok()
+    assert await workers.stop() == 0
 
 
 def test_the_examples_are_what_an_api_server_takes(plane: ControlPlane, namespace: str) -> None:

@@ -1,11 +1,14 @@
 """``kvrouter up --engine-pods``: what it refuses at once, and the example manifests."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvrouter.assembly import engine_pods
 from kvrouter.cli import main
 from kvrouter.config.engine_pods import engine_of
 from kvrouter.core.pods import EnginePod, PodPort
@@ -61,13 +64,31 @@ def test_a_mistake_in_the_policy_names_the_variable(
     assert "DYN_KV_TRANSFER_ENFORCEMENT: 'hard' is none of" in told(capsys, "--engine-pods")
 
 
-def test_workers_of_many_engines_have_a_port_each(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def _in_a_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("namespace", "token", "ca.crt"):
         (tmp_path / name).write_text("models")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("KVROUTER_KUBERNETES_ACCOUNT", str(tmp_path))
+
+
+@pytest.mark.usefixtures("_in_a_pod")
+def test_a_mistake_in_the_settings_of_all_workers_is_told_before_pods_are_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    @asynccontextmanager
+    async def followed(*asked: object, **_: object) -> AsyncIterator[None]:
+        assert not asked, "the settings were not looked at before"
+        yield
+
+    monkeypatch.setattr(engine_pods, "pods_followed", followed)
+    monkeypatch.setenv("KVROUTER_DISCOVERY_DIR", str(tmp_path / "discovery"))
+    nowhere = ("--discovery", "file", "--listen-host", "192.0.2.1")
+    assert "choose another address with --listen-host" in told(capsys, *nowhere, command="worker pods")
+
+
+@pytest.mark.usefixtures("_in_a_pod")
+def test_workers_of_many_engines_have_a_port_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--listen-port: must be 0: every engine's worker has a port of its own" in (
         told(capsys, "--listen-port", "9000", command="worker pods")
     )

@@ -13,6 +13,7 @@ from kvrouter.assembly.address import claimed
 from kvrouter.assembly.beside import EngineWorkers
 from kvrouter.assembly.door import OpenDoor, open_door
 from kvrouter.assembly.ground import MemoryGround, WiredGround
+from kvrouter.assembly.health import Health, health_pages
 from kvrouter.assembly.lifetime import ToldToStop, allow_many_files, settle_memory, told_to_stop, unless_told
 from kvrouter.assembly.mock_fleet import MemoryPlanes
 from kvrouter.assembly.pod_fleet import PodPolicy
@@ -160,7 +161,7 @@ def serve_pod_workers(
     settings: Settings, pods: EnginePods, environ: Mapping[str, str], *, drain_limit_s: float
 ) -> int:
     """Announce a worker for each engine until SIGTERM or SIGINT, then drain. Returns the exit code; raises
-    ConfigError.
+    NatsUnreachable, ConfigError.
     """
     policy, warnings = policy_of(environ)
     account = account_of(settings, "kvrouter worker pods")
@@ -168,30 +169,68 @@ def serve_pod_workers(
     for warning in (*warnings, *doubts(settings)):
         log_event(_worker_log, Event.CONFIG_WARNING, detail=warning)
     allow_many_files()
-    workers = EngineWorkers(settings, ground, folders=None)
-    return uvloop.run(_announce(account, pods, policy, workers, drain_limit_s=drain_limit_s))
+    return uvloop.run(_announce(settings, account, pods, policy, ground, drain_limit_s=drain_limit_s))
+
+
+class _Following:
+    """How far the process is, and what its log tells of the API server: it is ok from the first time on that
+    it saw the pods, for losing the API server takes nobody away.
+    """
+
+    def __init__(self) -> None:
+        self.health = Health.STARTING
+        self._is_lost = False
+
+    def on_store(self, is_reachable: bool, why: str) -> None:
+        """Pods can be watched again, or not any more."""
+        log_event(_worker_log, Event.DISCOVERY_BACK if is_reachable else Event.DISCOVERY_LOST, reason=why)
+        self._is_lost = not is_reachable
+        self.look()
+
+    def look(self) -> None:
+        """The pods were asked for."""
+        if self.health is Health.STARTING and not self._is_lost:
+            self.health = Health.OK
+
+    def drain(self) -> None:
+        """It was told to stop."""
+        self.health = Health.DRAINING
 
 
 async def _announce(
-    account: Account, pods: EnginePods, policy: PodPolicy, workers: EngineWorkers, *, drain_limit_s: float
+    settings: Settings,
+    account: Account,
+    pods: EnginePods,
+    policy: PodPolicy,
+    ground: WiredGround,
+    *,
+    drain_limit_s: float,
 ) -> int:
-    def on_store(is_reachable: bool, why: str) -> None:
-        event = Event.DISCOVERY_BACK if is_reachable else Event.DISCOVERY_LOST
-        log_event(_worker_log, event, reason=why)
-
+    following = _Following()
     log_event(_worker_log, Event.START, version=installed_version())
-    followed = pods_followed(account, pods, policy, workers, drain_limit_s=drain_limit_s, on_store=on_store)
+    followed = pods_followed(
+        account,
+        pods,
+        policy,
+        EngineWorkers(settings, ground, folders=None),
+        drain_limit_s=drain_limit_s,
+        on_store=following.on_store,
+    )
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(told_to_stop())
+        await stack.enter_async_context(health_pages(settings.planes, lambda: following.health))
         try:
             async with unless_told(stopping):
+                await ground.check()
                 fleet = await stack.enter_async_context(followed)
         except ToldToStop:
             log_event(_worker_log, Event.STOP)
             return 0
+        following.look()
         settle_memory()
         log_event(_worker_log, Event.READY, workers=len(fleet.workers))
         await stopping.wait()
+        following.drain()
         log_event(_worker_log, Event.DRAIN, workers=len(fleet.workers))
         await fleet.drain()
     log_event(_worker_log, Event.STOP)

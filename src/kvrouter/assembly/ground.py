@@ -78,6 +78,16 @@ class WiredGround:
             )
         self._settings = settings
 
+    async def check(self) -> None:
+        """Connect what the settings ask for, and let it go: a mistake in them is no engine's.
+
+        Raises NatsUnreachable, or ConfigError that names the setting.
+        """
+        async with worker_wires(
+            self._settings, component="backend", has_local_indexer=False, publishes_kv_events=True
+        ):
+            pass
+
     @asynccontextmanager
     async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[Stand]:
         """Connect what the settings ask for, and wait until the place is free."""

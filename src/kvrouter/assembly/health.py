@@ -1,4 +1,4 @@
-"""A worker's pages for whatever looks after its process: does it answer, and does it take requests?"""
+"""What a process of workers tells whatever looks after it: that it answers, and whether it takes requests."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +12,7 @@ from kvrouter.core.workers import WorkerCard
 
 
 class Health(StrEnum):
-    """How far a worker is. It takes requests while it is ok."""
+    """How far a worker is, or a process of many. It takes requests while it is ok."""
 
     STARTING = "starting"
     OK = "ok"
