@@ -65,6 +65,7 @@ async def test_a_labelled_pod_is_served_while_it_is_ready_and_until_it_is_gone(
         return "the engine of pod one is not ready" in (await frontend.http.get("/ready")).text
 
     await eventually(is_seen)
+    assert (await frontend.metrics()).total("engines_awaited") == 1
     await here.set_ready("one")
     await until_there(frontend, 1)
     assert await there(frontend) == [(worker_id, "both", NEAR, False)]

@@ -18,7 +18,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.worker import Worker
 from tests.support.engine_publisher import publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
-from tests.support.processes import eventually
+from tests.support.processes import Metrics, eventually
 from tests.support.waits import until
 
 VLLM = "{{kind: vllm, url: '{url}', kv_events: false}}"
@@ -48,6 +48,9 @@ class Up:
     async def ready(self) -> tuple[int, str]:
         answer = await self.http.get("/ready")
         return answer.status_code, answer.text
+
+    async def engines_awaited(self) -> float:
+        return Metrics((await self.http.get("/metrics")).text).total("engines_awaited")
 
     async def until_joined(self, worker_id: int) -> None:
         await until(lambda: WorkerId(worker_id) in self.workers)
@@ -268,11 +271,13 @@ async def test_one_that_is_not_up_yet_is_awaited_and_holds_nobody_up() -> None:
         status, text = await here.ready()
         assert status == 200
         assert "the engine of workers[1].engine.url (group 'v') does not answer" in text
+        assert await here.engines_awaited() == 1
         assert (await here.http.post("/v1/completions", json={**CALL, "model": "mock"})).status_code == 200
         await late.start()
         try:
             await here.until_joined(2)
             assert await here.ready() == (200, '{"status":"ready"}')
+            assert await here.engines_awaited() == 0
         finally:
             await late.stop()
 

@@ -58,10 +58,12 @@ async def open_door(
     that are to come. Raises CannotListen.
     """
     door = FrontDoor(service, texts, settings=settings, telemetry=telemetry, awaited=awaited)
+    end = telemetry.before_scrape(lambda: telemetry.engines_awaited.set(len(awaited())))
     try:
         async with serving(service, door, settings=settings, sockets=sockets) as server:
             yield OpenDoor(service, server, telemetry)
     finally:
+        end()
         door.close()
 
 

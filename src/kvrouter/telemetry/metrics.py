@@ -318,6 +318,10 @@ class Telemetry(MetricsPage):
     discovery_up = gauge(
         "kvrouter_discovery_up", "1 while discovery can be reached; at 0 the fleet is frozen as it was."
     )
+    engines_awaited = gauge(
+        "kvrouter_engines_awaited",
+        "Engines of the fleet file, or of labelled pods, that have no worker; GET /ready says why.",
+    )
     planes_refused = counter(
         "kvrouter_planes_refused",
         "Peers that were refused or cut off between processes: a wrong token, version or frame.",
