@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -144,8 +145,20 @@ class PlayedPod:
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MAX_S)
 
-    async def _launch(self, container: Container) -> Launch:
-        """What the container's own words come to here. Raises httpx.HTTPError when a Secret is not there."""
+    async def execute(self, words: Sequence[str]) -> tuple[int, str]:
+        """Run a program in its first container, as ``kubectl exec``; answers with its exit code and words."""
+        launch = await self._launch(self.containers[0], words)
+        process = await asyncio.create_subprocess_exec(
+            *launch.argv, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=dict(launch.environ)
+        )
+        said, _ = await process.communicate()
+        return await process.wait(), said.decode()
+
+    async def _launch(self, container: Container, words: Sequence[str] = ()) -> Launch:
+        """What the container's own words, or these, come to here.
+
+        Raises httpx.HTTPError when a Secret is not there.
+        """
         spec = container.spec
         mounts = spec.get("volumeMounts", [])
         folders = {mount["mountPath"]: self.volume(mount["name"]) for mount in mounts}
@@ -153,7 +166,8 @@ class PlayedPod:
         told: dict[str, str] = {}
         for entry in spec.get("env", []):
             told[entry["name"]] = await self._value(entry, told)
-        words = [expanded(word, told) for word in (*spec.get("command", []), *spec.get("args", []))]
+        given = words or (*spec.get("command", []), *spec.get("args", []))
+        words = [expanded(word, told) for word in given]
         if "envFrom" in spec or not words:
             raise NotPlayedError(f"{container.name}: envFrom, or what only an image says")
         host, port = self._machine.server
