@@ -49,7 +49,7 @@ def test_a_refusal_says_where_and_why() -> None:
                         "field": "spec.experimental.kvTransferPolicy.domain",
                         "message": why,
                     }
-                ]
+                ],
             },
         },
     }
