@@ -12,7 +12,7 @@ import uvloop
 from kvrouter.assembly.address import claimed
 from kvrouter.assembly.beside import EngineWorkers
 from kvrouter.assembly.door import OpenDoor, open_door
-from kvrouter.assembly.ground import MemoryGround, WiredGround
+from kvrouter.assembly.ground import MemoryGround, wired_ground
 from kvrouter.assembly.health import Health, health_pages
 from kvrouter.assembly.lifetime import ToldToStop, allow_many_files, settle_memory, told_to_stop, unless_told
 from kvrouter.assembly.mock_fleet import MemoryPlanes
@@ -165,11 +165,10 @@ def serve_pod_workers(
     """
     policy, warnings = policy_of(environ)
     account = account_of(settings, "kvrouter worker pods")
-    ground = WiredGround(settings)
     for warning in (*warnings, *doubts(settings)):
         log_event(_worker_log, Event.CONFIG_WARNING, detail=warning)
     allow_many_files()
-    return uvloop.run(_announce(settings, account, pods, policy, ground, drain_limit_s=drain_limit_s))
+    return uvloop.run(_announce(settings, account, pods, policy, drain_limit_s=drain_limit_s))
 
 
 class _Following:
@@ -202,26 +201,25 @@ async def _announce(
     account: Account,
     pods: EnginePods,
     policy: PodPolicy,
-    ground: WiredGround,
     *,
     drain_limit_s: float,
 ) -> int:
     following = _Following()
     log_event(_worker_log, Event.START, version=installed_version())
-    followed = pods_followed(
-        account,
-        pods,
-        policy,
-        EngineWorkers(settings, ground, folders=None),
-        drain_limit_s=drain_limit_s,
-        on_store=following.on_store,
-    )
     async with AsyncExitStack() as stack:
         stopping = stack.enter_context(told_to_stop())
         await stack.enter_async_context(health_pages(settings.planes, lambda: following.health))
         try:
             async with unless_told(stopping):
-                await ground.check()
+                ground = await stack.enter_async_context(wired_ground(settings))
+                followed = pods_followed(
+                    account,
+                    pods,
+                    policy,
+                    EngineWorkers(settings, ground, folders=None),
+                    drain_limit_s=drain_limit_s,
+                    on_store=following.on_store,
+                )
                 fleet = await stack.enter_async_context(followed)
         except ToldToStop:
             log_event(_worker_log, Event.STOP)

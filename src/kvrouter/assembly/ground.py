@@ -10,7 +10,7 @@ from typing import Protocol
 from kvrouter.assembly.attach_words import Attached
 from kvrouter.assembly.engine_worker import EngineWorkerSpec
 from kvrouter.assembly.mock_fleet import MemoryPlanes
-from kvrouter.assembly.standby import until_free
+from kvrouter.assembly.standby import Holders, holders
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import Settings
 from kvrouter.core.errors import ConfigError
@@ -66,37 +66,22 @@ class MemoryGround:
 
 
 class WiredGround:
-    """Front doors are elsewhere: each worker has a port and announces itself, once nobody else has its id.
+    """Front doors are elsewhere: each worker has a port and announces itself, once nobody else has its id."""
 
-    Raises ConfigError for settings that name one port for all.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        if settings.planes.listen_port:
-            raise ConfigError(
-                "--listen-port: must be 0: every engine's worker has a port of its own", param="listen_port"
-            )
+    def __init__(self, settings: Settings, known: Holders) -> None:
         self._settings = settings
-
-    async def check(self) -> None:
-        """Connect what the settings ask for, and let it go: a mistake in them is no engine's.
-
-        Raises NatsUnreachable, or ConfigError that names the setting.
-        """
-        async with worker_wires(
-            self._settings, component="backend", has_local_indexer=False, publishes_kv_events=True
-        ):
-            pass
+        self._known = known
 
     @asynccontextmanager
     async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[Stand]:
-        """Connect what the settings ask for, and wait until the place is free."""
+        """Wait until the place is free, and connect what the settings ask for."""
         lost = asyncio.Event()
 
         def on_lost(worker_id: WorkerId, _: Epoch, how: Gone) -> None:
             log_event(_log, Event.WORKER_REPLACED, worker=str(worker_id), reason=f"{lost_why(how)}: waiting")
             lost.set()
 
+        await self._known.until_free(spec.worker_id)
         async with worker_wires(
             self._settings,
             component="prefill" if spec.at.role is Role.PREFILL else "backend",
@@ -104,7 +89,6 @@ class WiredGround:
             publishes_kv_events=attached.publishes_kv_events,
             on_lost=on_lost,
         ) as wires:
-            await until_free(wires.discovery, spec.worker_id)
             yield Stand(
                 discovery=wires.discovery,
                 events=wires.events,
@@ -114,3 +98,24 @@ class WiredGround:
                 address_of=wires.requests.address_of,
                 lost=lost,
             )
+
+
+@asynccontextmanager
+async def wired_ground(settings: Settings) -> AsyncIterator[WiredGround]:
+    """The ground of workers whose front doors are elsewhere: one watch tells all of them who has their
+    places.
+
+    Everything that the settings ask for is connected once, so that a mistake in them is told of no engine:
+    raises NatsUnreachable, or ConfigError that names the setting.
+    """
+    if settings.planes.listen_port:
+        raise ConfigError(
+            "--listen-port: must be 0: every engine's worker has a port of its own", param="listen_port"
+        )
+    async with (
+        worker_wires(
+            settings, component="backend", has_local_indexer=False, publishes_kv_events=True
+        ) as wires,
+        holders(wires.discovery) as known,
+    ):
+        yield WiredGround(settings, known)
