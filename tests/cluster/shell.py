@@ -170,7 +170,11 @@ class Shell:
         pod = self._pod(words[0])
         name = words[words.index("-c") + 1] if "-c" in words else pod.containers[0].name
         every = (*pod.init_containers, *pod.containers)
-        return next(container.log for container in every if container.name == name)
+        container = next(each for each in every if each.name == name)
+        log = container.log
+        for mount in container.spec.get("volumeMounts", []):
+            log = log.replace(str(pod.volume(mount["name"])), mount["mountPath"])
+        return log
 
     def _pod(self, target: str) -> PlayedPod:
         """A Ready pod of ``deployment/llm-decode`` or ``service/llm-frontend``."""
