@@ -12,7 +12,7 @@ from tests.cluster.operators import WAIT, account_with_roles, graph, install_crd
 from tests.support.processes import eventually
 
 OF_OPERATOR = "kvrouter.dev/operator"
-KINDS = "mutatingadmissionpolicies,mutatingadmissionpolicybindings"
+KINDS = "mutatingadmissionpolicies,mutatingadmissionpolicybindings,kvrouternodeplaces"
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,7 @@ async def test_clean_up_removes_the_policies_of_one_operator_though_it_runs_stil
             arguments = ("--kubeconfig", str(account), "--lease-namespace", namespace)
             first = await clean_up(*arguments)
             assert sorted(first.splitlines()) == [
+                f"KvrouterNodePlaces {policy}",
                 f"MutatingAdmissionPolicy {policy}",
                 f"MutatingAdmissionPolicyBinding {policy}",
             ]

@@ -28,9 +28,8 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
     nodes = [
         Node(node["metadata"]["name"], node["metadata"]["labels"]) for node in plane.read("nodes")["items"]
     ]
-    plane.apply(node_places(name, COPIES, nodes))
     workloads = {namespace: ["llm-prefill"], "elsewhere": ["other"]}
-    plane.apply(*binding_policy(name, COPIES, workloads))
+    plane.apply(node_places(name, COPIES, nodes, workloads), *binding_policy(name, COPIES, workloads))
     numbers = count()
     seen: dict[str, Any] = {}
 
@@ -62,8 +61,9 @@ async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
     name = f"kvrouter-{namespace}"
     install_crds(plane)
     known, unknown = Node(f"{ZONES[0]}-0", {ZONE_COPY.node_label: ZONES[0]}), f"{ZONES[1]}-0"
-    plane.apply(node_places(name, (ZONE_COPY,), [known]))
-    plane.apply(*binding_policy(name, (ZONE_COPY,), {namespace: ["llm-prefill"]}))
+    workloads = {namespace: ["llm-prefill"]}
+    plane.apply(node_places(name, (ZONE_COPY,), [known], workloads))
+    plane.apply(*binding_policy(name, (ZONE_COPY,), workloads))
     numbers = count()
 
     async def told(node: str) -> str:

@@ -82,8 +82,7 @@ def test_a_node_without_a_label_gives_an_empty_one() -> None:
 
 
 def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() -> None:
-    workloads = {"fleet": ("llm-prefill", "llm-decode"), "chat": ("web",)}
-    policy, binding = binding_policy("kvrouter-llm", (ZONE,), workloads)
+    policy, binding = binding_policy("kvrouter-llm", (ZONE,), ["fleet", "chat"])
     assert policy["spec"] == {
         "paramKind": {"apiVersion": "kvrouter.dev/v1alpha1", "kind": "KvrouterNodePlaces"},
         "matchConstraints": {
@@ -104,9 +103,9 @@ def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() ->
         "matchConditions": [
             {
                 "name": "is-a-worker",
-                "expression": 'request.namespace == "chat" && (object.metadata.name.startsWith("web-")) || '
-                'request.namespace == "fleet" && (object.metadata.name.startsWith("llm-decode-") || '
-                'object.metadata.name.startsWith("llm-prefill-"))',
+                "expression": "request.namespace in params.spec.workers && "
+                "params.spec.workers[request.namespace]"
+                ".exists(start, object.metadata.name.startsWith(start))",
             }
         ],
         "variables": [
@@ -140,20 +139,21 @@ def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() ->
 
 def test_the_places_of_nodes_are_their_own_values_level_by_level_and_have_a_limit() -> None:
     nodes = [Node("n2", {RACK.node_label: "r2"}), Node("n1", {ZONE.node_label: "a", "other": "x"})]
-    found = node_places("kvrouter-llm", (ZONE, RACK), nodes)
+    found = node_places("kvrouter-llm", (ZONE, RACK), nodes, {"fleet": ("llm-prefill", "llm-decode")})
     assert found["spec"] == {
         "levels": [f"zone={ZONE.node_label}", f"rack={RACK.node_label}"],
+        "workers": {"fleet": ["llm-decode-", "llm-prefill-"]},
         "values": {"n1": ["a", ""], "n2": ["", "r2"]},
     }
-    many = node_places("p", (ZONE,), [Node(f"n{number:05}") for number in reversed(range(NODES_MAX + 1))])
+    many = node_places("p", (ZONE,), [Node(f"n{number:05}") for number in reversed(range(NODES_MAX + 1))], {})
     values = cast(dict[str, dict[str, object]], many["spec"])["values"]
     assert (len(values), "n00000" in values, f"n{NODES_MAX:05}" in values) == (NODES_MAX, True, False)
 
 
 def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:
     name = "a" * 63
-    policy, _ = binding_policy("p", (ZONE,), {"fleet": [name]})
-    assert f'startsWith("{"a" * 58}")' in json.dumps(policy).replace('\\"', '"')
+    spec = cast(dict[str, object], node_places("p", (ZONE,), [], {"fleet": [name]})["spec"])
+    assert spec["workers"] == {"fleet": ["a" * 58]}
 
 
 @pytest.mark.parametrize(

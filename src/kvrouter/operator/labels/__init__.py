@@ -4,11 +4,16 @@ from kvrouter.operator.labels.binding import (
     BoundPod,
     binding_patch,
     binding_policy,
-    pod_name_stem,
 )
 from kvrouter.operator.labels.copies import Copy, Resolution, Source, copies_of, pod_labels, resolve
 from kvrouter.operator.labels.late import LateLabels, late_labels
-from kvrouter.operator.labels.places import PLACES_KIND, PLACES_PLURAL, PLACES_VERSION, node_places
+from kvrouter.operator.labels.places import (
+    PLACES_KIND,
+    PLACES_PLURAL,
+    PLACES_VERSION,
+    node_places,
+    pod_name_stem,
+)
 from kvrouter.operator.labels.seen import Node, Pod, read_node, read_pod
 
 __all__ = [

@@ -10,8 +10,11 @@ from kvrouter.operator.labels.copies import Copy
 from kvrouter.operator.labels.places import PLACES_KIND, PLACES_VERSION
 
 API_VERSION = "admissionregistration.k8s.io/v1"
-POD_NAME_STEM_CHARS_MAX = 58
-"""A ReplicaSet's pods are named by it, cut to these characters, and five more of chance."""
+IS_A_WORKER = (
+    "request.namespace in params.spec.workers && "
+    "params.spec.workers[request.namespace].exists(start, object.metadata.name.startsWith(start))"
+)
+"""A Binding knows its pod's namespace and name, and none of its labels."""
 
 
 class BoundPod(NamedTuple):
@@ -23,15 +26,15 @@ class BoundPod(NamedTuple):
 
 
 def binding_policy(
-    name: str, copies: Sequence[Copy], workloads: Mapping[str, Collection[str]]
+    name: str, copies: Sequence[Copy], namespaces: Collection[str]
 ) -> tuple[dict[str, JsonValue], ...]:
     """Return the MutatingAdmissionPolicy ``name`` and its binding: what pods on a node get, in CEL.
 
-    ``workloads`` are names of Deployments by their namespace; it is about their pods, and no others. A
-    Binding knows its pod's namespace and name, and none of its labels.
     Its parameter is the object ``name`` of :func:`~kvrouter.operator.labels.places.node_places`, made for
-    the same ``copies``: one lookup, however many nodes there are. Should the policy fail, or not know the
-    node, pods are bound all the same: their labels then come late, and engines wait for them.
+    the same ``copies``: one lookup, however many nodes there are. It says whose pods in ``namespaces`` are
+    meant; names count in their own namespace alone, so that nobody's choice of names reaches another's pods.
+    Should the policy fail, or not know the node, pods are bound all the same: their labels then come late,
+    and engines wait for them.
     """
     labels: dict[str, JsonValue] = {"app.kubernetes.io/managed-by": "kvrouter-operator"}
     policy: dict[str, JsonValue] = {
@@ -41,7 +44,7 @@ def binding_policy(
         "spec": {
             "paramKind": {"apiVersion": PLACES_VERSION, "kind": PLACES_KIND},
             "matchConstraints": {
-                "namespaceSelector": {"matchExpressions": [_namespaces(workloads)]},
+                "namespaceSelector": {"matchExpressions": [_namespaces(namespaces)]},
                 "resourceRules": [
                     {
                         "apiGroups": [""],
@@ -51,7 +54,7 @@ def binding_policy(
                     }
                 ],
             },
-            "matchConditions": [{"name": "is-a-worker", "expression": _is_a_worker(workloads)}],
+            "matchConditions": [{"name": "is-a-worker", "expression": IS_A_WORKER}],
             "variables": [
                 {
                     "name": "values",
@@ -71,11 +74,6 @@ def binding_policy(
         "spec": {"policyName": name, "paramRef": {"name": name, "parameterNotFoundAction": "Allow"}},
     }
     return policy, bound
-
-
-def pod_name_stem(workload: str) -> str:
-    """Return what the names of a Deployment's pods start with."""
-    return f"{workload}-"[:POD_NAME_STEM_CHARS_MAX]
 
 
 def binding_patch(binding: Mapping[str, object], labels: Mapping[str, str]) -> list[JsonValue]:
@@ -101,19 +99,6 @@ def _escaped(key: str) -> str:
 
 def _namespaces(names: Collection[str]) -> dict[str, JsonValue]:
     return {"key": "kubernetes.io/metadata.name", "operator": "In", "values": [*sorted(names)]}
-
-
-def _is_a_worker(workloads: Mapping[str, Collection[str]]) -> str:
-    """Names count in their own namespace alone: nobody's choice of names reaches another's pods."""
-    return " || ".join(
-        f"request.namespace == {_quoted(namespace)} && ({_starts(workloads[namespace])})"
-        for namespace in sorted(workloads)
-    )
-
-
-def _starts(workloads: Collection[str]) -> str:
-    stems = sorted(set(map(pod_name_stem, workloads)))
-    return " || ".join(f"object.metadata.name.startsWith({_quoted(stem)})" for stem in stems)
 
 
 def _mutation(copies: Sequence[Copy]) -> str:

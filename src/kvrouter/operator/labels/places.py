@@ -1,6 +1,8 @@
-"""Where every node is, in one object: by it a policy for bindings knows the node of a pod that is bound."""
+"""Where every node is, in one object: by it a policy for bindings knows the node of a pod that is bound, and
+whether that is a worker's.
+"""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pydantic import JsonValue
 
@@ -15,16 +17,35 @@ NODES_MAX = 10_000
 """What fits under one key of etcd: twice the nodes that a cluster may have. Pods on those beyond, the last by
 name, get their labels late."""
 
+POD_NAME_STEM_CHARS_MAX = 58
+"""A ReplicaSet's pods are named by it, cut to these characters, and five more of chance."""
 
-def node_places(name: str, copies: Sequence[Copy], nodes: Iterable[Node]) -> dict[str, JsonValue]:
-    """Return the object ``name``: each node's values in the order of ``copies``, empty where it has none."""
+
+def node_places(
+    name: str, copies: Sequence[Copy], nodes: Iterable[Node], workloads: Mapping[str, Collection[str]]
+) -> dict[str, JsonValue]:
+    """Return the object ``name``: each node's values in the order of ``copies``, empty where it has none, and
+    whose pods get them: those of ``workloads``, names of Deployments by their namespace.
+    """
     found = sorted(nodes, key=lambda node: node.name)[:NODES_MAX]
     values: dict[str, JsonValue] = {
         node.name: [node.labels.get(copy.node_label, "") for copy in copies] for node in found
+    }
+    workers: dict[str, JsonValue] = {
+        namespace: [*sorted(set(map(pod_name_stem, workloads[namespace])))] for namespace in sorted(workloads)
     }
     return {
         "apiVersion": PLACES_VERSION,
         "kind": PLACES_KIND,
         "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "kvrouter-operator"}},
-        "spec": {"levels": [f"{copy.domain}={copy.node_label}" for copy in copies], "values": values},
+        "spec": {
+            "levels": [f"{copy.domain}={copy.node_label}" for copy in copies],
+            "workers": workers,
+            "values": values,
+        },
     }
+
+
+def pod_name_stem(workload: str) -> str:
+    """Return what the names of a Deployment's pods start with."""
+    return f"{workload}-"[:POD_NAME_STEM_CHARS_MAX]

@@ -90,7 +90,10 @@ def policies_for(
         workloads: dict[str, set[str]] = {}
         for member in members:
             workloads.setdefault(member.namespace, set()).update(member.workloads)
-        manifests = node_places(name, copies, nodes), *binding_policy(name, copies, workloads)
+        manifests = (
+            node_places(name, copies, nodes, workloads),
+            *binding_policy(name, copies, workloads),
+        )
         found[name] = tuple(_owned(manifest, owner) for manifest in manifests)
     return found
 
