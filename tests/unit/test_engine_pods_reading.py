@@ -85,6 +85,19 @@ def test_a_restart_of_its_own_container_is_another_start_of_the_engine() -> None
     assert engine_of(pod_of(json.dumps(given).encode())).start == engine_of(pod()).start
 
 
+def test_the_container_of_a_port_that_no_container_names_is_the_only_one_or_unknown() -> None:
+    said = {"engine-port": "9000"}
+    assert engine_of(pod(annotations=said)).start != engine_of(pod(annotations=said, restarts=1)).start
+    given = pod_json(annotations=said)
+    del given["spec"]["containers"][0]["ports"]
+    alone = pod_of(json.dumps(given).encode())
+    given["status"]["containerStatuses"][0]["restartCount"] = 1
+    assert engine_of(alone).start != engine_of(pod_of(json.dumps(given).encode())).start
+    with_sidecar = pod_json(annotations=said)
+    with_sidecar["status"]["containerStatuses"].append({"name": "other", "restartCount": 4})
+    assert engine_of(pod_of(json.dumps(with_sidecar).encode())).start == ""
+
+
 def test_its_place_is_what_its_labels_say_and_annotations_only_where_they_say_nothing() -> None:
     labels = {
         ZONE: "a",

@@ -92,7 +92,7 @@ class PodEngine(NamedTuple):
     """An engine as its pod describes it.
 
     ``fleet`` is a fleet file of this one engine, in which ``model`` is a stand-in where that is None.
-    ``start`` differs from one start of the engine to the next.
+    ``start`` differs from one start of the engine's container to the next, where it is known which that is.
     """
 
     fleet: FleetFile
@@ -205,7 +205,8 @@ def _port(pod: EnginePod) -> PodPort:
                 f"{listed}), not {said[:60]!r}",
                 param=PORT_ANNOTATION,
             )
-        return numbered.get(number, PodPort("", number, pod.ports[0].container if pod.ports else ""))
+        only = next(iter(pod.starts)) if len(pod.starts) == 1 else ""
+        return numbered.get(number, PodPort("", number, only))
     if PORT_NAME in named:
         return named[PORT_NAME]
     if len(numbered) == 1:
