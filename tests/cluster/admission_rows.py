@@ -65,6 +65,13 @@ BY_THE_DEFINITION: dict[str, list[Case]] = {
         graph(GRAPH, "exactly one of labelKey and clusterTopologyName is needed", domain="zone"),
         graph(GRAPH, "exactly one of labelKey and clusterTopologyName", **{**BY_LABEL, **BY_ZONE}),
     ],
+    "a label by which pods are found, such as `pod-template-hash`": [
+        graph(f"{GRAPH}.labelKey", "pods are found by this one", labelKey="pod-template-hash", domain="zone"),
+        Case(
+            spec(of_frontend(level="zone", label="kvrouter.dev/deployment")),
+            (f"{FRONTEND}.label", "must be the key of a node label"),
+        ),
+    ],
     "`preferredWeight` without `preferred`, or `preferred` without it, or out of 0 to 1": [
         graph(GRAPH, "preferredWeight is only for enforcement: preferred", **BY_LABEL, preferredWeight=0.5),
         graph(GRAPH, "enforcement: preferred needs preferredWeight", **BY_LABEL, enforcement="preferred"),

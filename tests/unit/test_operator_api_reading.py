@@ -9,6 +9,7 @@ from pydantic import JsonValue
 from kvrouter.config.problems import dotted
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api import ComponentStatus, ComponentType, DeploymentStatus, read_deployment
+from kvrouter.operator.plan import TYPE_LABEL, selector
 from kvrouter.topology import MismatchPolicy
 from tests.support.operator_deployments import Document, deployment
 
@@ -83,6 +84,10 @@ TRANSFER = "spec.components.0.kvCacheTransferTopology"
         (f"{TRANSFER}.label", "topology.kubernetes.io/", "must be the key of a label"),
         (f"{TRANSFER}.label", "a." * 130 + "a/b", "must have ≤ 253 characters before its '/'"),
         (f"{POLICY}.labelKey", "x/" + "y" * 64, "must be the key of a label"),
+        *(
+            (f"{POLICY}.labelKey", key, "must be the key of a node label, and pods are found by this one")
+            for key in ("pod-template-hash", TYPE_LABEL, *selector("llm", "decode"))
+        ),
         (f"{POLICY}.enforcement", "soft", "must be 'required', 'preferred' or 'fallback', not 'soft'"),
         (f"{POLICY}.preferredWeight", 1.5, "must be ≤ 1, not 1.5"),
         (f"{POLICY}.preferredWeight", float("nan"), "must be a finite number"),

@@ -7,6 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from kvrouter.operator.api.model import Rule, rules
+
 LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"
 
@@ -23,6 +25,16 @@ SERVICE_CHARS_MAX = 63
 
 TOPOLOGY_LABEL_PREFIX = "grove.io/topology."
 """A pod's label for one level of a topology is this and the level's domain."""
+
+LABELS_OF_PODS = (
+    "kvrouter.dev/component",
+    "kvrouter.dev/component-type",
+    "kvrouter.dev/deployment",
+    "pod-template-hash",
+)
+"""Pods are found by these: with a node's value there a pod would count as gone, and be replaced for ever."""
+
+NO_LABEL_OF_PODS = "must be the key of a node label, and pods are found by this one"
 
 LEVEL_CHARS_MAX = 63 - len("topology.")
 """A label's name has 63 characters, and ``topology.`` takes some of those that a level could have."""
@@ -63,6 +75,8 @@ def _label_key(text: str) -> str:
             "must have ≤ {chars} characters before its '/'",
             {"chars": LABEL_PREFIX_CHARS_MAX},
         )
+    if text in LABELS_OF_PODS:
+        raise PydanticCustomError("kubernetes_name", NO_LABEL_OF_PODS)
     return check(text)
 
 
@@ -81,7 +95,14 @@ DomainName = Annotated[
 LabelKey = Annotated[
     str,
     AfterValidator(_label_key),
-    WithJsonSchema({"type": "string", "maxLength": LABEL_KEY_CHARS_MAX, "pattern": LABEL_KEY_PATTERN}),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "maxLength": LABEL_KEY_CHARS_MAX,
+            "pattern": LABEL_KEY_PATTERN,
+            **rules(Rule(f"!(self in {[*LABELS_OF_PODS]})", NO_LABEL_OF_PODS)),
+        }
+    ),
 ]
 
 ObjectName = Annotated[
