@@ -3,11 +3,22 @@
 import re
 from typing import Any
 
+import pytest
+
 from kvrouter.operator.api import ClusterTopology, Level
 from kvrouter.operator.facts import ClusterFacts, Grove
 from kvrouter.operator.labels import Copy, Node
-from kvrouter.operator.reconcile.bindings import OPERATOR_LABEL, Wanted, owner_label, policies_for, wanted_by
-from kvrouter.operator.reconcile.kinds import Key, metadata_of
+from kvrouter.operator.reconcile.bindings import (
+    KINDS,
+    OPERATOR_LABEL,
+    Bindings,
+    Wanted,
+    owner_label,
+    policies_for,
+    wanted_by,
+)
+from kvrouter.operator.reconcile.cluster import Cluster, Found, Refused
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, metadata_of
 
 ZONE = Copy("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
 LEASE = Key("kvrouter-system", "kvrouter-operator")
@@ -79,6 +90,33 @@ def test_nothing_is_wanted_without_a_policy_or_by_what_cannot_be_read() -> None:
     assert (
         wanted_by({"metadata": {"name": "llm"}, "spec": {"components": "none"}}, ClusterFacts(), ()) is None
     )
+
+
+class OneRefused(Cluster):
+    """Takes every object but the policies for these levels."""
+
+    def __init__(self, copy: Copy) -> None:
+        self._refused = f"{copy.domain}={copy.node_label}"
+        self.written: list[Manifest] = []
+
+    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        if self._refused in str(manifest["spec"]):
+            raise Refused("too long", status=422)
+        self.written.append(manifest)
+        return manifest
+
+    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
+        return Found([], "1")
+
+
+async def test_a_policy_that_is_refused_keeps_no_other_from_being_written() -> None:
+    cluster = OneRefused(RACK)
+    bindings = Bindings(cluster, LEASE)
+    wanted = [Wanted("a", ("code-decode",), (RACK,)), Wanted("b", ("chat-decode",), (ZONE,))]
+    for _ in range(2):
+        with pytest.raises(Refused, match="too long"):
+            await bindings.write(wanted, NODES)
+    assert [manifest["kind"] for manifest in cluster.written] == [kind.name for kind in KINDS]
 
 
 def graph(policy: dict[str, str] | None) -> dict[str, Any]:

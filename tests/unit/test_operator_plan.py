@@ -139,7 +139,7 @@ def test_a_topology_that_is_gone_rolls_nothing_while_its_levels_are_known() -> N
     assert alone["DYN_TOPOLOGY_LEVELS"] == "zone"
 
 
-@pytest.mark.parametrize("annotation", [None, "", ",", "zone", "=x", "zone="])
+@pytest.mark.parametrize("annotation", [None, "", ",", "zone", "=x", "zone=", "../zone=x", "Zone=x"])
 def test_an_annotation_that_says_nothing_has_no_levels(annotation: str | None) -> None:
     assert read_levels(annotation) == ()
     assert read_levels(f"{annotation or ''},rack=r") == (Level("rack", "r"),)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api import ComponentType, DeploymentSpec, DynamoGraphDeployment, Level
+from kvrouter.operator.api.names import level_problem
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
@@ -83,7 +84,7 @@ def plan(
 def read_levels(annotation: str | None) -> tuple[Level, ...]:
     """Return the levels of :data:`LEVELS_ANNOTATION`, broadest first; what is no level is passed over."""
     pairs = [entry.partition("=") for entry in (annotation or "").split(",")]
-    return tuple(Level(domain, key) for domain, _, key in pairs if domain and key)
+    return tuple(Level(domain, key) for domain, _, key in pairs if key and level_problem(domain) is None)
 
 
 def _packing(spec: DeploymentSpec) -> list[Problem]:

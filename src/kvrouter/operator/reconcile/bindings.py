@@ -19,7 +19,7 @@ from kvrouter.operator.labels import (
 )
 from kvrouter.operator.plan import object_name
 from kvrouter.operator.policy import read_policy
-from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.cluster import Cluster, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of
 
 POLICIES = Kind(
@@ -124,19 +124,31 @@ class Bindings:
         self._one_at_a_time = asyncio.Lock()
 
     async def write(self, wanted: Iterable[Wanted], nodes: Sequence[Node]) -> None:
-        """Make the cluster's policies be those that are wanted, for these nodes. Raises ClusterError."""
+        """Make the cluster's policies be those that are wanted, for these nodes.
+
+        Raises ClusterError. One set of levels that is refused keeps no other from being written.
+        """
         policies = policies_for(wanted, nodes, self._lease)
         async with self._one_at_a_time:
             if self._there == policies:
                 return
             there, self._there = self._there, None
+            done: dict[str, tuple[Manifest, ...]] = {}
+            refusals: list[Refused] = []
             for name, manifests in policies.items():
                 before = () if there is None else there.get(name, ())
-                for kind, manifest in zip(KINDS, manifests, strict=True):
-                    if manifest not in before:
-                        await self._cluster.apply(kind, manifest)
+                try:
+                    for kind, manifest in zip(KINDS, manifests, strict=True):
+                        if manifest not in before:
+                            await self._cluster.apply(kind, manifest)
+                except Refused as refused:
+                    refusals.append(refused)
+                else:
+                    done[name] = manifests
             await remove_policies(self._cluster, self._lease, policies)
-            self._there = policies
+            self._there = done
+            if refusals:
+                raise refusals[0]
 
     def forget(self) -> None:
         """Write everything again the next time, whoever changed it meanwhile."""
