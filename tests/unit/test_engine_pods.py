@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.assembly import attached, beside
+from kvrouter.assembly import attached, beside, pod_fleet
 from kvrouter.assembly.engine_pods import PodsDiscovery
 from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodPolicy, worker_id_of
 from kvrouter.assembly.pods_followed import EnginePods, policy_of
@@ -25,7 +25,8 @@ IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached, "ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(beside, "TRIED_AGAIN_S", 0.01)
+    for each in (beside, pod_fleet):
+        monkeypatch.setattr(each, "TRIED_AGAIN_S", 0.01)
 
 
 async def test_a_ready_pod_gets_a_worker_that_its_uid_names() -> None:
@@ -137,6 +138,26 @@ async def test_another_start_address_or_description_is_another_incarnation(chang
         now = await made.joined(given)
         assert (now.worker_id, now.incarnation == card.incarnation) == (card.worker_id, False)
         assert (now.role is Role.DECODE) is (change == "annotation")
+
+
+async def test_a_mistake_of_ours_while_a_worker_leaves_costs_no_pod_its_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop, mistakes = Worker.stop, [RuntimeError("a mistake of ours")]
+
+    async def stopped(worker: Worker) -> None:
+        await stop(worker)
+        if mistakes:
+            raise mistakes.pop()
+
+    monkeypatch.setattr(Worker, "stop", stopped)
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.fleet.on_pod(given)
+        card = await made.joined(given)
+        made.fleet.on_pod(pod_at(engine, restarts=1))
+        await until(lambda: made.gone == [card.incarnation] and made.card(given) is not None)
+    assert caplog.text.count("internal_error") == 1
 
 
 async def test_a_label_that_changes_moves_the_worker_and_leaves_it_the_same() -> None:

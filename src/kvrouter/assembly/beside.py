@@ -58,7 +58,7 @@ class SaidEngine:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A worker that serves, and what is closed behind it; ``lost`` is set when another has its place.
+    """A worker that serves, and what stops it and is closed behind it; ``lost`` is set when another has its place.
 
     ``said`` is what it was made of.
     """
@@ -116,6 +116,7 @@ class EngineWorkers:
                 topology=said.contract,
             )
             await worker.start()
+            wires.push_async_callback(worker.stop)
         except BaseException:
             await wires.aclose()
             del self._engines[said.worker_id]
@@ -128,9 +129,8 @@ class EngineWorkers:
             if drain_limit_s:
                 await standing.worker.drain(drain_limit_s)
         finally:
-            await standing.worker.stop()
-            await standing.wires.aclose()
             self._engines.pop(said.worker_id, None)
+            await standing.wires.aclose()
 
     def _check(self, said: SaidEngine, attached: Attached) -> None:
         if said.dp_size not in (None, attached.dp_size):

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-from kvrouter.assembly.beside import BesideEngine, EngineWorkers, SaidEngine
+from kvrouter.assembly.beside import TRIED_AGAIN_S, BesideEngine, EngineWorkers, SaidEngine
 from kvrouter.assembly.described_engines import EngineLine, worker_spec
 from kvrouter.config import KvTransferSpec
 from kvrouter.config.engine_pods import PLACES, engine_of
@@ -237,9 +237,12 @@ class PodFleet:
     async def _run(self, seat: PodSeat) -> None:
         uid = seat.pod.uid
         try:
-            await seat.run()
-        except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
-            log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
+            while seat.wanted is not None:
+                try:
+                    await seat.run()
+                except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
+                    log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
+                    await asyncio.sleep(TRIED_AGAIN_S)
         finally:
             del self._seats[uid], self._tasks[uid]
 
