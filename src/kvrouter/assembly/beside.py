@@ -58,9 +58,9 @@ class SaidEngine:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A worker that serves, and what stops it and is closed behind it; ``lost`` is set when another has its place.
+    """A worker that serves; ``lost`` is set when another has its place.
 
-    ``said`` is what it was made of.
+    ``said`` is what it was made of; closing ``wires`` stops it first.
     """
 
     worker: Worker
