@@ -38,6 +38,28 @@ async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None
         assert await losses.get() is None
 
 
+async def test_an_object_of_any_depth_hides_no_other() -> None:
+    listed = b'{"metadata": {"name": "deep", "resourceVersion": "1"}, "spec": %b1%b}' % (
+        b'{"a":' * 5000,
+        b"}" * 5000,
+    )
+
+    async def watching(told: web.StreamResponse) -> None:
+        await told.write(b'{"type": "MODIFIED", "object": ' + listed + b"}\n")
+        await told.write(line("ADDED", pod("other")))
+        await asyncio.Event().wait()
+
+    losses: list[ClusterError | None] = []
+    async with (
+        api_server(watching, listed) as cluster,
+        watched(cluster, PODS, losses.append) as (pods, changed),
+    ):
+        names = [metadata_of(await changed.get())["name"] for _ in range(3)]
+        assert len(list(pods.all())) == 2
+    assert names == ["deep", "deep", "other"]
+    assert losses == []
+
+
 async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
     accepted: list[str] = []
 
@@ -48,7 +70,7 @@ async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
     async def taking(request: web.Request) -> None:
         accepted.append(request.headers["Accept"])
 
-    there = [pod("node-1", managedFields=[{"manager": "kubelet"}])]
+    there = json.dumps(pod("node-1", managedFields=[{"manager": "kubelet"}])).encode()
     async with (
         api_server(watching, there, taking=taking) as cluster,
         watched(cluster, NODES) as (nodes, changed),
@@ -77,16 +99,17 @@ async def nothing(_request: web.Request) -> None:
 @asynccontextmanager
 async def api_server(
     watching: Watching,
-    there: list[dict[str, object]] | None = None,
+    there: bytes = b"",
     taking: Callable[[web.Request], Awaitable[None]] = nothing,
 ) -> AsyncIterator[Cluster]:
-    """Lists what is ``there``; ``watching`` tells on each watch, and ``taking`` may refuse it."""
+    """Lists what is ``there``, as JSON; ``watching`` tells on each watch, and ``taking`` may refuse it."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
             if request.match_info["plural"] == "nodes":
                 await taking(request)
-            return web.json_response({"metadata": {"resourceVersion": "1"}, "items": there or []})
+            items = b'{"metadata": {"resourceVersion": "1"}, "items": [%b]}' % there
+            return web.Response(body=items, content_type="application/json")
         await taking(request)
         told = web.StreamResponse()
         await told.prepare(request)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from enum import StrEnum
 from typing import NamedTuple, cast
@@ -20,6 +21,8 @@ CALL_S = 10.0
 PAGE_OBJECTS = 500
 ANSWER_QUIET_S = 20.0
 """How much longer than asked for a watch may be silent before its connection counts as lost."""
+NESTED_MAX = 12_000
+"""The API server takes objects whose parts are up to 10,000 inside each other."""
 
 JSON = "application/json"
 JSON_OF_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -155,7 +158,7 @@ class Cluster:
         opened()
         try:
             async for line in response.content:
-                yield _change(json.loads(line))
+                yield _change(_loaded(line))
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ClusterLost(f"watch of {kind.plural}: {_told(error)}") from error
         finally:
@@ -203,7 +206,7 @@ class Cluster:
             method, path, query=query, body=body, content_type=content_type, accept=accept, limits=limits
         )
         try:
-            answer: JsonValue = json.loads(await response.read())
+            answer = _loaded(await response.read())
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ClusterLost(f"{method} {path}: {_told(error)}") from error
         finally:
@@ -253,6 +256,17 @@ def _hang_up(response: aiohttp.ClientResponse) -> None:
     if connection is not None and connection.transport is not None:
         connection.transport.abort()
     response.close()
+
+
+def _loaded(text: bytes) -> JsonValue:
+    """JSON of any depth that an API server stores: one such object must not hide all others of its kind."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(NESTED_MAX)
+    try:
+        found: JsonValue = json.loads(text)
+    finally:
+        sys.setrecursionlimit(limit)
+    return found
 
 
 def _change(told: JsonValue) -> tuple[Change, Manifest]:
