@@ -66,10 +66,13 @@ class ContestedGround(MemoryGround):
         self.losses: list[asyncio.Event] = []
         self.is_free = asyncio.Event()
         self.is_free.set()
+        self.mistakes: list[Exception] = []
 
     @asynccontextmanager
     async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[Stand]:
         await self.is_free.wait()
+        if self.mistakes:
+            raise self.mistakes[0]
         async with super().stand(spec, attached) as stand:
             self.losses.append(stand.lost)
             yield stand

@@ -8,6 +8,7 @@ import pytest
 
 from kvrouter.assembly import attached, beside, pod_fleet
 from kvrouter.assembly.engine_pods import PodsDiscovery
+from kvrouter.assembly.nats import NatsUnreachable
 from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodPolicy, worker_id_of
 from kvrouter.assembly.pods_followed import EnginePods, policy_of
 from kvrouter.config import KvTransferSpec
@@ -221,6 +222,20 @@ async def test_an_engine_that_contradicts_its_pod_is_told_once_and_asked_again()
         assert made.fleet.awaited() == ["the engine of pod vllm-0 was refused: the log says why"]
         engine.replace("/metrics", 'block_size="32"', 'block_size="64"')
         assert (await made.joined(given)).block_size == 64
+
+
+async def test_planes_that_are_away_are_no_engines_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with scripted_engine() as engine, here() as made:
+        given = pod_at(engine)
+        made.ground.mistakes.append(NatsUnreachable("no NATS server lets us in"))
+        made.fleet.on_pod(given)
+        await until(lambda: engine.asked["/v1/models"] > 2)
+        awaited = ["the engine of pod vllm-0 cannot be announced: the log says why"]
+        await until(lambda: made.fleet.awaited() == awaited)
+        assert (made.events, caplog.text.count("plane_disturbed")) == ([], 1)
+        made.ground.mistakes.clear()
+        await made.joined(given)
 
 
 async def test_a_pair_of_engines_of_two_kinds_is_refused() -> None:

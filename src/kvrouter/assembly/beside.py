@@ -174,7 +174,7 @@ Heard = Callable[[], None]
 """Is told that the engine answered for the first time, or did not."""
 
 Refused = Callable[[KvrouterError], None]
-"""Hears why the engine has no worker; again at each try."""
+"""Hears why the engine has no worker; again at each try. What is no ConfigError is of the planes."""
 
 Joined = Callable[[Worker], None]
 """Hears of each worker that the engine gets."""
@@ -306,7 +306,8 @@ class BesideEngine:
                     return "was started anew"
 
     def _refused(self, error: KvrouterError) -> None:
-        self.awaited = "was refused: the log says why"
+        is_its_own = isinstance(error, ConfigError)
+        self.awaited = f"{'was refused' if is_its_own else 'cannot be announced'}: the log says why"
         self._on_refused(error)
 
 

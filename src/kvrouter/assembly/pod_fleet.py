@@ -134,6 +134,10 @@ class PodSeat:
         if error.message == self._refusal:
             return
         self._refusal = error.message
+        if not isinstance(error, ConfigError):
+            reason = f"the worker of pod {self.pod.name}: {error.message}"
+            log_event(_log, Event.PLANE_DISTURBED, plane="pods", reason=reason)
+            return
         log_event(_log, Event.ENGINE_POD_REFUSED, pod=self.pod.name, reason=error.message)
         self._tell(self.pod, reason=REFUSED, message=error.message, warns=True)
 
