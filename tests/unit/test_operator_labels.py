@@ -16,6 +16,7 @@ from kvrouter.operator.labels import (
     binding_patch,
     binding_policy,
     copies_of,
+    gather_s,
     late_labels,
     node_places,
     pod_labels,
@@ -148,6 +149,18 @@ def test_the_places_of_nodes_are_their_own_values_level_by_level_and_have_a_limi
     many = node_places("p", (ZONE,), [Node(f"n{number:05}") for number in reversed(range(NODES_MAX + 1))], {})
     values = cast(dict[str, dict[str, object]], many["spec"])["values"]
     assert (len(values), "n00000" in values, f"n{NODES_MAX:05}" in values) == (NODES_MAX, True, False)
+
+
+@pytest.mark.parametrize("nodes", [10, 500, 5000])
+def test_however_many_nodes_come_little_is_written(nodes: int) -> None:
+    """Less than 50 MiB within the five minutes for which etcd keeps what was written over."""
+    there = [
+        Node(f"ip-10-0-0-{number:05}.us-east-1.compute.internal", {ZONE.node_label: "us-east-1a"})
+        for number in range(nodes)
+    ]
+    written = json.dumps(node_places("p", (ZONE, RACK, *copies_of(LEVELS)), there, {})).encode()
+    assert 300 * len(written) / gather_s(nodes) < 50 * 2**20
+    assert gather_s(nodes) <= 5
 
 
 def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:

@@ -11,6 +11,7 @@ from kvrouter.operator.labels.places import (
     PLACES_KIND,
     PLACES_PLURAL,
     PLACES_VERSION,
+    gather_s,
     node_places,
     pod_name_stem,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "binding_patch",
     "binding_policy",
     "copies_of",
+    "gather_s",
     "late_labels",
     "node_places",
     "pod_labels",

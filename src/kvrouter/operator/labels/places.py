@@ -17,6 +17,9 @@ NODES_MAX = 10_000
 """What fits under one key of etcd: twice the nodes that a cluster may have. Pods on those beyond, the last by
 name, get their labels late."""
 
+GATHER_S = 0.2
+GATHER_NODE_S = 0.001
+
 POD_NAME_STEM_CHARS_MAX = 58
 """A ReplicaSet's pods are named by it, cut to these characters, and five more of chance."""
 
@@ -44,6 +47,15 @@ def node_places(
             "values": values,
         },
     }
+
+
+def gather_s(nodes: int) -> float:
+    """Return for how long changes of so many nodes are gathered before they are written together.
+
+    The object is written whole, and etcd keeps each of its versions for minutes: while a large cluster grows,
+    that would fill it.
+    """
+    return max(GATHER_S, nodes * GATHER_NODE_S)
 
 
 def pod_name_stem(workload: str) -> str:

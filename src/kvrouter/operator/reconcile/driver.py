@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvrouter.operator.facts import ClusterFacts
-from kvrouter.operator.labels import read_node
+from kvrouter.operator.labels import gather_s, read_node
 from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults
 from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
 from kvrouter.operator.reconcile.backlog import Backlog
@@ -199,7 +199,7 @@ class Driver:
         """Policies for bindings know where every node is."""
         while True:
             await self._nodes_stirred.wait()
-            await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(gather_s(len(self._node_labels)))
             self._nodes_stirred.clear()
             self._bindings_due = True
             await self._write_bindings()
