@@ -1,7 +1,10 @@
 """What discovery by Kubernetes reads and writes, without an API server."""
 
+import ssl
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -13,6 +16,7 @@ from kvrouter.planes.discovery.kubernetes import Account, KubernetesDiscovery, P
 from kvrouter.planes.discovery.kubernetes.account import Token
 from kvrouter.planes.discovery.kubernetes.api import reason
 from kvrouter.planes.discovery.kubernetes.backoff import Backoff
+from kvrouter.planes.discovery.kubernetes.discovery import LEASE_S
 from kvrouter.planes.discovery.kubernetes.objects import (
     FLEET_LABEL,
     Status,
@@ -21,7 +25,8 @@ from kvrouter.planes.discovery.kubernetes.objects import (
     encode_object,
     record_of,
 )
-from kvrouter.planes.discovery.kubernetes.server import ApiError
+from kvrouter.planes.discovery.kubernetes.server import STORE_ERRORS, ApiError, ApiServer
+from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE
 from kvrouter.planes.discovery.wire import CardRecord
 from tests.support.discovery_stores import card, nobody
 
@@ -34,6 +39,25 @@ def folder(tmp_path: Path) -> Path:
     for name in ("token", "ca.crt", "namespace"):
         (tmp_path / name).write_text(f"the {name}\n")
     return tmp_path
+
+
+async def test_a_connection_outlives_the_time_between_two_renewals(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_s: list[float] = []
+
+    class Recorded(aiohttp.TCPConnector):
+        def __init__(self, *, keepalive_timeout: float = 15.0, limit: int, ssl: Any) -> None:  # theirs
+            kept_s.append(keepalive_timeout)
+            super().__init__(keepalive_timeout=keepalive_timeout, limit=limit, ssl=ssl)
+
+    monkeypatch.setattr(aiohttp, "TCPConnector", Recorded)
+    monkeypatch.setattr(Account, "trust", lambda _: ssl.create_default_context())
+    server = ApiServer(Account("https://127.0.0.1:1", folder, "models"), answer_s=5.0)
+    with pytest.raises(STORE_ERRORS):
+        await server.ask("GET", "/")
+    await server.close()
+    assert [LEASE_S / RENEWALS_PER_LEASE < each < 90.0 for each in kept_s] == [True]
 
 
 def test_a_record_is_the_same_after_it_was_an_object() -> None:

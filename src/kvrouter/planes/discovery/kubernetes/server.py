@@ -22,6 +22,11 @@ LINE_MAX_BYTES = 2 * 1024 * 1024
 ASKED_AT_ONCE = 32
 """How many questions of this process may be open, watches apart."""
 
+KEPT_OPEN_S = 75.0
+"""For how long a connection waits for the next question. The API server closes one after 90 s; a worker
+renews its lease more often than this, so that no renewal costs both of them a handshake.
+"""
+
 WATCH_S = 300
 """For how long a watch is asked for; then another goes on where it ended."""
 
@@ -139,7 +144,9 @@ class ApiServer:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(ssl=self._account.trust(), limit=0)
+            connector = aiohttp.TCPConnector(
+                ssl=self._account.trust(), limit=0, keepalive_timeout=KEPT_OPEN_S
+            )
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=aiohttp.ClientTimeout(total=None)
             )
