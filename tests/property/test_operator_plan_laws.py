@@ -99,8 +99,9 @@ def test_what_is_planned_holds_together(
         _check_metadata(manifest)
         if manifest["kind"] == "Deployment":
             _check_deployment(manifest, policy is not None)
-        else:
+        elif manifest["kind"] == "Service":
             _check_service(manifest, found)
+    _check_accounts(found)
 
 
 @given(pods, policies)
@@ -161,6 +162,22 @@ def _check_service(manifest: Manifest, found: Plan) -> None:
     port = at(manifest, "spec", "ports", 0, "targetPort")
     containers = _entries(at(behind[0], "spec"), "containers")
     assert port in [at(entry, "containerPort") for c in containers for entry in _entries(c, "ports")]
+
+
+def _check_accounts(found: Plan) -> None:
+    """Each account is bound to a role that is there, and each pod that the operator gives one has such."""
+    names = {
+        kind: {str(at(each, "metadata", "name")) for each in found.manifests if each["kind"] == kind}
+        for kind in ("ServiceAccount", "Role", "RoleBinding")
+    }
+    assert names["ServiceAccount"] == names["Role"] == names["RoleBinding"]
+    for manifest in found.manifests:
+        if manifest["kind"] == "RoleBinding":
+            assert at(manifest, "roleRef", "name") == at(manifest, "subjects", 0, "name")
+            assert at(manifest, "roleRef", "name") in names["Role"]
+        if manifest["kind"] == "Deployment":
+            spec = at(manifest, "spec", "template", "spec")
+            assert at(spec, "serviceAccountName") in names["ServiceAccount"]
 
 
 def _labels(template: JsonValue) -> dict[str, JsonValue]:
