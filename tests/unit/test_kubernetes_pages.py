@@ -31,6 +31,7 @@ OF_KUBERNETES = {
     "Ignore",
     "ReplicaSet",
     "ScheduleAnyway",
+    "DoNotSchedule",
 }
 IN_ANSWERS = {"cross_domain", "fallback_used", "kv_transfer_domain", "topology_domains"}
 """Fields of answers and cards."""

@@ -19,7 +19,7 @@ async def probe(container: Container, address: str) -> None:
     Without a startup probe it is started at once, and without a readiness probe it is ready when started.
     """
     spec = container.spec
-    async with httpx.AsyncClient(timeout=None) as client:
+    async with httpx.AsyncClient() as client:
         if "startupProbe" in spec and not await anext(_found(client, container, "startupProbe", address)):
             container.kill()
             return
@@ -65,11 +65,15 @@ async def _found(
 
 
 async def _passes(client: httpx.AsyncClient, url: str, within_s: float) -> bool:
+    asking = asyncio.create_task(client.get(url, timeout=within_s))
     try:
-        async with asyncio.timeout(within_s):
-            answer = await client.get(url)
-    except (httpx.HTTPError, TimeoutError):
+        answer = await asyncio.shield(asking)
+    except httpx.HTTPError:
         return False
+    except asyncio.CancelledError:
+        # One that is cancelled while it connects would leave its connection to nobody.
+        await asyncio.gather(asking, return_exceptions=True)
+        raise
     return 200 <= answer.status_code < 400
 
 
