@@ -197,6 +197,8 @@ class Driver:
 
     async def _follow_nodes(self) -> None:
         """Policies for bindings know where every node is."""
+        await self._nodes.synced.wait()
+        self._look_at_all()
         while True:
             await self._nodes_stirred.wait()
             await asyncio.sleep(gather_s(len(self._node_labels)))
@@ -299,6 +301,8 @@ class Driver:
             return
         self._node_labels[name] = labels
         self._nodes_stirred.set()
+        if not self._nodes.synced.is_set():
+            return  # all deployments are looked at once all nodes are there
         for pod in self._pods.all():
             if node_name_of(pod) == name:
                 self._add(_deployment_of(pod), GATHER_S)

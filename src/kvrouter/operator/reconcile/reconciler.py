@@ -209,8 +209,9 @@ def last_levels(applied: Applied, found: Manifest) -> tuple[Level, ...]:
 
 def node_name_of(pod: Manifest) -> str:
     """Return the node that a pod is bound to, empty when it is bound to none."""
-    read = read_pod(pod)
-    return "" if read is None else read.node_name or ""
+    spec = pod.get("spec")
+    name = spec.get("nodeName") if isinstance(spec, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _status_of(found: Manifest) -> DeploymentStatus | None:
