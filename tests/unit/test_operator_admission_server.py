@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from kvrouter.core.errors import ConfigError
 from kvrouter.operator.admission import Verdict
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.admission.server import AdmissionDoor, Facts, Labels
+from kvrouter.operator.admission.server import BINDING_BYTES_MAX, AdmissionDoor, Facts, Labels
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import BoundPod
@@ -267,6 +267,18 @@ async def test_a_body_has_a_limit(tmp_path: Path) -> None:
             assert answer.status == 413
         async with client.post("/validate", json=review("x")) as answer:
             assert answer.status == 200
+
+
+async def test_a_binding_has_a_smaller_limit_and_tells_its_length(tmp_path: Path) -> None:
+    async def without_length() -> AsyncIterator[bytes]:
+        yield b"{}"
+
+    async with opened(tmp_path, body_bytes_max=2 * BINDING_BYTES_MAX) as door, door.client() as client:
+        for body in (b" " * (BINDING_BYTES_MAX + 1), without_length()):
+            async with client.post("/bind", data=body) as answer:
+                assert answer.status == 413
+        async with client.post("/bind", data=b" " * BINDING_BYTES_MAX) as answer:
+            assert answer.status == 400
 
 
 async def test_a_body_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:

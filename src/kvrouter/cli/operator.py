@@ -168,7 +168,7 @@ def of_admission(command: F) -> F:
             type=click.IntRange(0, 65_535),
             default=9443,
             show_default=True,
-            help="The port of the admission door; with --certificate.",
+            help="The port of the admission door; with --certificate or --certificate-secret.",
         ),
     ):
         command = option(command)

@@ -22,6 +22,8 @@ BODY_BYTES_MAX = 8 * 2**20
 """Two objects of the most that an API server takes, and what is around them."""
 REVIEWS_MAX = 32
 """Questions that are answered at a time; one more is answered 503."""
+BINDING_BYTES_MAX = 512 * 2**10
+"""More than the annotations of a Binding may have."""
 BINDINGS_MAX = 128
 """The same of Bindings, which cost little: a scheduler binds many pods at a time."""
 FACTS_S = 5.0
@@ -65,8 +67,7 @@ class AdmissionDoor:
 
     ``not_ready`` returns why the operator is not ready yet, or None. The cluster has ``facts_s`` to answer;
     then topologies count as unread, and only what needs none is admitted. ``defaults`` are what deployments
-    are planned with. ``labels`` has ``labels_s``; then
-    the pod is bound without, as every Binding is: the door never refuses one.
+    are planned with. ``labels`` has ``labels_s``; then the pod is bound without: the door never refuses one.
     """
 
     def __init__(
@@ -157,6 +158,8 @@ class AdmissionDoor:
         return _json(answer(review.uid, verdict, review.name))
 
     async def _bind(self, request: web.Request) -> web.Response:
+        if request.content_length is None or request.content_length > BINDING_BYTES_MAX:
+            return self._refused(413, f"a Binding of no length, or of more than {BINDING_BYTES_MAX} bytes")
         review = await self._asked(request, read_binding)
         if isinstance(review, web.Response):
             return review

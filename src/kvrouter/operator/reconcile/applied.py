@@ -57,9 +57,9 @@ class Applied:
         self._owned = owned
         self._written: dict[Key, dict[Place, _Written]] = {}
 
-    def objects_of(self, owner_uid: str, kind: Kind) -> list[Manifest]:
-        """Return the objects of a kind that a deployment owns."""
-        return self._owned[kind].of_group(owner_uid)
+    def objects_of(self, owner: Manifest, kind: Kind) -> list[Manifest]:
+        """Return what a deployment owns of a kind, in its own namespace alone: anybody can write a uid."""
+        return self._of(key_of(owner).namespace, uid_of(owner), kind)
 
     async def apply(self, owner: Key, owner_uid: str, manifests: Sequence[Manifest]) -> Changes:
         """Make what the deployment owns be ``manifests``.
@@ -76,6 +76,8 @@ class Applied:
             if there is not None and owner_uid_of(there) != owner_uid:
                 changes.taken.append(place)
                 continue
+            if kind.name == "RoleBinding" and Place("ServiceAccount", place.key) in changes.taken:
+                continue  # somebody else's account gets no rights
             digest = _digest(manifest)
             known = before.get(place)
             if there is not None and known == _Written(digest, uid_of(there), _stamp(there)):
@@ -88,7 +90,7 @@ class Applied:
             elif _stamp(now) != _stamp(there):
                 changes.changed.append(place)
         planned = {Place(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
-        await self._prune(owner_uid, planned, changes)
+        await self._prune(owner, owner_uid, planned, changes)
         return changes
 
     def forget(self, owner: Key | None = None) -> None:
@@ -98,9 +100,12 @@ class Applied:
         else:
             self._written.pop(owner, None)
 
-    async def _prune(self, owner_uid: str, planned: set[Place], changes: Changes) -> None:
-        for kind, watched in self._owned.items():
-            for manifest in watched.of_group(owner_uid):
+    def _of(self, namespace: str, owner_uid: str, kind: Kind) -> list[Manifest]:
+        return [each for each in self._owned[kind].of_group(owner_uid) if key_of(each).namespace == namespace]
+
+    async def _prune(self, owner: Key, owner_uid: str, planned: set[Place], changes: Changes) -> None:
+        for kind in self._owned:
+            for manifest in self._of(owner.namespace, owner_uid, kind):
                 place = Place(kind.name, key_of(manifest))
                 if place not in planned and not metadata_of(manifest).get("deletionTimestamp"):
                     await self._cluster.delete(kind, place.key, uid=uid_of(manifest))

@@ -19,7 +19,7 @@ from kvrouter.operator.labels import (
 )
 from kvrouter.operator.plan import object_name
 from kvrouter.operator.policy import read_policy
-from kvrouter.operator.reconcile.cluster import Cluster, Refused
+from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of
 
 POLICIES = Kind(
@@ -100,11 +100,16 @@ def policies_for(
 
 async def remove_policies(cluster: Cluster, lease: Key, kept: Container[str] = ()) -> list[str]:
     """Remove the policies of the operator of ``lease``, with what they refer to, but those called as in
-    ``kept``; return what went. Raises ClusterError.
+    ``kept``; return what went. A kind that the cluster does not have has none. Raises ClusterError.
     """
     removed = []
     for kind in reversed(KINDS):
-        found = await cluster.find(kind, labels=f"{OPERATOR_LABEL}={owner_label(lease)}")
+        try:
+            found = await cluster.find(kind, labels=f"{OPERATOR_LABEL}={owner_label(lease)}")
+        except Refused as refused:
+            if refused.status != NOT_FOUND:
+                raise
+            continue
         for manifest in found.objects:
             key = key_of(manifest)
             if key.name not in kept:

@@ -4,7 +4,7 @@ import asyncio
 from datetime import UTC, datetime
 
 from kvrouter.operator.reconcile.bindings import remove_policies
-from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, Refused
+from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, Refused
 from kvrouter.operator.reconcile.election import Candidate, LeaseTimes
 from kvrouter.operator.reconcile.kinds import LEASES, Key
 
@@ -20,12 +20,7 @@ async def clean_up(cluster: Cluster, lease: Key, identity: str, times: LeaseTime
     candidate = Candidate(identity, lease, times)
     if await _is_taken(cluster, lease, candidate):
         await asyncio.sleep(2 * times.retry_s)
-    try:
-        return await remove_policies(cluster, lease)
-    except Refused as refused:
-        if refused.status != NOT_FOUND:
-            raise
-        return []  # this cluster has no such policies
+    return await remove_policies(cluster, lease)
 
 
 async def _is_taken(cluster: Cluster, lease: Key, candidate: Candidate) -> bool:

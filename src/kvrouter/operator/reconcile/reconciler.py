@@ -105,7 +105,7 @@ class Reconciler:
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
         if planned.resolution is not None:
             pods = [await self._labelled(pod, planned.resolution.copies) for pod in pods]
-        workloads = {key_of(each).name: each for each in self._applied.objects_of(uid_of(found), WORKLOADS)}
+        workloads = {key_of(each).name: each for each in self._applied.objects_of(found, WORKLOADS)}
         components = [
             component_status(component, workloads[name])
             for component in deployment.spec.components
@@ -199,7 +199,7 @@ class Reconciler:
 
 def last_levels(applied: Applied, found: Manifest) -> tuple[Level, ...]:
     """Return the levels that a deployment's workers were planned with last; none when there are none."""
-    for workload in applied.objects_of(uid_of(found), WORKLOADS):
+    for workload in applied.objects_of(found, WORKLOADS):
         annotations = metadata_of(workload).get("annotations")
         levels = annotations.get(LEVELS_ANNOTATION) if isinstance(annotations, dict) else None
         if isinstance(levels, str):

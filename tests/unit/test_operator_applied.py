@@ -1,0 +1,80 @@
+"""What a deployment owns, and what is only made to look so."""
+
+from collections.abc import Mapping
+from typing import cast
+
+from pydantic import JsonValue
+
+from kvrouter.operator.api import KIND
+from kvrouter.operator.reconcile.applied import OWNED, WORKLOADS, Applied, Place
+from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of
+from kvrouter.operator.reconcile.watched import Watched
+
+UID = "uid-of-llm"
+LLM: Manifest = {"metadata": {"namespace": "team", "name": "llm", "uid": UID}}
+
+
+class Objects:
+    """A cluster of a few objects, as it is asked and as it is watched."""
+
+    def __init__(self, *there: Manifest) -> None:
+        self.there = {(str(each["kind"]), key_of(each)): each for each in there}
+        self.deleted: list[Place] = []
+
+    def watched(self) -> Mapping[Kind, Watched[str]]:
+        return cast(Mapping[Kind, Watched[str]], {kind: _OfKind(self, kind.name) for kind in OWNED})
+
+    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+        return self.there.get((kind.name, key))
+
+    async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
+        self.there[kind.name, key_of(manifest)] = manifest
+        return manifest
+
+    async def delete(self, kind: Kind, key: Key, *, uid: str) -> None:
+        self.deleted.append(Place(kind.name, key))
+
+
+class _OfKind:
+    def __init__(self, objects: Objects, kind: str) -> None:
+        self._objects, self._kind = objects, kind
+
+    def get(self, key: Key) -> Manifest | None:
+        return self._objects.there.get((self._kind, key))
+
+    def of_group(self, owner_uid: str) -> list[Manifest]:
+        found = [each for (kind, _), each in self._objects.there.items() if kind == self._kind]
+        return [each for each in found if owner_uid in str(metadata_of(each).get("ownerReferences"))]
+
+
+def owned(kind: str, name: str, *, api: str, namespace: str = "team", uid: str = UID) -> Manifest:
+    owner: JsonValue = {"apiVersion": "nvidia.com/v1beta1", "kind": KIND, "uid": uid, "controller": True}
+    metadata: Manifest = {"namespace": namespace, "name": name, "uid": f"of-{name}"}
+    return {"apiVersion": api, "kind": kind, "metadata": {**metadata, "ownerReferences": [owner]}}
+
+
+async def test_nothing_of_another_namespace_is_a_deployments_own_whatever_uid_it_names() -> None:
+    mine = owned("Deployment", "llm-decode", api="apps/v1")
+    foreign = owned("Deployment", "forged", api="apps/v1", namespace="elsewhere")
+    cluster = Objects(mine, foreign)
+    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    assert applied.objects_of(LLM, WORKLOADS) == [mine]
+    changes = await applied.apply(Key("team", "llm"), UID, [])
+    assert changes.removed == cluster.deleted == [Place("Deployment", Key("team", "llm-decode"))]
+
+
+async def test_an_account_of_somebody_else_gets_no_rights() -> None:
+    taken = owned("ServiceAccount", "llm-workers", api="v1", uid="of-another")
+    cluster = Objects(taken)
+    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    rbac = "rbac.authorization.k8s.io/v1"
+    wanted = [
+        owned("ServiceAccount", "llm-workers", api="v1"),
+        owned("Role", "llm-workers", api=rbac),
+        owned("RoleBinding", "llm-workers", api=rbac),
+        owned("RoleBinding", "llm-frontends", api=rbac),
+    ]
+    changes = await applied.apply(Key("team", "llm"), UID, wanted)
+    assert changes.taken == [Place("ServiceAccount", Key("team", "llm-workers"))]
+    assert [str(place) for place in changes.created] == ["Role llm-workers", "RoleBinding llm-frontends"]
