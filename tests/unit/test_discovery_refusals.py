@@ -1,0 +1,50 @@
+"""What holds no card is told once, however many watches see it, and whichever is behind."""
+
+import pytest
+
+from kvrouter.planes.discovery import refusals
+from kvrouter.planes.discovery.refusals import Refusals
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def made(told: list[str]) -> Refusals:
+    return Refusals(lambda what, _: told.append(what))
+
+
+def test_it_is_told_once_until_it_holds_a_card(made: Refusals, told: list[str]) -> None:
+    for _ in range(2):
+        made.tell("a", "a", "why")
+        made.tell("a", "a", "why")
+        made.forget("a")
+    assert told == ["a", "a"]
+
+
+def test_a_watch_that_is_behind_tells_nothing_again(made: Refusals, told: list[str]) -> None:
+    made.tell("a", "a", "why", version=2)
+    made.forget("a", version=3)
+    made.tell("a", "a", "why", version=2)
+    assert told == ["a"]
+    made.tell("a", "a", "why", version=4)
+    made.forget("a", version=3)
+    made.tell("a", "a", "why", version=4)
+    assert told == ["a", "a"]
+
+
+def test_no_more_is_remembered_than_the_limit(
+    made: Refusals, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "REFUSALS_MAX", 2)
+    for key in "abc":
+        made.tell(key, key, "why", version=1)
+    assert told == ["a", "b"]
+    for key in "abc":
+        made.forget(key, version=2)
+        made.tell(key, key, "why", version=3)
+        made.forget(key, version=4)
+    made.tell("a", "a", "why", version=3)
+    assert told == ["a", "b", "a", "b", "c", "a"]
