@@ -62,6 +62,21 @@ async def test_a_door_that_just_opened_first_learns_the_fleet() -> None:
     assert knows.status_code == 200
 
 
+async def test_a_door_that_never_reached_discovery_takes_no_requests_and_one_that_lost_it_does() -> None:
+    async with open_house(settle_s=0.0) as house:
+        on_store = house.bench.discovery.on_store
+        assert on_store is not None
+        on_store(False, "403 Forbidden")
+        blind = await house.http.get("/accepting")
+        on_store(True, "")
+        sees = await house.http.get("/accepting")
+        house.bench.discovery.put(card(1))
+        on_store(False, "gone")
+        frozen = await house.http.get("/accepting")
+    assert [each.status_code for each in (blind, sees, frozen)] == [503, 200, 200]
+    assert "403 Forbidden" in str(error_of(blind)["message"])
+
+
 def pair(enforcement: Enforcement | None, *, decode_zone: str | None) -> list[WorkerCard]:
     return [card(1, Role.PREFILL, zone="a", enforcement=enforcement), card(2, Role.DECODE, zone=decode_zone)]
 

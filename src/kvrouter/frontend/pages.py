@@ -87,9 +87,13 @@ class Pages:
 
     async def accepting(self, _: Request) -> Response:
         """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
-        found. A door that just opened has a moment to learn the fleet, so that nobody is refused for that.
+        found. A door that just opened has a moment to learn the fleet, so that nobody is refused for that. One
+        that could not ask discovery yet knows nobody, and must take the place of no door that does.
         """
         self._refuse_draining()
+        lost = self._service.store_lost
+        if lost is not None and not self._hall.models():
+            raise NotReady(f"this router could not learn yet which workers are there: {lost}")
         if time.monotonic() < self._settled_at and self._why_not_ready() is not None:
             raise NotReady("this router has just started, and is learning which workers are there")
         return json_page({"status": "accepting"})
