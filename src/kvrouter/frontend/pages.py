@@ -87,8 +87,8 @@ class Pages:
 
     async def accepting(self, _: Request) -> Response:
         """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
-        found. A door that just opened has a moment to learn the fleet, so that nobody is refused for that. One
-        that could not ask discovery yet knows nobody, and must take the place of no door that does.
+        found. A door that just opened has a moment to learn the fleet, so that nobody is refused for that.
+        One that could not ask discovery yet knows nobody, and must take the place of no door that does.
         """
         self._refuse_draining()
         lost = self._service.store_lost
