@@ -1,7 +1,7 @@
 """``kvrouter`` with a router's ear that is not to be relied on: ``python -m tests.support.shaky_frontend``.
 
-Of what workers publish, one batch in a hundred is lost, one comes twice, and one comes late. What is asked
-of a worker is answered as ever.
+Of each hundred batches that workers publish one is lost, one comes twice, and one comes late; chance says
+which. What is asked of a worker is answered as ever.
 """
 
 import os
@@ -14,7 +14,7 @@ from kvrouter.core.events import KvBatch
 from kvrouter.planes.events.port import BatchSink, LoadSink
 from kvrouter.service.lanes import LaneSubscriber
 
-SHARE = 0.01
+ROUND_BATCHES = 100
 LATE_BATCHES = 3
 """A late batch comes after so many others."""
 
@@ -30,17 +30,20 @@ class ShakyEar:
         self._random = random.Random(seed)
         self._late: list[tuple[int, KvBatch]] = []
         self._n_heard = 0
+        self._lost = self._delayed = self._doubled = 0
 
     def __call__(self, batch: KvBatch) -> None:
+        number = self._n_heard % ROUND_BATCHES
+        if number == 0:
+            self._lost, self._delayed, self._doubled = self._random.sample(range(ROUND_BATCHES), 3)
         self._n_heard += 1
-        drawn = self._random.random()
-        if drawn < SHARE:
+        if number == self._lost:
             return
-        if drawn < 2 * SHARE:
+        if number == self._delayed:
             self._late.append((self._n_heard + LATE_BATCHES, batch))
             return
         self._on_batch(batch)
-        if drawn < 3 * SHARE:
+        if number == self._doubled:
             self._on_batch(batch)
         while self._late and self._late[0][0] <= self._n_heard:
             self._on_batch(self._late.pop(0)[1])
