@@ -58,8 +58,10 @@ async def test_a_door_that_just_opened_first_learns_the_fleet() -> None:
         learning = await house.http.get("/accepting")
         house.bench.discovery.put(card(1))
         knows = await house.http.get("/accepting")
+        house.bench.discovery.drop(1, card(1).incarnation)
+        nobody_left = await house.http.get("/accepting")
     assert (learning.status_code, error_of(learning)["code"]) == (503, "not_ready")
-    assert knows.status_code == 200
+    assert (knows.status_code, nobody_left.status_code) == (200, 200)
 
 
 async def test_a_door_that_never_reached_discovery_takes_no_requests_and_one_that_lost_it_does() -> None:

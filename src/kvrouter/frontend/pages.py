@@ -1,5 +1,6 @@
 """Pages for whoever runs or watches the router: models, health, readiness, metrics."""
 
+import math
 import time
 from itertools import starmap
 
@@ -94,8 +95,10 @@ class Pages:
         lost = self._service.store_lost
         if lost is not None and not self._hall.models():
             raise NotReady(f"this router could not learn yet which workers are there: {lost}")
-        if time.monotonic() < self._settled_at and self._why_not_ready() is not None:
-            raise NotReady("this router has just started, and is learning which workers are there")
+        if time.monotonic() < self._settled_at:
+            if self._why_not_ready() is not None:
+                raise NotReady("this router has just started, and is learning which workers are there")
+            self._settled_at = -math.inf  # it knew somebody: whoever leaves from now on was not unknown to it
         return json_page({"status": "accepting"})
 
     def _refuse_draining(self) -> None:
