@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from kvrouter.config.annotations import choices_of, limits_of, model_in, models_in
 from kvrouter.config.fleet import FleetFile
+from kvrouter.config.foreign import FOREIGN, Foreign
 from kvrouter.config.setting import Group, Kind, SettingSpec
 from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.telemetry import EVENTS, OperatorTelemetry, Telemetry
@@ -35,8 +36,12 @@ Every setting of `kvrouter up` can be given as a flag, as an environment variabl
 - A blank variable counts as unset.
 - An unknown key of the file, an unknown `KVROUTER_*` variable and a value out of range end the start with
   exit code 2 and one line for each mistake: the field, where the value came from, and what it must be.
-- `DYN_*` variables that are not in these tables belong to other programs and are left alone; one that is
-  almost a name in these tables is warned about.
+- `DYN_*` variables that are not on this page belong to other programs and are left alone; one that is
+  almost a name in these tables is warned about. Every `DYN_X` that is read may be written `KVROUTER_X`.
+- *Other names* are those under which users of Dynamo know a setting, of its earlier and its later releases:
+  a flag, a variable, or a key (which is also a field of `KvRouterConfig` in a program). They set the same.
+  A setting that is given under two names which differ, in one command line, one environment or one file, is
+  a mistake that names both.
 - A switch is on for `true`, `1`, `yes`, `on` and off for `false`, `0`, `no`, `off`; as a flag,
   `--kv-events` turns it on and `--no-kv-events` off.
 """
@@ -121,13 +126,51 @@ def settings_page() -> str:
         rows = [_setting_row(spec) for spec in SETTINGS if spec.group is group]
         head = ("flag", "variable", "key in YAML", "default", "unit", "limits", "meaning")
         parts.append(f"\n## {group.value}\n\n{table(head, rows)}")
+        others = [_other_names_row(spec) for spec in SETTINGS if spec.group is group and _other_names(spec)]
+        if others:
+            parts.append(f"\n{table(('key in YAML', 'other names'), others)}")
+    parts.append(f"\n{FOREIGN_HEAD}\n{table(FOREIGN_COLUMNS, map(_foreign_row, FOREIGN))}")
     return "".join(parts)
 
 
+def _other_names(spec: SettingSpec) -> tuple[str, ...]:
+    flags = [_flag_text(spec, flag) for flag in spec.flags[1:]]
+    names = (*spec.aliases.variables, *(f"{spec.section}.{name}" for name in spec.aliases.names))
+    return (*flags, *(f"`{name}`" for name in names))
+
+
+def _other_names_row(spec: SettingSpec) -> tuple[str, ...]:
+    return f"`{spec.yaml_key}`", ", ".join(_other_names(spec))
+
+
+def _flag_text(spec: SettingSpec, flag: str) -> str:
+    if spec.kind is Kind.SWITCH:
+        return f"`{flag}`, `--no-{flag.removeprefix('--')}`"
+    return f"`{flag}`"
+
+
+FOREIGN_COLUMNS = ("flag", "variable", "field of `KvRouterConfig`, key in YAML", "taken as", "instead")
+FOREIGN_HEAD = """## Names of Dynamo's that set nothing here
+
+A flag, a key or a field of these ends the start, and says what is in the last column; a variable is warned
+about. A value that asks for what is done here anyway is taken in silence: null always, and what the column
+*taken as* has.
+"""
+
+
+def _foreign_row(foreign: Foreign) -> tuple[str, ...]:
+    met = (str(value).lower() if isinstance(value, bool) else str(value) for value in foreign.met)
+    return (
+        ", ".join(f"`{flag}`" for flag in foreign.flags),
+        ", ".join(f"`{variable}`" for variable in foreign.variables),
+        f"`{foreign.name}`",
+        ", ".join(met),
+        foreign.why,
+    )
+
+
 def _setting_row(spec: SettingSpec) -> tuple[str, ...]:
-    flag = "none" if spec.flag is None else f"`{spec.flag}`"
-    if spec.kind is Kind.SWITCH and spec.flag is not None:
-        flag = f"`{spec.flag}`, `--no-{spec.flag.removeprefix('--')}`"
+    flag = "none" if spec.flag is None else _flag_text(spec, spec.flag)
     limits = "true | false" if spec.kind is Kind.SWITCH else spec.limits
     return (
         flag,

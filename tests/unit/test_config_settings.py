@@ -162,7 +162,7 @@ def test_unknown_variables_of_ours_are_refused_and_near_misses_warned() -> None:
         flags={},
         environ={
             "DYN_ROUTER_TEMPRATURE": "1",
-            "DYN_ROUTER_TTL_SECS": "1",
+            "DYN_ADMIN_TOKEN": "1",
             "DYN_SYSTEM_PORT": "1",
             "DYN_TOPOLOGY_ENABLED": "true",
             "DYN_KV_TRANSFER_DOMAIN": "zone",
@@ -171,8 +171,8 @@ def test_unknown_variables_of_ours_are_refused_and_near_misses_warned() -> None:
         },
     )
     assert loaded.warnings == (
+        "DYN_ADMIN_TOKEN is not read (did you mean KVROUTER_ADMIN_TOKEN?)",
         "DYN_ROUTER_TEMPRATURE is not read (did you mean DYN_ROUTER_TEMPERATURE?)",
-        "DYN_ROUTER_TTL_SECS is not read (did you mean DYN_ROUTER_TTL?)",
     )
     assert loaded.settings == Settings()
 

@@ -31,7 +31,7 @@ from kvrouter.config import (
     MockEngineSpec,
     Settings,
 )
-from kvrouter.config.environment import environment_of
+from kvrouter.config.environment import environment_with
 from kvrouter.config.version import installed_version
 from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry import Event, log_event
@@ -97,19 +97,21 @@ async def _serve(settings: Settings, fleet: FleetFile, file: Path, *, replicas: 
         if with_nats and replicas > 1 and "replica_sync" not in router.model_fields_set:
             router = router.model_copy(update={"replica_sync": True})
         run = settings.model_copy(update={"planes": planes, "router": router})
-        environ = {**os.environ, **environment_of(run, "planes", "log")}
+        environ = environment_with(os.environ, run, "planes", "log")
         try:
             for worker in workers:
                 await family.start(worker.name, _command(*worker.arguments), environ, standby=("--standby",))
             for port in ports:
                 front = run.frontend.model_copy(update={"http_port": port})
-                of_front = environment_of(
-                    run.model_copy(update={"frontend": front}), "planes", "log", "router", "frontend"
+                of_front = environment_with(
+                    os.environ,
+                    run.model_copy(update={"frontend": front}),
+                    *("planes", "log", "router", "frontend"),
                 )
                 await family.start(
                     f"frontend :{port}",
                     _command("frontend", "--config", str(file)),
-                    {**os.environ, **of_front},
+                    of_front,
                 )
             within_s = READY_WITHIN_S if _has_mocks_alone(fleet) else math.inf
             ready = asyncio.gather(

@@ -2,22 +2,25 @@
 
 import click
 
+from kvrouter.config.foreign import FOREIGN, Foreign
 from kvrouter.config.setting import Group, Kind, SettingSpec, SettingValue
 from kvrouter.config.tree import SETTINGS
 
 
 class SettingOption(click.Option):
-    """One flag, made from one setting. Its text is read by the settings, so that every source fails alike."""
+    """One flag, made from one setting. Its text is read by the settings, so that every source fails alike.
 
-    def __init__(self, spec: SettingSpec) -> None:
+    A further name of the flag is an option of its own, so that two names which differ are seen.
+    """
+
+    def __init__(self, spec: SettingSpec, flag: str) -> None:
         self.spec = spec
-        if spec.flag is None:
-            raise TypeError(f"{spec.yaml_key}: has no flag")
+        self.is_alias = flag != spec.flag
         if spec.kind is Kind.SWITCH:
-            names = f"{spec.flag}/--no-{spec.flag.removeprefix('--')}"
-            super().__init__([names, parameter_name(spec)], default=None)
+            names = f"{flag}/--no-{flag.removeprefix('--')}"
+            super().__init__([names, parameter_name(spec, flag)], default=None)
         else:
-            super().__init__([spec.flag, parameter_name(spec)], metavar=_metavar(spec), default=None)
+            super().__init__([flag, parameter_name(spec, flag)], metavar=_metavar(spec), default=None)
 
     def write_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the flag with its variable and default on one line, and what it means below."""
@@ -30,17 +33,46 @@ def _write_setting(spec: SettingSpec, name: str, formatter: click.HelpFormatter)
     formatter.write(f"{'':>{formatter.current_indent}}{name}  [{spec.variable}; default: {default}]\n")
     with formatter.indentation(), formatter.indentation():
         formatter.write_text(spec.meaning.replace("``", ""))
+        also = (*spec.flags[1:], *spec.aliases.variables)
+        if also:
+            formatter.write_text(f"Also: {', '.join(also)}.")
 
 
-def parameter_name(spec: SettingSpec) -> str:
+class ForeignOption(click.Option):
+    """A flag of Dynamo's that sets nothing here: unless it asks for what is done anyway, it is refused."""
+
+    def __init__(self, foreign: Foreign, flag: str) -> None:
+        def refuse(_ctx: click.Context, option: click.Parameter, value: bool | str | None) -> None:
+            met = foreign.is_met_by_text(value) if isinstance(value, str) else foreign.is_met_by(value)
+            if not met:
+                raise click.UsageError(f"{option.opts[0]} {foreign.told}")
+
+        is_switch = foreign.kind is Kind.SWITCH
+        names = f"{flag}/--no-{flag.removeprefix('--')}" if is_switch else flag
+        super().__init__(
+            [names, f"foreign__{flag.strip('-').replace('-', '_')}"],
+            default=None,
+            hidden=True,
+            expose_value=False,
+            callback=refuse,
+        )
+
+
+def parameter_name(spec: SettingSpec, flag: str | None) -> str:
     """Return the name under which click hands the flag's text to the command."""
-    return f"{spec.section}__{spec.name}"
+    own = f"{spec.section}__{spec.name}"
+    return own if flag == spec.flag or flag is None else f"{own}__{flag.strip('-').replace('-', '_')}"
 
 
 def given_flags(parameters: dict[str, SettingValue | None]) -> dict[str, SettingValue]:
-    """Return what was given on the command line, by YAML key."""
-    given = {spec.yaml_key: parameters.get(parameter_name(spec)) for spec in SETTINGS}
-    return {key: value for key, value in given.items() if value is not None}
+    """Return what was given on the command line, by YAML key, or by flag for a further name of one."""
+    given: dict[str, SettingValue] = {}
+    for spec in SETTINGS:
+        for flag in spec.flags:
+            value = parameters.get(parameter_name(spec, flag))
+            if value is not None:
+                given[spec.yaml_key if flag == spec.flag else flag] = value
+    return given
 
 
 class SettingsCommand(click.Command):
@@ -54,7 +86,8 @@ class SettingsCommand(click.Command):
         own = [parameter for parameter in parameters if not isinstance(parameter, SettingOption)]
         with formatter.section("Options"):
             formatter.write_dl([record for option in own if (record := option.get_help_record(ctx))])
-        flags = [parameter for parameter in parameters if isinstance(parameter, SettingOption)]
+        options = [parameter for parameter in parameters if isinstance(parameter, SettingOption)]
+        flags = [option for option in options if not option.is_alias]
         sections = {flag.spec.section for flag in flags}
         for group in Group:
             of_group = [flag for flag in flags if flag.spec.group is group]
@@ -68,13 +101,15 @@ class SettingsCommand(click.Command):
                         _write_setting(spec, "no flag", formatter)
 
 
-def setting_options(*sections: str) -> list[SettingOption]:
-    """Return a flag for every setting of ``sections`` that has one; without sections, of all."""
-    return [
-        SettingOption(spec)
-        for spec in SETTINGS
-        if spec.flag is not None and (not sections or spec.section in sections)
-    ]
+def setting_options(*sections: str) -> list[click.Option]:
+    """Return a flag for every name of a setting of ``sections`` that has one; without sections, of all. With
+    those of the router come Dynamo's that set nothing.
+    """
+    chosen = [spec for spec in SETTINGS if not sections or spec.section in sections]
+    options: list[click.Option] = [SettingOption(spec, flag) for spec in chosen for flag in spec.flags]
+    if any(spec.section == "router" for spec in chosen):
+        options += [ForeignOption(foreign, flag) for foreign in FOREIGN for flag in foreign.flags]
+    return options
 
 
 def _metavar(spec: SettingSpec) -> str:

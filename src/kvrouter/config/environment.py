@@ -1,5 +1,7 @@
 """Settings as environment variables, for a process that is to run with the same ones."""
 
+from collections.abc import Mapping
+
 from pydantic import SecretStr
 
 from kvrouter.config.tree import SETTINGS, Settings
@@ -25,3 +27,12 @@ def environment_of(settings: Settings, *sections: str) -> dict[str, str]:
         elif value is not None:
             environ[spec.variable] = str(value)
     return environ
+
+
+def environment_with(own: Mapping[str, str], settings: Settings, *sections: str) -> dict[str, str]:
+    """Return ``own`` with ``sections`` of ``settings``. A setting's further names are not handed on: a flag
+    of this process may have overruled them.
+    """
+    told = environment_of(settings, *sections)
+    overruled = {name for spec in SETTINGS if spec.variable in told for name in spec.variables}
+    return {name: text for name, text in own.items() if name not in overruled} | told

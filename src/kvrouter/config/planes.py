@@ -11,7 +11,7 @@ from annotated_types import Interval, MaxLen
 from pydantic import AfterValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.setting import Group, Positive, Section, Setting, Whole
+from kvrouter.config.setting import Aliases, Group, Positive, Section, Setting, Whole
 
 LEASE_S = 10.0
 KUBERNETES_LEASE_S = 60.0
@@ -66,7 +66,12 @@ class PlaneSettings(Section):
 
     discovery: Annotated[
         DiscoveryBackend,
-        Setting(flag="--discovery", variable="DYN_DISCOVERY_BACKEND", group=Group.PLANES),
+        Setting(
+            flag="--discovery",
+            variable="DYN_DISCOVERY_BACKEND",
+            group=Group.PLANES,
+            aliases=Aliases(flags=("--discovery-backend",), names=("discovery_backend",)),
+        ),
     ] = DiscoveryBackend.NATS
     """Where workers announce themselves: in a directory of this host, in NATS, or as objects of the
     Kubernetes in whose pods they run."""

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvrouter.config.annotations import model_in, model_tagged
+from kvrouter.config.variables import without_prefix
 from kvrouter.core.errors import ConfigError
 
 Path = tuple[str | int, ...]
@@ -38,6 +39,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `` (did you mean …?)`` for the nearest known word, or nothing when none is near."""
     nearest = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def did_you_mean_variable(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return `` (did you mean …?)`` for the nearest known variable, whatever prefix it has."""
+    by_rest: dict[str, str] = {}
+    for variable in sorted(known, reverse=True):  # of two spellings, DYN_… is the one that is documented
+        by_rest[without_prefix(variable)] = variable
+    nearest = get_close_matches(without_prefix(name), by_rest, n=1, cutoff=cutoff)
+    return f" (did you mean {by_rest[nearest[0]]}?)" if nearest else ""
 
 
 def raise_problems(problems: Sequence[Problem], place: Callable[[Path], str]) -> None:

@@ -1,11 +1,16 @@
 """The router's settings: how it chooses, whom it refuses, how long it waits."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from annotated_types import Interval, MaxLen
+from pydantic import model_validator
+from pydantic_core import PydanticCustomError
 
+from kvrouter.config.foreign import FOREIGN_FIELDS
 from kvrouter.config.planes import PlainName
 from kvrouter.config.setting import (
+    Aliases,
     Count,
     Finite,
     Fraction,
@@ -25,8 +30,21 @@ from kvrouter.topology import MismatchPolicy
 class KvRouterConfig(Section):
     """How one router decides. Also for those who embed it: ``KvRouterConfig(router_temperature=0.5)``.
 
-    Raises ``pydantic.ValidationError``, a ValueError, that names the field when a value is out of range.
+    A field is also taken under the names that Dynamo's has, such as ``use_kv_events``. Raises
+    ``pydantic.ValidationError``, a ValueError, that names the field when a value is out of range, when two
+    names of one field differ, and for a field of Dynamo's that would have no effect here.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_foreign(cls, values: object) -> object:
+        if not isinstance(values, Mapping):
+            return values
+        for name in FOREIGN_FIELDS.keys() & values.keys():
+            foreign = FOREIGN_FIELDS[name]
+            if not foreign.is_met_by(values[name]):
+                raise PydanticCustomError("no_effect", "{name} {told}", {"name": name, "told": foreign.told})
+        return {name: value for name, value in values.items() if name not in FOREIGN_FIELDS}
 
     router_mode: Annotated[
         RouterMode, Setting(flag="--router-mode", variable="DYN_ROUTER_MODE", group=Group.ROUTING)
@@ -37,7 +55,14 @@ class KvRouterConfig(Section):
     overlap_score_weight: Annotated[
         NonNegative,
         Setting(
-            flag="--kv-overlap-score-weight", variable="DYN_KV_OVERLAP_SCORE_WEIGHT", group=Group.ROUTING
+            flag="--kv-overlap-score-weight",
+            variable="DYN_KV_OVERLAP_SCORE_WEIGHT",
+            group=Group.ROUTING,
+            aliases=Aliases(
+                flags=("--router-kv-overlap-score-weight",),
+                variables=("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT"),
+                names=("kv_overlap_score_weight",),
+            ),
         ),
     ] = 1.0
     """What a block that must be prefilled weighs against a block being decoded. Higher favours cache hits
@@ -51,21 +76,45 @@ class KvRouterConfig(Section):
     are normalised by their range."""
 
     kv_events: Annotated[
-        Switch, Setting(flag="--kv-events", variable="DYN_ROUTER_USE_KV_EVENTS", group=Group.ROUTING)
+        Switch,
+        Setting(
+            flag="--kv-events",
+            variable="DYN_ROUTER_USE_KV_EVENTS",
+            group=Group.ROUTING,
+            aliases=Aliases(
+                flags=("--router-kv-events",), variables=("DYN_KV_EVENTS",), names=("use_kv_events",)
+            ),
+        ),
     ] = True
     """Follow the workers' KV events to know which blocks they hold. Without them the router predicts the
     caches from its own decisions."""
 
     track_active_blocks: Annotated[
         Switch,
-        Setting(flag="--track-active-blocks", variable="DYN_ROUTER_TRACK_ACTIVE_BLOCKS", group=Group.ROUTING),
+        Setting(
+            flag="--track-active-blocks",
+            variable="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
+            group=Group.ROUTING,
+            aliases=Aliases(
+                flags=("--router-track-active-blocks",),
+                variables=("DYN_TRACK_ACTIVE_BLOCKS",),
+                names=("router_track_active_blocks",),
+            ),
+        ),
     ] = True
     """Count the blocks of running requests as load. Of no use where workers only prefill."""
 
     track_prefill_tokens: Annotated[
         Switch,
         Setting(
-            flag="--track-prefill-tokens", variable="DYN_ROUTER_TRACK_PREFILL_TOKENS", group=Group.ROUTING
+            flag="--track-prefill-tokens",
+            variable="DYN_ROUTER_TRACK_PREFILL_TOKENS",
+            group=Group.ROUTING,
+            aliases=Aliases(
+                flags=("--router-track-prefill-tokens",),
+                variables=("DYN_TRACK_PREFILL_TOKENS",),
+                names=("router_track_prefill_tokens",),
+            ),
         ),
     ] = True
     """Count the tokens that wait for prefill as load."""
@@ -172,7 +221,17 @@ class KvRouterConfig(Section):
 
     router_ttl_s: Annotated[
         Positive,
-        Setting(flag="--router-ttl", variable="DYN_ROUTER_TTL", group=Group.CACHE, unit="seconds"),
+        Setting(
+            flag="--router-ttl",
+            variable="DYN_ROUTER_TTL",
+            group=Group.CACHE,
+            unit="seconds",
+            aliases=Aliases(
+                flags=("--router-ttl-secs",),
+                variables=("DYN_ROUTER_TTL_SECS",),
+                names=("router_ttl_secs", "router_ttl"),
+            ),
+        ),
     ] = 120.0
     """How long a predicted block is believed in. Where KV events are followed, only what comes after pictures
     is predicted."""
@@ -206,6 +265,11 @@ class KvRouterConfig(Section):
             variable="KVROUTER_RETRIES_MAX",
             group=Group.RECOVERY,
             unit="dispatches",
+            aliases=Aliases(
+                flags=("--migration-limit",),
+                variables=("DYN_MIGRATION_LIMIT",),
+                names=("migration_limit",),
+            ),
         ),
     ] = 2
     """How often a request may be sent elsewhere after a worker failed it. Low, so that one poisonous prompt
@@ -279,7 +343,12 @@ class KvRouterConfig(Section):
 
     replica_sync: Annotated[
         Switch,
-        Setting(flag="--router-replica-sync", variable="DYN_ROUTER_REPLICA_SYNC", group=Group.REPLICAS),
+        Setting(
+            flag="--router-replica-sync",
+            variable="DYN_ROUTER_REPLICA_SYNC",
+            group=Group.REPLICAS,
+            aliases=Aliases(names=("router_replica_sync",)),
+        ),
     ] = False
     """Tell the other routers of the namespace, over NATS, which requests run where, and count theirs as load
     too. Without it each router knows its own requests alone. Cached blocks are not shared this way: every
@@ -299,6 +368,7 @@ class KvRouterConfig(Section):
             variable="DYN_ROUTER_SNAPSHOT_THRESHOLD",
             group=Group.REPLICAS,
             unit="messages",
+            aliases=Aliases(names=("router_snapshot_threshold",)),
         ),
     ] = 1_000_000
     """With more messages than this in the JetStream stream, one router saves the index to the object store
@@ -306,7 +376,12 @@ class KvRouterConfig(Section):
 
     reset_states: Annotated[
         Switch,
-        Setting(flag="--router-reset-states", variable="DYN_ROUTER_RESET_STATES", group=Group.REPLICAS),
+        Setting(
+            flag="--router-reset-states",
+            variable="DYN_ROUTER_RESET_STATES",
+            group=Group.REPLICAS,
+            aliases=Aliases(names=("router_reset_states",)),
+        ),
     ] = False
     """At start, empty the JetStream stream and delete the saved index. Only for the first router of a
     component: routers that run already would lose what they have not read. A new namespace is the safer

@@ -4,15 +4,19 @@ The field's type, default and docstring are read off the model; :class:`Setting`
 ``--help``, the environment, the YAML keys and the documentation page are all made from :class:`SettingSpec`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Interval
-from pydantic import AllowInfNan, BaseModel, ConfigDict, SecretStr, Strict
+from pydantic import AllowInfNan, BaseModel, ConfigDict, SecretStr, Strict, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from kvrouter.config.annotations import choices_of, limits_of, plain_type
+from kvrouter.config.variables import spellings
 
 SettingValue = bool | int | float | str
 """A setting before validation, as a source gives it."""
@@ -53,6 +57,15 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Aliases:
+    """Further names of one setting, under which Dynamo's users know it: of its flag, variable and field."""
+
+    flags: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """What a field's type cannot say. ``flag`` is None for a secret, which no process list may show."""
 
@@ -60,6 +73,7 @@ class Setting:
     variable: str
     group: Group
     unit: str | None = None
+    aliases: Aliases = Aliases()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +91,18 @@ class SettingSpec:
     default: object
     limits: str
     meaning: str
+    aliases: Aliases = Aliases()
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Every variable that sets it, its own first."""
+        own = (self.variable, *self.aliases.variables)
+        return tuple(spelling for name in own for spelling in spellings(name))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every flag that sets it, its own first."""
+        return () if self.flag is None else (self.flag, *self.aliases.flags)
 
     @property
     def yaml_key(self) -> str:
@@ -130,6 +156,43 @@ class Section(BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _under_own_names(cls, values: object) -> object:
+        """Take each setting under any of its names; under two of them only where they agree."""
+        if not isinstance(values, Mapping):
+            return values
+        given = dict(values)
+        for alias, name in _aliases_of(cls).items():
+            if alias not in given:
+                continue
+            value = given.pop(alias)
+            if name in given and not _is_same(given[name], value):
+                raise PydanticCustomError(
+                    "set_twice",
+                    "{name} and {alias} are one setting, and differ: leave one of them out",
+                    {"name": name, "alias": alias},
+                )
+            given[name] = value
+        return given
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two values are one: 1 is no switch, and 5 is 5.0."""
+    return isinstance(one, bool) == isinstance(other, bool) and one == other
+
+
+@cache
+def _aliases_of(model: type[Section]) -> Mapping[str, str]:
+    """Each further name of a field, with the field's own."""
+    return {
+        alias: name
+        for name, field in model.model_fields.items()
+        for item in field.metadata
+        if isinstance(item, Setting)
+        for alias in item.aliases.names
+    }
+
 
 def settings_of(section: str, model: type[Section]) -> tuple[SettingSpec, ...]:
     """Return the settings of ``model`` in the order in which they are written."""
@@ -154,6 +217,7 @@ def _spec(section: str, name: str, field: FieldInfo) -> SettingSpec:
         default=field.default.value if isinstance(field.default, StrEnum) else field.default,
         limits=limits_of(field),
         meaning=" ".join(field.description.split()),
+        aliases=setting.aliases,
     )
 
 

@@ -1,24 +1,31 @@
 """Where settings come from: a flag wins over a variable, that over the YAML file, that over the default."""
 
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping, Set
 from itertools import pairwise
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
 from kvrouter.config.document import Document
+from kvrouter.config.foreign import FOREIGN_VARIABLES
 from kvrouter.config.problems import (
     Path,
     Problem,
     config_error,
-    did_you_mean,
+    did_you_mean_variable,
     dotted,
     problem_of,
     raise_problems,
 )
 from kvrouter.config.setting import SettingSpec, SettingValue
 from kvrouter.config.tree import SETTINGS, Settings
+from kvrouter.config.variables import (
+    OUR_PREFIX,
+    SHARED_PREFIX,
+    TOPOLOGY_VARIABLES,
+    spellings,
+    without_prefix,
+)
 
 FLEET_VARIABLE = "KVROUTER_FLEET"
 """The variable behind ``--fleet``: the fleet file, which holds settings rather than being one."""
@@ -27,8 +34,6 @@ ENGINE_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
 """The variable with the key that engines' servers ask for. Nothing else holds it: neither a flag, which
 every process list shows, nor a file that is diffed."""
 
-_OUR_PREFIX = "KVROUTER_"
-_SHARED_PREFIX = "DYN_"
 _NEAR_MISS_CUTOFF = 0.84
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
@@ -48,8 +53,10 @@ def load_settings(
 ) -> Loaded:
     """Merge all sources into one validated tree.
 
-    ``flags`` maps YAML keys (``router.router_mode``) to what was given on the command line; ``environ`` is
-    the whole environment, of which a blank variable counts as unset; ``document`` holds the sections.
+    ``flags`` maps YAML keys (``router.router_mode``), and further names of flags (``--router-ttl-secs``), to
+    what was given on the command line; ``environ`` is the whole environment, of which a blank variable counts
+    as unset; ``document`` holds the sections. A setting that one source gives under two names that differ is
+    a mistake.
     Raises ConfigError with one line per mistake, each with its origin and its field.
     """
     _refuse_unknown_variables(environ)
@@ -64,14 +71,15 @@ def load_settings(
         if not isinstance(section_values, dict):
             continue
         path: Path = (spec.section, spec.name)
-        given = _from_flag_or_variable(spec, flags, environ)
+        given = _given(spec, _from_flags(spec, flags) or _from_variables(spec, environ))
         if given is None:
             continue
-        origins[path], raw = given
-        try:
-            section_values[spec.name] = spec.parse(raw) if isinstance(raw, str) else raw
-        except ValueError as error:
-            problems.append(Problem(path, str(error)))
+        origins[path] = given.origin
+        if given.mistake is not None:
+            problems.append(Problem(path, given.mistake))
+        for name in (spec.name, *spec.aliases.names):
+            section_values.pop(name, None)
+        section_values[spec.name] = given.value
 
     def place(path: Path) -> str:
         origin = origins.get(path)
@@ -85,15 +93,40 @@ def load_settings(
     return Loaded(settings, (*_near_misses(environ), *_warnings(settings)))
 
 
-def _from_flag_or_variable(
-    spec: SettingSpec, flags: Mapping[str, SettingValue], environ: Mapping[str, str]
-) -> tuple[str, SettingValue] | None:
-    """Return the origin and the value as given, or None when neither gives one."""
-    value = flags.get(spec.yaml_key)
-    if value is not None and spec.flag is not None:
-        return spec.flag, value
-    text = environ.get(spec.variable, "")
-    return (spec.variable, text) if text.strip() else None
+class _Given(NamedTuple):
+    """What flags or variables say of one setting, and which of them said it, or was mistaken."""
+
+    origin: str
+    value: SettingValue | None = None
+    mistake: str | None = None
+
+
+def _given(spec: SettingSpec, texts: Mapping[str, SettingValue]) -> _Given | None:
+    """Return the one value that ``texts`` give, by flag or variable; None when there are none."""
+    found: _Given | None = None
+    for origin, raw in texts.items():
+        try:
+            value = spec.parse(raw) if isinstance(raw, str) else raw
+        except ValueError as error:
+            return _Given(origin, mistake=str(error))
+        if found is None:
+            found = _Given(origin, value)
+        elif found.value != value:
+            return _Given(origin, mistake=f"{found.origin} is the same setting, and differs: leave one out")
+    return found
+
+
+def _from_flags(spec: SettingSpec, flags: Mapping[str, SettingValue]) -> dict[str, SettingValue]:
+    """Return what flags give, by the flag."""
+    keys = (spec.yaml_key, *spec.flags[1:])
+    return {
+        flag: flags[key] for flag, key in zip(spec.flags, keys, strict=False) if flags.get(key) is not None
+    }
+
+
+def _from_variables(spec: SettingSpec, environ: Mapping[str, str]) -> dict[str, SettingValue]:
+    """Return what variables give, by the variable."""
+    return {name: environ[name] for name in spec.variables if environ.get(name, "").strip()}
 
 
 def _validate(merged: Mapping[str, object], place: Callable[[Path], str]) -> Settings:
@@ -143,23 +176,38 @@ def _warnings(settings: Settings) -> list[str]:
 
 
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    known = {spec.variable for spec in SETTINGS} | {FLEET_VARIABLE, ENGINE_KEY_VARIABLE}
+    ours = {FLEET_VARIABLE, ENGINE_KEY_VARIABLE}
+    known = ours.union(*map(spellings, TOPOLOGY_VARIABLES), *(spec.variables for spec in SETTINGS))
     problems = [
-        Problem((name,), f"unknown variable{did_you_mean(name, known)}")
+        Problem((name,), _unknown(name, known))
         for name in sorted(environ)
-        if name.startswith(_OUR_PREFIX) and name not in known
+        if name.startswith(OUR_PREFIX) and name not in known
     ]
     raise_problems(problems, dotted)
 
 
+def _unknown(name: str, known: Set[str]) -> str:
+    foreign = FOREIGN_VARIABLES.get(SHARED_PREFIX + without_prefix(name))
+    if foreign is not None:
+        return foreign.told
+    return f"unknown variable{did_you_mean_variable(name, known)}"
+
+
 def _near_misses(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each variable that is almost one of ours: the rest of DYN_* belongs to others."""
-    known = [spec.variable for spec in SETTINGS if spec.variable.startswith(_SHARED_PREFIX)]
+    """Return a warning for each ``DYN_*`` variable that means something else here, or nothing, or is almost
+    one of ours: the rest belongs to others.
+    """
+    read = {variable for spec in SETTINGS for variable in spec.variables}.union(TOPOLOGY_VARIABLES)
     warnings: list[str] = []
     for name in sorted(environ):
-        if not name.startswith(_SHARED_PREFIX) or name in known:
+        if not name.startswith(SHARED_PREFIX) or name in read or not environ[name].strip():
             continue
-        nearest = get_close_matches(name, known, n=1, cutoff=_NEAR_MISS_CUTOFF)
-        if nearest:
-            warnings.append(f"{name} is not read (did you mean {nearest[0]}?)")
+        foreign = FOREIGN_VARIABLES.get(name)
+        if foreign is not None:
+            if not foreign.is_met_by_text(environ[name]):
+                warnings.append(f"{name} {foreign.told}")
+            continue
+        meant = did_you_mean_variable(name, read, cutoff=_NEAR_MISS_CUTOFF)
+        if meant:
+            warnings.append(f"{name} is not read{meant}")
     return warnings

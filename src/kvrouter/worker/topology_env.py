@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrouter.config.setting import parse_switch
+from kvrouter.config.variables import text_of
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
 
@@ -67,7 +68,7 @@ def parse_topology_env(environ: Mapping[str, str]) -> TopologyEnv:
     enforcement, weight, warnings = _policy(environ, has_domain=transfer_domain is not None)
     return TopologyEnv(
         enabled=True,
-        mount_path=Path(_text(environ, MOUNT_PATH) or DEFAULT_MOUNT_PATH),
+        mount_path=Path(text_of(environ, MOUNT_PATH) or DEFAULT_MOUNT_PATH),
         levels=_levels(environ),
         awaited_domain=transfer_domain or router_level,
         awaited_by=TRANSFER_DOMAIN if transfer_domain else ROUTER_LEVEL,
@@ -107,7 +108,7 @@ def _policy(
 ) -> tuple[Enforcement | None, float | None, tuple[str, ...]]:
     stated, weight = _enforcement(environ), _weight(environ)
     if not has_domain:
-        unused = [name for name in (TRANSFER_ENFORCEMENT, TRANSFER_WEIGHT) if _text(environ, name)]
+        unused = [name for name in (TRANSFER_ENFORCEMENT, TRANSFER_WEIGHT) if text_of(environ, name)]
         return None, None, tuple(f"{name} has no effect without {TRANSFER_DOMAIN}" for name in unused)
     enforcement = stated or Enforcement.REQUIRED
     if enforcement is Enforcement.PREFERRED:
@@ -124,15 +125,11 @@ def _policy(
 
 def _unused(environ: Mapping[str, str]) -> tuple[str, ...]:
     names = (TRANSFER_DOMAIN, TRANSFER_ENFORCEMENT, TRANSFER_WEIGHT, LEVELS, MOUNT_PATH)
-    return tuple(f"{name} has no effect unless {ENABLED} is true" for name in names if _text(environ, name))
-
-
-def _text(environ: Mapping[str, str], name: str) -> str:
-    return environ.get(name, "").strip()
+    return tuple(f"{name} has no effect unless {ENABLED} is true" for name in names if text_of(environ, name))
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:
-    text = _text(environ, name)
+    text = text_of(environ, name)
     try:
         return bool(text) and parse_switch(text)
     except ValueError as error:
@@ -140,7 +137,7 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _domain(environ: Mapping[str, str], name: str) -> str | None:
-    domain = _text(environ, name)
+    domain = text_of(environ, name)
     if not domain:
         return None
     problem = name_problem(domain)
@@ -150,7 +147,7 @@ def _domain(environ: Mapping[str, str], name: str) -> str | None:
 
 
 def _levels(environ: Mapping[str, str]) -> tuple[str, ...]:
-    text = _text(environ, LEVELS)
+    text = text_of(environ, LEVELS)
     levels = tuple(level.strip() for level in text.split(",")) if text else ()
     for level in levels:
         problem = "is there twice" if levels.count(level) > 1 else name_problem(level)
@@ -160,7 +157,7 @@ def _levels(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _enforcement(environ: Mapping[str, str]) -> Enforcement | None:
-    text = _text(environ, TRANSFER_ENFORCEMENT)
+    text = text_of(environ, TRANSFER_ENFORCEMENT)
     if not text:
         return None
     try:
@@ -173,7 +170,7 @@ def _enforcement(environ: Mapping[str, str]) -> Enforcement | None:
 
 
 def _weight(environ: Mapping[str, str]) -> float | None:
-    if not _text(environ, TRANSFER_WEIGHT):
+    if not text_of(environ, TRANSFER_WEIGHT):
         return None
     weight = _number(environ, TRANSFER_WEIGHT)
     if not 0.0 <= weight <= 1.0:
@@ -182,7 +179,7 @@ def _weight(environ: Mapping[str, str]) -> float | None:
 
 
 def _seconds(environ: Mapping[str, str], name: str, *, default_s: float, may_be_zero: bool) -> float:
-    if not _text(environ, name):
+    if not text_of(environ, name):
         return default_s
     seconds = _number(environ, name)
     if seconds < 0 or (seconds == 0 and not may_be_zero):
@@ -191,7 +188,7 @@ def _seconds(environ: Mapping[str, str], name: str, *, default_s: float, may_be_
 
 
 def _number(environ: Mapping[str, str], name: str) -> float:
-    text = _text(environ, name)
+    text = text_of(environ, name)
     try:
         number = float(text)
     except ValueError:
