@@ -16,7 +16,7 @@ from kvrouter.config.fleet_engines import AttachedEngineSpec, Handoff, MockEngin
 from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.sources import Loaded, load_settings
-from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSettings, Settings
+from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSettings, Settings, UnknownNvext
 from kvrouter.topology import MismatchPolicy
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "RequestPlaneKind",
     "Settings",
     "TopologySpec",
+    "UnknownNvext",
     "WorkerGroup",
     "default_fleet_document",
     "load_fleet",

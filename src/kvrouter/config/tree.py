@@ -38,6 +38,13 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
+class UnknownNvext(StrEnum):
+    """What becomes of a field of ``nvext`` that is not known here."""
+
+    REFUSE = "refuse"
+    IGNORE = "ignore"
+
+
 class FrontendSettings(Section):
     """The front door: where it listens, and the limits of what it takes."""
 
@@ -58,6 +65,14 @@ class FrontendSettings(Section):
     ] = None
     """The bearer token that the admin routes ask for. Unset: they are open. It has no flag, because the list
     of processes shows flags."""
+
+    unknown_nvext: Annotated[
+        UnknownNvext,
+        Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=Group.FRONT_DOOR),
+    ] = UnknownNvext.REFUSE
+    """What becomes of a request with a field of ``nvext`` that is not known here, or has no effect: a 400
+    that names the field, or it is left out, and the log says so once. Taints and overrides must be spelt
+    right either way."""
 
     body_max_bytes: Annotated[
         PositiveCount,

@@ -90,7 +90,7 @@ class AdminRoutes:
         """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
         request_id = self._ids.take(request.headers.get("x-request-id"))
         try:
-            parsed = parse_either(await request.body())
+            parsed = parse_either(await request.body(), self._hall.wishes(request.headers.raw))
             text = self._hall.text_of(parsed.call)
             wanted = await self._hall.prepare(parsed, text, request_id)
         finally:

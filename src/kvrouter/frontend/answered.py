@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from kvrouter.core.requests import FinishReason
+from kvrouter.core.requests import FinishReason, GenerateRequest, Usage
 from kvrouter.frontend.exchange import Exchange
 from kvrouter.frontend.http import SSE_DONE
 from kvrouter.frontend.openai.parse import Call
-from kvrouter.frontend.placed import placed_nvext
+from kvrouter.frontend.placed import placed_nvext, query_workers
+from kvrouter.routing.decision import Decision
 from kvrouter.service.generation import ANSWERED, Generation
 from kvrouter.text.answer_text import AnswerText
 from kvrouter.text.detokenizer import Detokenizer
@@ -42,6 +43,20 @@ class Reading:
         if self._answer_text.stopped:
             self.finish = FinishReason.STOP
         return text
+
+
+async def answer_query(exchange: Exchange, call: Call, request: GenerateRequest, decision: Decision) -> None:
+    """Answer a call that only asked where it would go: no text, and an ``nvext`` with workers and tokens."""
+    nvext = {"worker_id": query_workers(decision), "token_ids": list(request.token_ids)}
+    answer, usage = exchange.answer_of(call), Usage(len(request.token_ids), 0)
+    if call.stream:
+        body = answer.first_event() + answer.last_event(FinishReason.STOP, nvext=nvext)
+        if call.stream_options.include_usage:
+            body += answer.usage_event(usage)
+        body += SSE_DONE
+    else:
+        body = answer.whole("", FinishReason.STOP, usage, nvext=nvext)
+    await exchange.send_query(call, body)
 
 
 async def answer_whole(exchange: Exchange, call: Call, reading: Reading) -> None:

@@ -34,7 +34,7 @@ class FrontDoor(Door):
         settle_s: float = SETTLE_S,
     ) -> None:
         observed = FrontObserved(telemetry)
-        hall = Hall(service, texts, observed)
+        hall = Hall(service, texts, observed, unknown_nvext=settings.unknown_nvext)
         generate = GenerateRoutes(service, hall, observed)
         admin = AdminRoutes(service, hall, observed, token=admin_secret(settings))
         super().__init__(

@@ -39,6 +39,12 @@ class Exchange:
         self.status = 200
         await self._responder.send(200, self._headers(JSON_HEADERS, generation), body)
 
+    async def send_query(self, call: Call, body: bytes) -> None:
+        """Answer a call that only asked where it would go, with all of its answer."""
+        self.status = 200
+        fixed = EVENT_HEADERS if call.stream else JSON_HEADERS
+        await self._responder.send(200, (*fixed, (b"x-request-id", self.request_id.encode())), body)
+
     async def begin_stream(self, generation: Generation) -> Stream:
         """Begin to answer with server-sent events.
 

@@ -5,11 +5,12 @@ import time
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.answered import Reading, answer_stream, answer_whole
+from kvrouter.frontend.answered import Reading, answer_query, answer_stream, answer_whole
 from kvrouter.frontend.exchange import Exchange, cancel_with
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.answers import Kind
+from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import ChatCall, CompletionCall, parse_chat, parse_completion
 from kvrouter.frontend.openai.passed import parse_passed
 from kvrouter.frontend.passing import pass_stream, pass_whole
@@ -45,7 +46,7 @@ class GenerateRoutes:
         exchange = Exchange(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
-            await self._serve(exchange, request.body)
+            await self._serve(exchange, request.body, self._hall.wishes(request.headers))
         except KvrouterError as error:
             exchange.fail(error)
         except (asyncio.CancelledError, Disconnected):
@@ -56,18 +57,22 @@ class GenerateRoutes:
             self._ids.give_back(exchange.request_id)
             self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
 
-    async def _serve(self, exchange: Exchange, body: bytes) -> None:
+    async def _serve(self, exchange: Exchange, body: bytes, wishes: NvextReader) -> None:
         if self._hall.passes(body):
-            await self._serve_passed(exchange, body)
+            await self._serve_passed(exchange, body, wishes)
             return
         received_s = time.monotonic()
         parsed: ChatCall | CompletionCall
-        parsed = parse_chat(body) if exchange.kind is Kind.CHAT else parse_completion(body)
+        parse = parse_chat if exchange.kind is Kind.CHAT else parse_completion
+        parsed = parse(body, wishes)
         call = parsed.call
         text = self._hall.text_of(call)
         exchange.model = call.model
         matcher = StopMatcher(call.stops)
         generate = await self._hall.prepare(parsed, text, exchange.request_id)
+        if call.nvext.asks_only:
+            await answer_query(exchange, call, generate, self._service.explain(generate))
+            return
         async with self._service.generate(generate, received_s=received_s) as generation:
             reading = Reading(generation, text.detokenizer(), matcher)
             if call.stream:
@@ -75,14 +80,17 @@ class GenerateRoutes:
             else:
                 await answer_whole(exchange, call, reading)
 
-    async def _serve_passed(self, exchange: Exchange, body: bytes) -> None:
+    async def _serve_passed(self, exchange: Exchange, body: bytes, wishes: NvextReader) -> None:
         """The engines of this model take calls as clients write them, and answer for themselves."""
         received_s = time.monotonic()
-        passed = parse_passed(_ROUTES[exchange.kind], body)
+        passed = parse_passed(_ROUTES[exchange.kind], body, wishes)
         call = passed.call
         text = self._hall.text_of(call)
         exchange.model = self._hall.named(call.model).model
         generate = await self._hall.prepare_passed(passed, text, exchange.request_id)
+        if call.nvext.asks_only:
+            await answer_query(exchange, call, generate, self._service.explain(generate))
+            return
         async with self._service.generate(generate, received_s=received_s) as generation:
             if call.stream:
                 await pass_stream(exchange, call, generation, text)

@@ -7,6 +7,9 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.frontend")
 
+WISHES_TOLD_MAX = 64
+"""How many names of wishes that are left out are told: clients can make up any number."""
+
 UNKNOWN_MODEL = "unknown"
 """The label of calls that name no model that is served: what a client made up is no label."""
 
@@ -16,6 +19,7 @@ class FrontObserved:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
+        self._wishes_told: set[str] = set()
 
     def answered(self, *, route: str, model: str | None, status: int) -> None:
         """One call of a generation route was answered with this status (499: its client left first)."""
@@ -34,6 +38,14 @@ class FrontObserved:
             active_decode_blocks_threshold=decode_blocks,
             active_prefill_tokens_threshold=prefill_tokens,
         )
+
+    def wish_ignored(self, at: str, what: str) -> None:
+        """A wish of a request was left out; told once, as long as there are few."""
+        name = at.partition("[")[0]
+        if name in self._wishes_told or len(self._wishes_told) >= WISHES_TOLD_MAX:
+            return
+        self._wishes_told.add(name)
+        log_event(logger, Event.WISH_IGNORED, detail=f"{at}: {what}")
 
     def http(self, event: HttpEvent) -> None:
         """Something happened on a connection; the observer of :class:`HttpServer`."""

@@ -5,8 +5,8 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from kvrouter.core.ids import WorkerRank
+from kvrouter.routing.decision import Decision
 from kvrouter.service.generation import Generation
-from kvrouter.service.placement import Placement
 
 QUOTED_MAX = 4096
 """How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""
@@ -37,14 +37,20 @@ def placed_nvext(generation: Generation, extra_fields: Collection[str]) -> Mappi
         return None
     nvext: dict[str, object] = {}
     if "worker_id" in extra_fields:
-        nvext["worker_id"] = _workers(placement)
+        nvext["worker_id"] = _workers(placement.decision)
     if "timing" in extra_fields:
         nvext["timing"] = _timing(generation)
     return nvext
 
 
-def _workers(placement: Placement) -> dict[str, object]:
-    decision = placement.decision
+def query_workers(decision: Decision) -> Mapping[str, object]:
+    """The workers that a request would go to; one that serves all of it is named for both legs."""
+    workers = _workers(decision)
+    rank = decision.decode.rank
+    return {"prefill_worker_id": rank.worker_id, "prefill_dp_rank": rank.dp_rank} | workers
+
+
+def _workers(decision: Decision) -> dict[str, object]:
     workers: dict[str, object] = {
         "decode_worker_id": decision.decode.rank.worker_id,
         "decode_dp_rank": decision.decode.rank.dp_rank,

@@ -2,17 +2,19 @@
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvrouter.config import UnknownNvext
 from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.frontend.contradictions import refuse_contradictions
 from kvrouter.frontend.observed import FrontObserved
+from kvrouter.frontend.openai.nvext import Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
 from kvrouter.frontend.openai.passed import PassedCall, model_of
 from kvrouter.frontend.passed_tokens import passed_tokens
@@ -31,11 +33,21 @@ class Hall:
     """One way in, for requests that are sent and for those that are only explained."""
 
     def __init__(
-        self, service: RouterService, texts: Mapping[ModelName, TextModel], observed: FrontObserved
+        self,
+        service: RouterService,
+        texts: Mapping[ModelName, TextModel],
+        observed: FrontObserved,
+        *,
+        unknown_nvext: UnknownNvext = UnknownNvext.REFUSE,
     ) -> None:
         self._service = service
         self._texts = texts
         self._observed = observed
+        self._on_unknown = refuse_unknown if unknown_nvext is UnknownNvext.REFUSE else observed.wish_ignored
+
+    def wishes(self, headers: Iterable[Header]) -> NvextReader:
+        """What reads the wishes of a call that came with these headers."""
+        return NvextReader(headers, self._on_unknown, self._observed.wish_ignored)
 
     def named(self, name: str) -> Named:
         """Return the model that calls mean by ``name``, and the adapter; an unknown name as it is."""
@@ -162,20 +174,23 @@ def answer_tokens(
 
 async def _token_ids(parsed: ChatCall | CompletionCall, text: TextModel) -> tuple[TokenBuffer, str]:
     """Return the prompt, and the field that it came from."""
+    token_data = parsed.call.nvext.token_data
+    if token_data is not None:
+        field = "nvext.token_data"
+        return _checked_ids(token_data, text.tokenizer.vocab_size, field=field), field
     if isinstance(parsed, ChatCall):
         return await text.encode_chat(parsed.messages), "messages"
     if isinstance(parsed.prompt, str):
         return await text.encode_prompt(parsed.prompt), "prompt"
-    return _checked_ids(parsed.prompt, text.tokenizer.vocab_size), "prompt"
+    return _checked_ids(parsed.prompt, text.tokenizer.vocab_size, field="prompt"), "prompt"
 
 
-def _checked_ids(token_ids: Sequence[int], vocab_size: int) -> TokenBuffer:
-    highest = max(token_ids)
+def _checked_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> TokenBuffer:
+    highest = max(token_ids, default=0)
     if highest >= vocab_size:
-        index = token_ids.index(highest)
+        at = f"{field}[{token_ids.index(highest)}]"
         raise InvalidRequest(
-            f"prompt[{index}]: the model's vocabulary ends at {vocab_size - 1}, not {highest}",
-            param=f"prompt[{index}]",
+            f"{at}: the model's vocabulary ends at {vocab_size - 1}, not {highest}", param=at
         )
     return array("I", token_ids)
 

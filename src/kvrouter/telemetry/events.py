@@ -73,6 +73,7 @@ class Event(StrEnum):
     KV_TRANSFER_SLOW = "kv_transfer_slow"
     KV_TRANSFER_WELL = "kv_transfer_well"
     BUSY_THRESHOLD = "busy_threshold"
+    WISH_IGNORED = "wish_ignored"
     HTTP_BAD_REQUEST = "http_bad_request"
     HTTP_CLIENT_LEFT = "http_client_left"
     HTTP_CUT = "http_cut"
@@ -318,6 +319,10 @@ EVENTS: dict[Event, EventSpec] = {
         logging.INFO, "KV travels to a rank at half of the speed that it has shown, or faster, again."
     ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
+    Event.WISH_IGNORED: EventSpec(
+        logging.WARNING,
+        "A request wished for what is not known here, or has no effect; told once for each name.",
+    ),
     Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),
     Event.HTTP_CLIENT_LEFT: EventSpec(
         logging.INFO, "A connection was lost before its answer ended; whether it had started."

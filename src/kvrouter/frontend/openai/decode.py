@@ -24,25 +24,25 @@ def decode_body(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
+        raise named_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         path = _not_finite(data)
         if path is not None:
             raise InvalidRequest(f"{path}: must be a finite number", param=path) from None
-        raise InvalidRequest(_shown(f"the body is not valid JSON: {error}")) from None
+        raise InvalidRequest(shown(f"the body is not valid JSON: {error}")) from None
 
 
-def _named(message: str) -> InvalidRequest:
-    """Turn msgspec's message, which ends in the path, into one that begins with it."""
+def named_error(message: str, *, at: str = "") -> InvalidRequest:
+    """Turn msgspec's message, which ends in the path, into one that begins with it, below ``at``."""
     found = _PATH.search(message)
-    path = found["path"] if found else ""
+    path = ".".join(part for part in (at, found["path"] if found else "") if part)
     what = message[: found.start()] if found else message
     for pattern in (_MISSING, _UNKNOWN):
         named = pattern.search(what)
         if named:
             path = f"{path}.{named['field']}" if path else named["field"]
-    what, path = what[:1].lower() + what[1:], _shown(path)
-    return InvalidRequest(_shown(f"{path}: {what}" if path else what), param=path or None)
+    what, path = what[:1].lower() + what[1:], shown(path)
+    return InvalidRequest(shown(f"{path}: {what}" if path else what), param=path or None)
 
 
 def _not_finite(data: bytes) -> str | None:
@@ -57,7 +57,7 @@ def _not_finite(data: bytes) -> str | None:
     while todo:
         path, item = todo.pop()
         if isinstance(item, float) and not math.isfinite(item):
-            return _shown(path)
+            return shown(path)
         if isinstance(item, dict):
             todo.extend((f"{path}.{key}" if path else str(key), inner) for key, inner in item.items())
         elif isinstance(item, list):
@@ -65,7 +65,7 @@ def _not_finite(data: bytes) -> str | None:
     return None
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
     """Return ``text`` short enough for an error, and without halves of surrogate pairs."""
     cut = text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"
     return cut.encode("utf-8", "replace").decode()

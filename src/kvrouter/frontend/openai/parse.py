@@ -11,6 +11,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, WorkerId
 from kvrouter.core.requests import Sampling
 from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.refused import refuse_fields
 from kvrouter.frontend.openai.schema import (
     ChatBody,
@@ -20,13 +21,15 @@ from kvrouter.frontend.openai.schema import (
     NvExt,
     StreamOptions,
 )
-from kvrouter.frontend.openai.wishes import check_wishes
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
 _EITHER = msgspec.json.Decoder(EitherBody)
 
 STOP_TOKENS_MAX = 64
+READER = NvextReader()
+"""Reads a call without headers, and refuses what is not known."""
+
 COMPLETION_TOKENS_DEFAULT = 16
 """OpenAI's default for ``max_tokens`` of a completion."""
 
@@ -75,7 +78,7 @@ class Call:
     @property
     def cache_namespace(self) -> str | None:
         """What keeps this request's KV blocks apart from other tenants'."""
-        return self.nvext.cache_salt or self.body.cache_salt or None
+        return self.nvext.cache_salt or None
 
     def sampling(self, max_tokens: int) -> Sampling:
         """The sampling that an engine gets, once the number of tokens is known."""
@@ -115,7 +118,7 @@ class CompletionCall:
     prompt: str | Sequence[int]
 
 
-def parse_chat(data: bytes) -> ChatCall:
+def parse_chat(data: bytes, nvext: NvextReader = READER) -> ChatCall:
     """Return the chat call in ``data``; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_CHAT, data)
     if not body.messages:
@@ -125,25 +128,27 @@ def parse_chat(data: bytes) -> ChatCall:
             "max_completion_tokens: give this or max_tokens, not both", param="max_completion_tokens"
         )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    call = call_of(body, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    call = call_of(body, nvext, max_tokens=max_tokens, field=field)
     return ChatCall(call, body.messages)
 
 
-def parse_either(data: bytes) -> ChatCall | CompletionCall:
+def parse_either(data: bytes, nvext: NvextReader = READER) -> ChatCall | CompletionCall:
     """Return the call in a body of either route: ``messages`` make it a chat, ``prompt`` a completion."""
     body = decode_body(_EITHER, data)
     is_chat, is_completion = body.messages is not UNSET, body.prompt is not UNSET
     if is_chat and is_completion:
         raise InvalidRequest("prompt: give this or messages, not both", param="prompt")
     if is_completion:
-        return parse_completion(data)
-    return parse_chat(data)
+        return parse_completion(data, nvext)
+    return parse_chat(data, nvext)
 
 
-def parse_completion(data: bytes) -> CompletionCall:
+def parse_completion(data: bytes, nvext: NvextReader = READER) -> CompletionCall:
     """Return the completion call in ``data``; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_COMPLETION, data)
-    call = call_of(body, max_tokens=body.max_tokens or COMPLETION_TOKENS_DEFAULT, field="max_tokens")
+    max_tokens = body.max_tokens or COMPLETION_TOKENS_DEFAULT
+    call = call_of(body, nvext, max_tokens=max_tokens, field="max_tokens")
     return CompletionCall(call, one_prompt(body.prompt))
 
 
@@ -164,7 +169,7 @@ def one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int]
     return only
 
 
-def call_of(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
+def call_of(body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, field: str) -> Call:
     """Return what a body asks for, whatever its route; raise :class:`InvalidRequest` naming the field."""
     refuse_fields(body)
     if body.n is not None and body.n > 1:
@@ -180,14 +185,12 @@ def call_of(body: GenerateBody, *, max_tokens: int | None, field: str) -> Call:
     if len(body.stop_token_ids or ()) > STOP_TOKENS_MAX:
         raise InvalidRequest(f"stop_token_ids: at most {STOP_TOKENS_MAX}", param="stop_token_ids")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    nvext = body.nvext or NvExt()
-    check_wishes(nvext)
     return Call(
         body=body,
         max_tokens=max_tokens,
         max_tokens_field=field,
         stops=stops,
-        nvext=nvext,
+        nvext=nvext.read(body.nvext, body.cache_salt),
         stream_options=body.stream_options or StreamOptions(),
     )
 

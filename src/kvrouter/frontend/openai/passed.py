@@ -12,7 +12,8 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, ClientCall
 from kvrouter.frontend.openai.decode import decode_body
-from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, Call
+from kvrouter.frontend.openai.nvext import NvextReader
+from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call
 from kvrouter.frontend.openai.refused import refuse_misplaced
 from kvrouter.frontend.openai.schema import (
     CacheSalt,
@@ -20,10 +21,8 @@ from kvrouter.frontend.openai.schema import (
     MisplacedFields,
     Name,
     NonNegativeInt,
-    NvExt,
     StreamOptions,
 )
-from kvrouter.frontend.openai.wishes import check_wishes
 from kvrouter.text.stops import stops_fit
 
 
@@ -39,7 +38,7 @@ class PassedBody(MisplacedFields, frozen=True, kw_only=True):
     max_completion_tokens: NonNegativeInt | None = None
     stop: str | list[str] | None = None
     cache_salt: CacheSalt | None = None
-    nvext: NvExt | None = None
+    nvext: Raw = Raw(b"null")
     tools: list[object] | None = None
     chat_template: object = None
     chat_template_kwargs: dict[str, object] | None = None
@@ -119,17 +118,23 @@ _BETWEEN_ENGINES = (
 """What tells engines where to fetch KV: hosts that they connect to, and blocks that may be anybody's."""
 
 
-def parse_passed(route: CallRoute, data: bytes) -> PassedCall:
+def parse_passed(route: CallRoute, data: bytes, reader: NvextReader = READER) -> PassedCall:
     """Return the call in ``data``; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_BODY, data)
     refuse_misplaced(body)
     if route is CallRoute.CHAT and not body.messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
-    nvext = body.nvext or NvExt()
-    check_wishes(nvext)
+    nvext = reader.read(body.nvext, body.cache_salt)
+    if nvext.token_data is not None:
+        raise InvalidRequest(
+            "nvext.token_data: the engines of this model take calls as clients wrote them, and tokenize them",
+            param="nvext.token_data",
+        )
     fields = decode_body(_FIELDS, data)
     _refuse_between_engines(fields)
     written = {name: value for name, value in fields.items() if name != "nvext"}
+    if nvext.cache_salt and not body.cache_salt:  # the engine keeps tenants apart, or nobody does
+        written["cache_salt"] = Raw(msgspec.json.encode(nvext.cache_salt))
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -145,7 +150,7 @@ def parse_passed(route: CallRoute, data: bytes) -> PassedCall:
         body,
         ClientCall(
             route,
-            data if len(written) == len(fields) else msgspec.json.encode(written),
+            data if written == fields else msgspec.json.encode(written),
             stream=bool(body.stream),
             resumable=_is_resumable(written) and stops_fit(stops) and wanted != 0,
         ),

@@ -1,11 +1,11 @@
 """The bodies of OpenAI's two generation routes, with the extensions that vLLM's and Dynamo's users send.
 
 Unknown fields of the body are left alone, as OpenAI's own clients expect; unknown fields of ``nvext`` are
-refused: a misspelt taint would cross a boundary in silence. Fields that are known in order to be refused are
-in :class:`RefusedFields`.
+refused, unless a setting says otherwise: a misspelt taint would cross a boundary in silence. Fields that are
+known in order to be refused are in :class:`RefusedFields`.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -20,6 +20,13 @@ PositiveInt = Annotated[int, Meta(ge=1, lt=2**31)]
 NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 CacheSalt = Annotated[str, Meta(max_length=1024)]
+
+
+WORDS_MAX = 64
+"""How many extra fields, or annotations, one request may name."""
+
+EXTRA_FIELDS = ("worker_id", "timing")
+"""What an answer's own ``nvext`` can tell."""
 
 
 class StreamOptions(Struct, frozen=True):
@@ -39,7 +46,19 @@ class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
     prefill_worker_id: WorkerNumber | None = None
     prefill_dp_rank: NonNegativeInt | None = None
     cache_salt: CacheSalt | None = None
-    extra_fields: tuple[Literal["worker_id", "timing"], ...] = ()
+    extra_fields: Annotated[tuple[str, ...], Meta(max_length=WORDS_MAX)] = ()
+    decode_worker_id: WorkerNumber | None = None
+    """As ``worker_id``."""
+    backend_instance_id: WorkerNumber | None = None
+    """As ``worker_id``."""
+    token_data: list[TokenId] | None = None
+    """The prompt, tokenized already."""
+    annotations: Annotated[tuple[str, ...], Meta(max_length=WORDS_MAX)] = ()
+
+    @property
+    def asks_only(self) -> bool:
+        """Whether the call is not to be sent: it asks where it would go."""
+        return bool(self.annotations)
 
 
 class ResponseFormat(Struct, frozen=True):
@@ -57,6 +76,9 @@ class MisplacedFields(Struct, frozen=True, kw_only=True):
     dp_rank: object = None
     prefill_worker_id: object = None
     prefill_dp_rank: object = None
+    decode_worker_id: object = None
+    backend_instance_id: object = None
+    token_data: object = None
     extra_fields: object = None
 
 
@@ -102,7 +124,8 @@ class GenerateBody(RefusedFields, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
     response_format: ResponseFormat | None = None
     cache_salt: CacheSalt | None = None
-    nvext: NvExt | None = None
+    nvext: Raw = Raw(b"null")
+    """See :mod:`.nvext`."""
 
 
 class ChatBody(GenerateBody, frozen=True, kw_only=True):

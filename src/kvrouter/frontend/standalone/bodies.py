@@ -8,7 +8,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.decode import decode_body
-from kvrouter.frontend.openai.parse import ChatCall, CompletionCall, call_of, one_prompt
+from kvrouter.frontend.openai.nvext import NvextReader
+from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall, call_of, one_prompt
 from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt, TokenId
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
 
@@ -48,7 +49,7 @@ class Wanted:
     cache_namespace: str | None
 
 
-def parse_route(data: bytes) -> Wanted:
+def parse_route(data: bytes, nvext: NvextReader = READER) -> Wanted:
     """Return what is to be routed; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_ROUTE, data)
     given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not UNSET]
@@ -64,7 +65,11 @@ def parse_route(data: bytes) -> Wanted:
             "request_id: must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ / -", param="request_id"
         )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    call = call_of(body, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
+    call = call_of(body, nvext, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
+    if call.nvext.token_data is not None:
+        raise InvalidRequest("nvext.token_data: give token_ids instead", param="nvext.token_data")
+    if call.nvext.asks_only:
+        raise InvalidRequest("nvext.annotations: ask with ?book=false instead", param="nvext.annotations")
     cache_namespace = body.cache_namespace or call.cache_namespace
     if call.cache_namespace is not None and cache_namespace != call.cache_namespace:
         raise InvalidRequest(

@@ -77,7 +77,7 @@ class Calls:
 
     async def _route(self, call: "_Call") -> Json:
         books = _books(call.request.query)
-        wanted = parse_route(call.request.body)
+        wanted = parse_route(call.request.body, self._desk.wishes(call.request.headers))
         request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
         call.model = request.model
         room = self._service.model(request.model)
@@ -98,7 +98,7 @@ class Calls:
     async def _prefill(self, call: "_Call") -> Json:
         if call.request.query:
             raise InvalidRequest("query: this route takes none", param="query")
-        wanted = parse_route(call.request.body)
+        wanted = parse_route(call.request.body, self._desk.wishes(call.request.headers))
         request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
         call.model = request.model
         room = self._service.model(request.model)

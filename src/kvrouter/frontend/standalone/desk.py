@@ -1,7 +1,7 @@
 """The desk of a standalone router: a body becomes a request that can be routed."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from uuid import uuid4
 
 from msgspec.structs import replace
@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.frontend.contradictions import refuse_contradictions
+from kvrouter.frontend.openai.nvext import Header, NvextReader
 from kvrouter.frontend.openai.parse import Call, CompletionCall
 from kvrouter.frontend.prepare import Hall, answer_tokens
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
@@ -22,6 +23,10 @@ class Desk:
     def __init__(self, service: RouterService, hall: Hall) -> None:
         self._service = service
         self._hall = hall
+
+    def wishes(self, headers: Iterable[Header]) -> NvextReader:
+        """What reads the wishes of a call that came with these headers."""
+        return self._hall.wishes(headers)
 
     async def prepare(self, wanted: Wanted, request_id: RequestId) -> GenerateRequest:
         """Tokenize where that is needed, and check what can be checked before routing.

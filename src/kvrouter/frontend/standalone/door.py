@@ -39,7 +39,7 @@ class StandaloneDoor(Door):
         takes_prefills: bool,
     ) -> None:
         observed = FrontObserved(telemetry)
-        hall = Hall(service, texts, observed)
+        hall = Hall(service, texts, observed, unknown_nvext=settings.unknown_nvext)
         calls = Calls(
             service, Desk(service, hall), bookings, prefills, observed, lease_ttl_s=lease_ttl_s
         )  # fmt: skip

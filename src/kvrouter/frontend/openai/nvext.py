@@ -1,0 +1,182 @@
+"""``nvext`` as clients write it: fields under all their names, in the body and in headers, and what is not
+known here.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+from msgspec.structs import replace
+
+from kvrouter.config.problems import did_you_mean
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.frontend.openai.decode import named_error, shown
+from kvrouter.frontend.openai.schema import EXTRA_FIELDS, NvExt
+from kvrouter.frontend.openai.wishes import check_wishes
+
+QUERY = "query_instance_id"
+"""The annotation of a call that only asks where it would go; Dynamo's clients write a colon after it."""
+
+WORKER_HEADERS = (b"x-dynamo-worker-instance-id", b"x-worker-instance-id")
+HEADERS: Mapping[bytes, str] = {
+    **dict.fromkeys(WORKER_HEADERS, "worker_id"),
+    b"x-dynamo-dp-rank": "dp_rank",
+    b"x-dp-rank": "dp_rank",
+    b"x-data-parallel-rank": "dp_rank",
+    b"x-dynamo-prefill-instance-id": "prefill_worker_id",
+    b"x-prefill-instance-id": "prefill_worker_id",
+    b"x-dynamo-prefill-dp-rank": "prefill_dp_rank",
+    b"x-prefill-dp-rank": "prefill_dp_rank",
+    b"x-tenant-id": "cache_salt",
+}
+"""The field of ``nvext`` that a header sets. All begin with ``x-``."""
+
+_PRIORITY = "requests have no priorities, and wait in one line"
+_SESSION = "requests of one session are not kept together"
+
+HEADERS_WITHOUT_EFFECT: Mapping[bytes, str] = {
+    b"x-dynamo-request-priority": _PRIORITY,
+    b"x-request-priority": _PRIORITY,
+    b"x-dynamo-request-strict-priority": _PRIORITY,
+    b"x-request-strict-priority": _PRIORITY,
+    b"x-dynamo-meta-policy-class": _PRIORITY,
+    b"x-dynamo-session-id": _SESSION,
+}
+"""Headers of Dynamo's that ask for what is not here: whoever sends one is told in the log alone, as HTTP asks
+for headers that are not known.
+"""
+
+FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
+    "agent_hints": _PRIORITY,
+    "agent_context": "what a request belongs to is not traced",
+    "session_control": _SESSION,
+    "greed_sampling": "temperature 0 is greedy",
+    "use_raw_prompt": "a completion's prompt gets no template",
+    "max_thinking_tokens": "thinking has no limit of its own",
+    "request_timestamp_ms": "the router's own clock counts",
+    "allowed_worker_ids": "required taints say which workers may take a request",
+    "router": "router_config_override changes the decision of one request",
+}
+"""Fields of Dynamo's that ask for what is not here."""
+
+_NULL = Raw(b"null")
+_KNOWN = frozenset(NvExt.__struct_fields__)
+_FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
+_NVEXT = msgspec.json.Decoder(NvExt)
+_NUMBER_DIGITS_MAX = 19
+_ALIASES = {"decode_worker_id": "worker_id", "backend_instance_id": "worker_id"}
+
+Header = tuple[bytes, bytes]
+
+
+def refuse_unknown(at: str, what: str) -> None:
+    """Refuse what is not known."""
+    raise InvalidRequest(f"{at}: {what}", param=at)
+
+
+def nobody_told(_at: str, _what: str) -> None:
+    """Say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class NvextReader:
+    """Reads what one call wishes of routing.
+
+    ``on_unknown`` is called with the place and the reason of each thing that is not known; when it returns,
+    that is left out. ``on_header`` is called with headers that have no effect.
+    """
+
+    headers: Iterable[Header] = ()
+    on_unknown: Callable[[str, str], None] = refuse_unknown
+    on_header: Callable[[str, str], None] = nobody_told
+
+    def read(self, raw: Raw, cache_salt: str | None) -> NvExt:
+        """Return the wishes under one name each; ``cache_salt`` is the one beside ``nvext``.
+
+        Raises :class:`InvalidRequest` naming the field, or both fields where two names of one wish differ.
+        """
+        nvext = self._decoded(raw) if raw != _NULL else NvExt()
+        wishes = _Wishes()
+        for name in ("worker_id", "dp_rank", "prefill_worker_id", "prefill_dp_rank", "cache_salt"):
+            wishes.take(name, f"nvext.{name}", getattr(nvext, name))
+        for alias, name in _ALIASES.items():
+            wishes.take(name, f"nvext.{alias}", getattr(nvext, alias))
+        wishes.take("cache_salt", "cache_salt", cache_salt)
+        for header, value in self.headers:
+            if header in HEADERS:
+                self._take_header(wishes, header, value)
+            elif header in HEADERS_WITHOUT_EFFECT:
+                self.on_header(header.decode(), f"has no effect here: {HEADERS_WITHOUT_EFFECT[header]}")
+        if wishes.found or nvext.decode_worker_id is not None or nvext.backend_instance_id is not None:
+            nvext = replace(nvext, **wishes.found, decode_worker_id=None, backend_instance_id=None)
+        check_wishes(nvext)
+        return nvext
+
+    def _decoded(self, raw: Raw) -> NvExt:
+        try:
+            fields = _FIELDS.decode(raw)
+            for name in sorted(fields.keys() - _KNOWN):
+                self.on_unknown(f"nvext.{shown(name)}", _why_unknown(name))
+                del fields[name]
+            nvext = _NVEXT.decode(msgspec.json.encode(fields))
+        except msgspec.ValidationError as error:
+            raise named_error(str(error), at="nvext") from None
+        except UnicodeDecodeError as error:
+            raise InvalidRequest(f"nvext: is not valid JSON: {error}", param="nvext") from None
+        return replace(
+            nvext,
+            extra_fields=self._known(nvext.extra_fields, EXTRA_FIELDS, "extra_fields"),
+            annotations=self._known(nvext.annotations, (QUERY,), "annotations"),
+        )
+
+    def _known(self, words: tuple[str, ...], known: tuple[str, ...], field: str) -> tuple[str, ...]:
+        """Return the words that are known; what follows a colon belongs to an annotation."""
+        found = []
+        for place, written in enumerate(words):
+            word = written.partition(":")[0] if field == "annotations" else written
+            if word in known:
+                found.append(word)
+            else:
+                what = f"must be {' or '.join(known)}, not {shown(written)!r}"
+                self.on_unknown(f"nvext.{field}[{place}]", what)
+        return tuple(found)
+
+    @staticmethod
+    def _take_header(wishes: "_Wishes", header: bytes, value: bytes) -> None:
+        name, text = HEADERS[header], value.decode("latin-1").strip()
+        if name == "cache_salt":
+            if len(text) > 1024:
+                raise InvalidRequest(f"{header.decode()}: at most 1024 characters", param=header.decode())
+            wishes.take(name, header.decode(), text)
+            return
+        limit = 2**63 if name.endswith("worker_id") else 2**31
+        if not (text.isascii() and text.isdigit() and len(text) <= _NUMBER_DIGITS_MAX) or int(text) >= limit:
+            raise InvalidRequest(
+                f"{header.decode()}: must be a whole number below {limit}", param=header.decode()
+            )
+        wishes.take(name, header.decode(), int(text))
+
+
+class _Wishes:
+    """What is wished, by field, and under which name it was wished first."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, object] = {}
+        self._named: dict[str, str] = {}
+
+    def take(self, name: str, at: str, value: object) -> None:
+        """Note one wish. Raises :class:`InvalidRequest` where it differs from the one that was noted."""
+        if value is None or value == "":
+            return
+        if name not in self.found:
+            self.found[name], self._named[name] = value, at
+        elif self.found[name] != value:
+            first = self._named[name]
+            raise InvalidRequest(f"{at}: {first} says the same, and differs: leave one out", param=at)
+
+
+def _why_unknown(name: str) -> str:
+    if name in FIELDS_WITHOUT_EFFECT:
+        return f"has no effect here: {FIELDS_WITHOUT_EFFECT[name]}"
+    return f"unknown field{did_you_mean(shown(name), NvExt.__struct_fields__)}"

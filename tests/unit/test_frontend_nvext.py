@@ -1,0 +1,147 @@
+"""``nvext`` under the names of Dynamo's clients, in bodies and headers, and what is not known of it."""
+
+import json
+
+import pytest
+
+from kvrouter.core.constraints import Pin
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.requests import CallRoute
+from kvrouter.frontend.observed import WISHES_TOLD_MAX, FrontObserved
+from kvrouter.frontend.openai.nvext import FIELDS_WITHOUT_EFFECT, HEADERS, NvextReader
+from kvrouter.frontend.openai.parse import Call, parse_completion
+from kvrouter.frontend.openai.passed import parse_passed
+from kvrouter.telemetry import Telemetry
+
+
+def body(**fields: object) -> bytes:
+    return json.dumps({"model": "m", "prompt": "hi", **fields}).encode()
+
+
+def call(reader: NvextReader | None = None, /, **nvext: object) -> Call:
+    return parse_completion(body(nvext=nvext), reader or NvextReader()).call
+
+
+def under(*headers: tuple[str, str]) -> NvextReader:
+    return NvextReader([(name.encode(), value.encode()) for name, value in headers])
+
+
+def refused(reader: NvextReader | None = None, /, **nvext: object) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        call(reader, **nvext)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", ["worker_id", "decode_worker_id", "backend_instance_id"])
+def test_the_worker_has_three_names(name: str) -> None:
+    assert call(**{name: 7, "dp_rank": 1}).pin == Pin(WorkerId(7), DpRank(1))
+    assert call(**{name: 7, "worker_id": 7}).pin == Pin(WorkerId(7), None)
+    if name != "worker_id":
+        error = refused(**{name: 7, "worker_id": 8})
+        assert error.param == f"nvext.{name}"
+        assert "nvext.worker_id says the same, and differs" in error.message
+
+
+@pytest.mark.parametrize("header", [header.decode() for header in HEADERS])
+def test_each_header_sets_its_field_and_may_not_contradict_the_body(header: str) -> None:
+    field = HEADERS[header.encode()]
+    with_worker = {"dp_rank": "worker_id", "prefill_dp_rank": "prefill_worker_id"}.get(field)
+    nvext: dict[str, object] = {} if with_worker is None else {with_worker: 5}
+    wished = call(under((header, " 7 ")), **nvext).nvext
+    assert str(getattr(wished, field)) == "7"
+    same: dict[str, object] = {field: "7" if field == "cache_salt" else 7}
+    assert call(under((header, "7")), **nvext, **same).nvext == wished
+    error = refused(under((header, "8")), **nvext, **same)
+    assert (error.param, f"nvext.{field} says the same" in error.message) == (header, True)
+    if field != "cache_salt":
+        for text in ("", "-1", "1.0", "seven", str(2**63), "١"):
+            with pytest.raises(InvalidRequest, match="must be a whole number") as caught:
+                call(NvextReader([(header.encode(), text.encode())]), **nvext)
+            assert caught.value.param == header
+
+
+def test_two_headers_that_differ_name_both() -> None:
+    error = refused(under(("x-worker-instance-id", "1"), ("x-dynamo-worker-instance-id", "2")))
+    assert error.param == "x-dynamo-worker-instance-id"
+    assert "x-worker-instance-id says the same" in error.message
+    assert call(under(("x-prefill-instance-id", "3"), ("x-dp-rank", "1")), worker_id=2).prefill_pin == Pin(
+        WorkerId(3), None
+    )
+
+
+def test_tenants_are_kept_apart_whatever_names_them() -> None:
+    assert call(cache_salt="a").cache_namespace == "a"
+    assert call(under(("x-tenant-id", "a"))).cache_namespace == "a"
+    assert call(cache_salt="").cache_namespace is None
+    assert parse_completion(body(cache_salt="b")).call.cache_namespace == "b"
+    with pytest.raises(InvalidRequest, match=r"x-tenant-id: cache_salt says the same, and differs"):
+        parse_completion(body(cache_salt="b"), under(("x-tenant-id", "a")))
+    with pytest.raises(InvalidRequest, match="at most 1024"):
+        call(under(("x-tenant-id", "a" * 1025)))
+
+
+def test_an_engine_that_takes_calls_is_told_the_tenant_too() -> None:
+    passed = parse_passed(CallRoute.COMPLETION, body(), under(("x-tenant-id", "a")))
+    assert json.loads(passed.client_call.body)["cache_salt"] == "a"
+    own = body(cache_salt="a")
+    assert parse_passed(CallRoute.COMPLETION, own, under(("x-tenant-id", "a"))).client_call.body == own
+    with pytest.raises(InvalidRequest, match="token_data"):
+        parse_passed(CallRoute.COMPLETION, body(nvext={"token_data": [1]}))
+
+
+@pytest.mark.parametrize("name", FIELDS_WITHOUT_EFFECT)
+def test_a_field_without_effect_says_why(name: str) -> None:
+    error = refused(**{name: {"priority": 5}})
+    assert error.param == f"nvext.{name}"
+    assert error.message == f"nvext.{name}: has no effect here: {FIELDS_WITHOUT_EFFECT[name]}"
+
+
+def test_unknown_words_are_refused_by_their_place() -> None:
+    assert refused(worker=1).message == "nvext.worker: unknown field (did you mean worker_id?)"
+    assert refused(annotations=["query_instance_id:", "llm_metrics"]).param == "nvext.annotations[1]"
+    assert refused(extra_fields=["worker_id", "engine_data"]).param == "nvext.extra_fields[1]"
+
+
+def test_what_is_ignored_is_left_out_and_told() -> None:
+    told: list[str] = []
+    reader = NvextReader(
+        [(b"x-dynamo-request-priority", b"5")],
+        on_unknown=lambda at, _: told.append(at),
+        on_header=lambda at, what: told.append(f"{at} {what}"),
+    )
+    wished = call(
+        reader,
+        agent_hints={"priority": 5},
+        colour="red",
+        extra_fields=["worker_id", "engine_data"],
+        annotations=["llm_metrics"],
+        worker_id=3,
+    )
+    assert wished.pin == Pin(WorkerId(3), None)
+    assert wished.nvext.extra_fields == ("worker_id",)
+    assert not wished.nvext.asks_only
+    assert told[:4] == [
+        "nvext.agent_hints",
+        "nvext.colour",
+        "nvext.extra_fields[1]",
+        "nvext.annotations[0]",
+    ]
+    assert told[4].startswith("x-dynamo-request-priority has no effect here")
+    misspelt = {"required_taint": ["a"]}
+    assert refused(reader, routing_constraints=misspelt).param == "nvext.routing_constraints.required_taint"
+
+
+@pytest.mark.parametrize("written", ["query_instance_id:", "query_instance_id", "query_instance_id:abc"])
+def test_a_question_is_known_however_it_is_written(written: str) -> None:
+    assert call(annotations=[written]).nvext.asks_only
+    assert not call().nvext.asks_only
+
+
+def test_the_log_names_each_wish_once_and_not_any_number(caplog: pytest.LogCaptureFixture) -> None:
+    observed = FrontObserved(Telemetry())
+    for _ in range(3):
+        for place in range(2 * WISHES_TOLD_MAX):
+            observed.wish_ignored(f"nvext.made_up_{place}", "unknown field")
+            observed.wish_ignored(f"nvext.extra_fields[{place}]", "must be worker_id or timing")
+    assert len(caplog.records) == WISHES_TOLD_MAX
