@@ -1,8 +1,13 @@
 """Without KV events nothing needs a broker: the router predicts caches from its own decisions."""
 
+import asyncio
+import os
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.support.processes import eventually, fleet
+from tests.support.processes import CLI, SETTINGS, eventually, fleet
 from tests.support.served import words
 
 NOBODY = "nats://127.0.0.1:1"
@@ -36,3 +41,59 @@ async def test_without_kv_events_nobody_looks_for_nats(event_plane: str) -> None
             return worker["ranks"][0]["report"] is not None
 
         await eventually(load_is_heard)
+
+
+async def test_by_default_too_nothing_needs_nats(tmp_path: Path) -> None:
+    """Discovery, loads, requests: not one of them is a reason to look for a server that is not there."""
+    nothing_said = {
+        "DYN_DISCOVERY_BACKEND": "",
+        "XDG_RUNTIME_DIR": str(tmp_path),
+        "KVROUTER_DISCOVERY_DIR": "",
+    }
+    async with fleet(nothing_said) as processes:
+        worker = await processes.worker("--no-kv-events", "--request-plane", "tcp", "--speedup", "20")
+        frontend = await processes.frontend("--no-kv-events", "--request-plane", "tcp")
+
+        async def is_served() -> bool:
+            return (await frontend.http.post("/v1/completions", json=BODY)).status_code == 200
+
+        await eventually(is_served)
+        for process in (worker, frontend):
+            told = process.lines()
+            assert "discovery_chosen" in told
+            assert str(tmp_path) in told
+            assert "nats" not in told.lower().replace("needs nats", "")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("frontend", "--http-port", "0", "--no-kv-events", "--router-replica-sync"),
+        ("frontend", "--http-port", "0"),
+        ("worker", "mock"),
+    ],
+    ids=["sync", "frontend", "worker"],
+)
+async def test_a_server_that_is_needed_and_away_is_told_at_once(command: tuple[str, ...]) -> None:
+    """Not after the 10 s for which it is tried: the line is there while the process still tries."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", CLI, *command),
+        env={**environ, "NATS_SERVER": NOBODY},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        lines: list[str] = []
+        async with asyncio.timeout(60):
+            while not any("plane_awaited" in line for line in lines):
+                line = (await process.stderr.readline()).decode()
+                assert line, f"it ended: {lines}"
+                lines.append(line)
+        assert process.returncode is None
+        needs = "--router-replica-sync" if "--router-replica-sync" in command else "--discovery nats"
+        assert "127.0.0.1:1" in lines[-1]
+        assert needs in lines[-1]
+    finally:
+        process.kill()
+        await process.wait()

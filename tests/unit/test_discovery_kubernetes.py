@@ -8,7 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvrouter.assembly.router_wires import needs_nats
+from kvrouter.assembly.router_wires import nats_needs
 from kvrouter.config import load_settings
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.operator.plan import fleet_name
@@ -162,7 +162,7 @@ def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None
 def test_a_router_hears_events_over_nats_unless_told_otherwise(event_plane: str, needs: bool) -> None:
     environ = {"DYN_DISCOVERY_BACKEND": "kubernetes", "DYN_EVENT_PLANE": event_plane}
     settings = load_settings(flags={}, environ=environ).settings
-    assert needs_nats(settings) is needs
+    assert bool(nats_needs(settings)) is needs
 
 
 def test_the_api_server_is_spared_by_a_longer_lease() -> None:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvrouter.assembly.attach_words import Attached, EngineAt
 from kvrouter.assembly.attached import attach, tell
+from kvrouter.assembly.router_wires import settled
 from kvrouter.assembly.standby import until_free
 from kvrouter.assembly.tls import LOOPBACK, advertised
 from kvrouter.assembly.worker_process import WorkerProcess, logger
@@ -62,6 +63,7 @@ async def engine_worker(
     Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
     topology = parse_topology_env(environ)
+    settings = settled(settings, kv_events=spec.at.publishes_kv_events)
     try:
         attached = await attach(spec.at, spec.worker_id)
     except ConfigError as error:

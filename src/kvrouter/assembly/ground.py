@@ -10,6 +10,7 @@ from typing import Protocol
 from kvrouter.assembly.attach_words import Attached
 from kvrouter.assembly.engine_worker import EngineWorkerSpec
 from kvrouter.assembly.mock_fleet import MemoryPlanes
+from kvrouter.assembly.router_wires import settled
 from kvrouter.assembly.standby import Holders, holders
 from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import Settings
@@ -112,6 +113,7 @@ async def wired_ground(settings: Settings) -> AsyncIterator[WiredGround]:
         raise ConfigError(
             "--listen-port: must be 0: every engine's worker has a port of its own", param="listen_port"
         )
+    settings = settled(settings, kv_events=True)  # one place for all of them, whatever their engines tell
     async with (
         worker_wires(
             settings, component="backend", has_local_indexer=False, publishes_kv_events=True

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -95,9 +95,11 @@ def _why_lost(error: Exception) -> str:
 
 @asynccontextmanager
 async def nats_connection(
-    settings: PlaneSettings, *, name: str, tls: ssl.SSLContext | None
+    settings: PlaneSettings, *, name: str, tls: ssl.SSLContext | None, needs: Sequence[str] = ()
 ) -> AsyncIterator[Client]:
     """Connect, and stay connected: a connection that is lost is tried again for ever.
+
+    ``needs`` is what the process needs it for: a server that is away is told at once, with that.
 
     Raises NatsUnreachable when no server lets us in at the start, ConfigError for credentials that cannot be
     read.
@@ -105,6 +107,7 @@ async def nats_connection(
     _check_credentials(settings.nats_credentials)
     client = _StayingClient()
     servers = nameable(settings.nats_server)
+    needed_for = f"; needed for {', '.join(needs)}" if needs else ""
     seldom = Seldom()
     reasons: dict[str, None] = {}  # why no server let us in, in the order in which it was noticed
 
@@ -121,6 +124,8 @@ async def nats_connection(
             return  # a connection that was lost is told as that
         why = reason(error)
         if not is_open:
+            if why not in reasons:
+                log_event(_log, Event.PLANE_AWAITED, plane="nats", reason=f"{servers}: {why}{needed_for}")
             reasons[why] = None
         elif seldom.allows(why[:KIND_CHARS]):
             log_event(_log, Event.PLANE_DISTURBED, plane="nats", reason=f"{servers}: {why}")
@@ -149,8 +154,8 @@ async def nats_connection(
             await client.close()
         why = "; ".join(reasons) or reason(error)
         raise NatsUnreachable(
-            f"no NATS server lets us in at {servers} ({why}): start one, set NATS_SERVER and NATS_AUTH_*, or "
-            "choose --discovery file"
+            f"no NATS server lets us in at {servers} ({why}){needed_for}: start one, set NATS_SERVER and "
+            "NATS_AUTH_*, or choose --discovery file"
         ) from error
     is_open = True
     try:

@@ -1,5 +1,6 @@
 """A router's ends of the planes, as the settings choose them."""
 
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +33,9 @@ from kvrouter.planes.requests.tcp import TcpRequestPlane
 from kvrouter.planes.sync.nats import NatsSyncPlane
 from kvrouter.planes.sync.port import SyncPlane
 from kvrouter.service.lanes import LaneSubscriber
-from kvrouter.telemetry import Telemetry
+from kvrouter.telemetry import Event, Telemetry, log_event
+
+_log = logging.getLogger("kvrouter.planes")
 
 START_BYTES = 4
 """What tells one start of a router from every other in the names of its consumers."""
@@ -61,13 +64,17 @@ async def router_wires(
     ``static`` are workers that were named by hand: with any, they are all that is there.
     Raises NatsUnreachable, or ConfigError that names the setting.
     """
+    router = settings.router
+    if not static:
+        settings = settled(settings, kv_events=router.kv_events, replica_sync=router.replica_sync)
     planes = settings.planes
     tls = tls_of(planes)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
-        if needs_nats(settings, discovers=not static):
+        needs = nats_needs(settings, discovers=not static)
+        if needs:
             nats = await stack.enter_async_context(
-                nats_connection(planes, name=f"kvrouter-frontend-{http_port}", tls=tls.client)
+                nats_connection(planes, name=f"kvrouter-frontend-{http_port}", tls=tls.client, needs=needs)
             )
         discovery = StaticDiscovery(static) if static else make_discovery(planes, nats, telemetry)
         stack.push_async_callback(discovery.close)
@@ -89,19 +96,37 @@ async def router_wires(
         yield RouterWires(discovery, requests, LaneSubscriber(lanes), stream, sync)
 
 
-def needs_nats(settings: Settings, *, discovers: bool = True) -> bool:
-    """Whether this router cannot do without NATS; one that does not discover its workers looks nowhere."""
+def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:
+    """Return the settings with the discovery that ``auto`` stands for. A directory of this host is told:
+    nobody on another host looks there.
+    """
+    planes = settings.planes.settled(kv_events=kv_events, replica_sync=replica_sync)
+    if planes.discovery is DiscoveryBackend.FILE and settings.planes.discovery is DiscoveryBackend.AUTO:
+        log_event(
+            _log,
+            Event.DISCOVERY_CHOSEN,
+            address=str(planes.discovery_path),
+            reason="--discovery auto: nothing else needs NATS",
+        )
+    return settings.model_copy(update={"planes": planes})
+
+
+def nats_needs(settings: Settings, *, discovers: bool = True) -> list[str]:
+    """Return what of this router cannot do without NATS; one that does not discover its workers looks
+    nowhere.
+    """
     planes, router = settings.planes, settings.router
     lanes_of_nats = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
     if discovers and planes.discovery is DiscoveryBackend.KUBERNETES:
         lanes_of_nats.add(EventPlaneKind.AUTO)
     hears_nats = router.kv_events and planes.event_plane in lanes_of_nats
-    return (
-        (discovers and planes.discovery is DiscoveryBackend.NATS)
-        or planes.request_plane is RequestPlaneKind.NATS
-        or (hears_nats and router.router_mode is RouterMode.KV)
-        or router.replica_sync
-    )
+    needs = {
+        "--discovery nats": discovers and planes.discovery is DiscoveryBackend.NATS,
+        "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
+        f"KV events (--event-plane {planes.event_plane})": hears_nats and router.router_mode is RouterMode.KV,
+        "--router-replica-sync": router.replica_sync,
+    }
+    return [what for what, is_needed in needs.items() if is_needed]
 
 
 def make_discovery(

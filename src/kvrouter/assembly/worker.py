@@ -22,6 +22,7 @@ from kvrouter.assembly.described import (
 )
 from kvrouter.assembly.mock_account import tell_mock_account
 from kvrouter.assembly.nats import revealed
+from kvrouter.assembly.router_wires import settled
 from kvrouter.assembly.standby import until_free
 from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.assembly.tls import advertised, tls_of
@@ -140,6 +141,8 @@ async def mock_worker(
     Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
     """
     fleet, group = spec.fleet, spec.group
+    if not spec.is_static:
+        settings = settled(settings, kv_events=mock_engine(group).kv_events)
     model = fleet.model_of(group)
     topology = _topology(group, environ)
     domains = group.domains if topology is None else (await wait_for_topology(topology)).domains

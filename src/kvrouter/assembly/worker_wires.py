@@ -9,7 +9,7 @@ from typing import Protocol
 from nats.aio.client import Client
 
 from kvrouter.assembly.nats import nats_connection, revealed
-from kvrouter.assembly.router_wires import make_discovery, stream_limits, token_of, wanted
+from kvrouter.assembly.router_wires import make_discovery, settled, stream_limits, token_of, wanted
 from kvrouter.assembly.tls import Tls, advertised, tls_of
 from kvrouter.assembly.told import StreamTold, drops_on, refusals_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
@@ -76,6 +76,7 @@ async def worker_wires(
     A worker that ``is_static`` takes requests, and tells nobody of itself or of its cache.
     Raises NatsUnreachable, or ConfigError that names the setting.
     """
+    settings = settled(settings, kv_events=True)
     planes = settings.planes
     tls = tls_of(planes)
     lane = lane_of(planes, has_local_indexer=has_local_indexer, publishes_kv_events=publishes_kv_events)
@@ -83,10 +84,10 @@ async def worker_wires(
         _check_room(planes, lane)
     async with AsyncExitStack() as stack:
         nats: Client | None = None
-        tells_by_nats = planes.discovery is DiscoveryBackend.NATS or lane is not EventLane.ZMQ
-        if planes.request_plane is RequestPlaneKind.NATS or (tells_by_nats and not is_static):
+        needs = _nats_needs(planes, lane, is_static=is_static)
+        if needs:
             nats = await stack.enter_async_context(
-                nats_connection(planes, name=f"kvrouter-worker-{component}", tls=tls.client)
+                nats_connection(planes, name=f"kvrouter-worker-{component}", tls=tls.client, needs=needs)
             )
         discovery = StaticDiscovery() if is_static else make_discovery(planes, nats, on_lost=on_lost)
         stack.push_async_callback(discovery.close)
@@ -107,13 +108,26 @@ def lane_of(planes: PlaneSettings, *, has_local_indexer: bool, publishes_kv_even
 
     A worker without KV events publishes its loads alone, and needs no NATS for them where it needs none else.
     """
-    if not publishes_kv_events and planes.discovery is DiscoveryBackend.FILE:
+    on_tcp = planes.request_plane is not RequestPlaneKind.NATS
+    needs_none = planes.discovery is DiscoveryBackend.KUBERNETES and on_tcp
+    if not publishes_kv_events and (needs_none or planes.discovery is DiscoveryBackend.FILE):
         return EventLane.ZMQ
     if planes.event_plane is EventPlaneKind.AUTO:
         if planes.discovery is DiscoveryBackend.FILE:
             return EventLane.ZMQ
         return EventLane.NATS if has_local_indexer else EventLane.JETSTREAM
     return EventLane(planes.event_plane.value)
+
+
+def _nats_needs(planes: PlaneSettings, lane: EventLane, *, is_static: bool) -> list[str]:
+    """What of a worker cannot do without NATS; a static one tells nobody of itself."""
+    needs = {
+        "--discovery nats": planes.discovery is DiscoveryBackend.NATS and not is_static,
+        "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
+        f"KV events and loads (--event-plane {planes.event_plane})": lane is not EventLane.ZMQ
+        and not is_static,
+    }
+    return [what for what, is_needed in needs.items() if is_needed]
 
 
 def _check_room(planes: PlaneSettings, lane: EventLane) -> None:

@@ -33,6 +33,7 @@ PlainName = Annotated[str, MaxLen(63), AfterValidator(_check_plain_name)]
 class DiscoveryBackend(StrEnum):
     """Where workers are announced."""
 
+    AUTO = "auto"
     FILE = "file"
     NATS = "nats"
     KUBERNETES = "kubernetes"
@@ -72,9 +73,11 @@ class PlaneSettings(Section):
             group=Group.PLANES,
             aliases=Aliases(flags=("--discovery-backend",), names=("discovery_backend",)),
         ),
-    ] = DiscoveryBackend.NATS
+    ] = DiscoveryBackend.AUTO
     """Where workers announce themselves: in a directory of this host, in NATS, or as objects of the
-    Kubernetes in whose pods they run."""
+    Kubernetes in whose pods they run. ``auto`` is NATS, but ``file`` with ``--no-kv-events`` where nothing
+    else needs NATS and nothing is said of it: no server, no login, no request plane over it, no replica
+    sync."""
 
     discovery_dir: Annotated[
         str | None,
@@ -223,6 +226,17 @@ class PlaneSettings(Section):
         Setting(flag="--dead-after-s", variable="KVROUTER_DEAD_AFTER_S", group=Group.PLANES, unit="seconds"),
     ] = 5.0
     """How long a worker's connection may be silent, heartbeats included, until the worker counts as dead."""
+
+    def settled(self, *, kv_events: bool, replica_sync: bool = False) -> "PlaneSettings":
+        """Return these settings with the discovery that ``auto`` stands for, given what else needs NATS."""
+        if self.discovery is not DiscoveryBackend.AUTO:
+            return self
+        is_said = self.model_fields_set & {
+            name for name in type(self).model_fields if name.startswith("nats_")
+        }
+        needed = kv_events or replica_sync or self.request_plane is RequestPlaneKind.NATS or is_said
+        found = DiscoveryBackend.NATS if needed else DiscoveryBackend.FILE
+        return self.model_copy(update={"discovery": found})
 
     @property
     def card_lease_s(self) -> float:

@@ -40,6 +40,8 @@ class Event(StrEnum):
     CIRCUIT_CLOSED = "circuit_closed"
     DISCOVERY_LOST = "discovery_lost"
     DISCOVERY_BACK = "discovery_back"
+    DISCOVERY_CHOSEN = "discovery_chosen"
+    PLANE_AWAITED = "plane_awaited"
     PLANE_LOST = "plane_lost"
     PLANE_BACK = "plane_back"
     PLANE_REFUSED = "plane_refused"
@@ -226,6 +228,12 @@ EVENTS: dict[Event, EventSpec] = {
         logging.ERROR, "Discovery cannot be reached: the fleet stays as it was, and nobody new is seen."
     ),
     Event.DISCOVERY_BACK: EventSpec(logging.INFO, "Discovery can be reached again."),
+    Event.DISCOVERY_CHOSEN: EventSpec(
+        logging.INFO, "Workers are looked for, or announced, in a directory of this host alone."
+    ),
+    Event.PLANE_AWAITED: EventSpec(
+        logging.WARNING, "NATS is needed and away while the process starts; it is tried for 10 s."
+    ),
     Event.PLANE_LOST: EventSpec(logging.ERROR, "The connection to NATS was lost; it is tried again."),
     Event.PLANE_BACK: EventSpec(logging.INFO, "The connection to NATS is back."),
     Event.PLANE_REFUSED: EventSpec(
