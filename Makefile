@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
 
-.PHONY: help setup serve test test-chaos test-cluster test-engines test-nightly lint types format bench bench-peers bench-recovery bench-herd bench-limits replay-sample docs docs-check clean
+.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly lint types format bench bench-peers bench-recovery bench-herd bench-limits replay-sample docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,10 +25,13 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/chaos --ignore tests/cluster --ignore tests/engines
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
+
+test-hostile: setup ## Bodies, uploads, strangers and liars at real processes: minutes
+	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/hostile
 
 test-engines: setup ## Install real engines outside the project and run them: minutes, gigabytes
 	$(BIN)/python -m tests.engines.install
@@ -39,7 +42,7 @@ test-cluster: setup ## Build a Kubernetes control plane outside the project, onc
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/cluster
 
 test-nightly: setup ## Run the long laws too: a million decisions
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/chaos --ignore tests/cluster --ignore tests/engines
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile
 
 lint: setup ## Ruff, import contracts, rustfmt and clippy, fresh docs
 	$(BIN)/ruff check .

@@ -69,6 +69,7 @@ ASSERTED_HERE = {
     "kvrouter_replica_sync_events_total",
     "kvrouter_http_connections",
     "kvrouter_http_events_total",
+    "kvrouter_http_upload_bytes",
     "kvrouter_build_info",
 }
 
@@ -157,7 +158,18 @@ async def test_what_every_answer_moves() -> None:
         assert after.value("event_lag_seconds") > 0
         assert after.value("worker_blocks", which="total") == 6 * 16_384
         assert after.value("http_connections") >= 1
+        assert after.value("http_upload_bytes") == 0
         assert after.value("http_events_total", event="request") >= 4
+
+
+async def test_what_arrives_is_held_until_it_is_given_up() -> None:
+    async with served(alike(replicas=1)) as here:
+        _, writer = await asyncio.open_connection(*here.system.address)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n12345")
+        await until(lambda: here.system.server.uploads.bytes == 5)
+        assert (await here.metrics()).value("http_upload_bytes") == 5
+        writer.transport.abort()
+        await until(lambda: here.system.server.uploads.bytes == 0)
 
 
 async def test_what_running_requests_hold() -> None:

@@ -14,6 +14,7 @@ from kvrouter.frontend.http.messages import (
     RequestHead,
 )
 
+RATE = "the request's body took too long to arrive: 30 s below 100 bytes/s"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
@@ -276,9 +277,25 @@ def test_a_slow_body_times_out_and_a_steady_one_does_not() -> None:
     conn.receive(post(b"", b"Content-Length: 10000"), 1.0)
     assert conn.deadline_s() == 31
     conn.receive(b"x" * 5000, 20.0)
-    assert conn.deadline_s() == 81
-    assert conn.on_time(80.9) == []
-    assert refusal(conn.on_time(81)) == 408
+    assert conn.deadline_s() == 50, "what came fast is no licence to stand still"
+    for now_s in range(21, 60):
+        conn.receive(b"x" * 101, now_s)
+    assert conn.deadline_s() == 59 + 30
+    conn.receive(b"x" * 50, 80.0)
+    assert conn.deadline_s() == 89.5, "half a second's worth of bytes"
+    assert conn.on_time(89.4) == []
+    assert conn.on_time(89.5) == [BadRequest(408, RATE, "upload_too_slow")]
+
+
+def test_what_an_unfinished_request_holds_is_told_until_it_is_given_up() -> None:
+    conn = connection(pipelined_requests=1)
+    conn.receive(post(b"x" * 500, b"Content-Length: 900"), 0.0)
+    assert conn.unfinished_bytes == 500
+    conn.receive(b"x" * 400 + GET, 0.0)
+    assert conn.unfinished_bytes == len(GET), "read, and not parsed before there is an answer"
+    conn.end()
+    assert conn.unfinished_bytes == 0
+    assert conn.receive(GET, 0.0) == []
 
 
 def test_silence_closes_without_an_answer() -> None:

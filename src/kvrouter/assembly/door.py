@@ -73,6 +73,7 @@ async def serving(
 ) -> AsyncIterator[HttpServer]:
     """Start the router and serve this door of it, whichever it is. Raises CannotListen."""
     server = door.server()
+    end = door.observed.watch(server)
     try:
         await service.start()
         with explained(settings.http_host, settings.http_port):
@@ -81,3 +82,4 @@ async def serving(
     finally:
         await server.drain(0.0)
         service.stop()
+        end()

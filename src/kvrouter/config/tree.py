@@ -85,6 +85,30 @@ class FrontendSettings(Section):
     ] = 64 * 1024 * 1024
     """The largest request body; a larger one is answered with 413."""
 
+    uploads_max_bytes: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--uploads-max-bytes",
+            variable="KVROUTER_UPLOADS_MAX_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 512 * 1024 * 1024
+    """What all requests that are still arriving, or wait on their connection, may hold together. When it is
+    full the largest of them is answered with 503 `uploads_full`. Not below the largest body."""
+
+    upload_min_bytes_per_s: Annotated[
+        Positive,
+        Setting(
+            flag="--upload-min-bytes-per-s",
+            variable="KVROUTER_UPLOAD_MIN_BYTES_PER_S",
+            group=Group.FRONT_DOOR,
+            unit="bytes per second",
+        ),
+    ] = 64 * 1024.0
+    """How fast the body of a request must arrive once its timeout is used up. A slower one is answered with
+    408 `upload_too_slow`."""
+
     header_max_bytes: Annotated[
         Annotated[Whole, Interval(ge=1024, le=1024 * 1024)],
         Setting(
@@ -138,7 +162,7 @@ class FrontendSettings(Section):
             unit="seconds",
         ),
     ] = 30.0
-    """How long the body of a request may take to arrive."""
+    """How long the body of a request may stand still, or come more slowly than it must."""
 
     idle_timeout_s: Annotated[
         Positive,

@@ -42,10 +42,12 @@ class Door:
         limits = Limits(
             header_bytes=settings.header_max_bytes,
             body_bytes=settings.body_max_bytes,
+            uploads_bytes=settings.uploads_max_bytes,
             pipelined_requests=settings.pipelined_requests_max,
             connections=settings.connections_max,
             header_s=settings.header_timeout_s,
             body_s=settings.body_timeout_s,
+            body_bytes_per_s=settings.upload_min_bytes_per_s,
             idle_s=settings.idle_timeout_s,
             write_stall_s=settings.write_stall_s,
             high_water_bytes=settings.write_high_water_bytes,

@@ -1,8 +1,9 @@
 """What the front door tells telemetry: one method for everything worth counting or a line in the log."""
 
 import logging
+from collections.abc import Callable
 
-from kvrouter.frontend.http import HttpEvent
+from kvrouter.frontend.http import HttpEvent, HttpServer
 from kvrouter.telemetry import Event, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.frontend")
@@ -46,6 +47,11 @@ class FrontObserved:
             return
         self._wishes_told.add(name)
         log_event(logger, Event.WISH_IGNORED, detail=f"{at}: {what}")
+
+    def watch(self, server: HttpServer) -> Callable[[], None]:
+        """Read what the server holds before each scrape, until what is returned is called."""
+        held = self._telemetry.http_upload_bytes
+        return self._telemetry.before_scrape(lambda: held.set(server.uploads.bytes))
 
     def http(self, event: HttpEvent) -> None:
         """Something happened on a connection; the observer of :class:`HttpServer`."""

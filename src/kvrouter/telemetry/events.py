@@ -77,6 +77,7 @@ class Event(StrEnum):
     BUSY_THRESHOLD = "busy_threshold"
     WISH_IGNORED = "wish_ignored"
     HTTP_BAD_REQUEST = "http_bad_request"
+    HTTP_UPLOADS_FULL = "http_uploads_full"
     HTTP_CLIENT_LEFT = "http_client_left"
     HTTP_CUT = "http_cut"
     HTTP_HANDLER_FAILED = "http_handler_failed"
@@ -332,6 +333,10 @@ EVENTS: dict[Event, EventSpec] = {
         "A request wished for what is not known here, or has no effect; told once for each name.",
     ),
     Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),
+    Event.HTTP_UPLOADS_FULL: EventSpec(
+        logging.WARNING,
+        "Requests that are arriving hold all the bytes that they may: the largest is refused.",
+    ),
     Event.HTTP_CLIENT_LEFT: EventSpec(
         logging.INFO, "A connection was lost before its answer ended; whether it had started."
     ),

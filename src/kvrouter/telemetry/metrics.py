@@ -347,8 +347,13 @@ class Telemetry(MetricsPage):
     http_events = counter(
         "kvrouter_http_events",
         "What happened on connections: connection_opened, connection_refused, connection_closed, request, "
-        "bad_request, client_left, write_stalled, write_overflow, drain_cut or handler_failed.",
+        "bad_request, uploads_full, upload_too_slow, client_left, write_stalled, write_overflow, drain_cut "
+        "or handler_failed.",
         "event",
+    )
+    http_upload_bytes = gauge(
+        "kvrouter_http_upload_bytes",
+        "What requests hold that are still arriving, or wait on their connection, by --uploads-max-bytes.",
     )
     build_info = gauge("kvrouter_build_info", "1, with the version that runs.", "version")
 

@@ -11,13 +11,23 @@
 Beside the phase stands a count of requests that were reported and not answered yet. At
 ``Limits.pipelined_requests``, or when their bodies reach ``Limits.body_bytes``, parsing stops between two
 messages and ``wants_read`` is False until ``request_done``; no clock runs against the client meanwhile.
+
+A body has ``body_s`` to arrive. Each byte puts the deadline off by the time that it needs at
+``body_bytes_per_s``, but never further than ``body_s`` from now: a body that stands still ends then, however
+much of it is there.
 """
 
 from collections import deque
 from enum import Enum, auto
 
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import BadRequest, CloseReason, ConnectionClosed, Event
+from kvrouter.frontend.http.messages import (
+    UPLOAD_TOO_SLOW,
+    BadRequest,
+    CloseReason,
+    ConnectionClosed,
+    Event,
+)
 from kvrouter.frontend.http.parsing import MessageParser
 
 __all__ = ["ServerConnection"]
@@ -45,6 +55,8 @@ class ServerConnection:
         self._parser = MessageParser(limits)
         self._phase = _Phase.IDLE
         self._since_s = now_s
+        self._body_due_s = now_s
+        self._body_seen_bytes = 0
         self._first = True
         self._unfed = b""
         self._unfed_at = 0
@@ -62,6 +74,16 @@ class ServerConnection:
     def is_idle(self) -> bool:
         """Whether nothing is owed to the client and nothing of a request has arrived."""
         return self._phase in (_Phase.IDLE, _Phase.ENDED) and not self._waiting_bytes
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Bytes that are kept here: of a body that is not complete, and those not yet parsed."""
+        unfed_bytes = len(self._unfed) - self._unfed_at
+        return unfed_bytes + (self._parser.body_bytes if self._phase is _Phase.BODY else 0)
+
+    def end(self) -> None:
+        """Drop what was received of an unfinished request; nothing more is taken."""
+        self._end()
 
     def receive(self, data: bytes, now_s: float) -> list[Event]:
         """Takes what was read from the socket."""
@@ -97,8 +119,7 @@ class ServerConnection:
         if self._phase is _Phase.ENDED or self._is_full():
             return None
         if self._phase is _Phase.BODY:
-            arrived_s = self._parser.body_bytes / self._limits.body_bytes_per_s
-            return self._since_s + self._limits.body_s + arrived_s
+            return self._body_due_s
         if self._phase is _Phase.HEAD:
             return self._since_s + self._limits.header_s
         if self._waiting_bytes:
@@ -114,8 +135,11 @@ class ServerConnection:
         self._end()
         if phase is _Phase.IDLE:
             return [ConnectionClosed(CloseReason.IDLE)]
-        part = "headers" if phase is _Phase.HEAD else "body"
-        return [BadRequest(408, f"the request's {part} took too long to arrive")]
+        if phase is _Phase.BODY:
+            rate = f"{self._limits.body_bytes_per_s:g} bytes/s"
+            reason = f"the request's body took too long to arrive: {self._limits.body_s:g} s below {rate}"
+            return [BadRequest(408, reason, UPLOAD_TOO_SLOW)]
+        return [BadRequest(408, "the request's headers took too long to arrive")]
 
     def _is_full(self) -> bool:
         waiting = self._waiting_bytes
@@ -181,13 +205,22 @@ class ServerConnection:
             self._end()
         elif parser.head is not None:
             self._enter(_Phase.BODY, now_s)
+            self._put_off(now_s)
         elif self._head_bytes:
             self._enter(_Phase.HEAD, now_s)
 
     def _enter(self, phase: _Phase, now_s: float) -> None:
         if self._phase is not phase:
             self._phase, self._since_s = phase, now_s
+            self._body_due_s, self._body_seen_bytes = now_s + self._limits.body_s, 0
+
+    def _put_off(self, now_s: float) -> None:
+        body_bytes, body_s = self._parser.body_bytes, self._limits.body_s
+        arrived_bytes, self._body_seen_bytes = body_bytes - self._body_seen_bytes, body_bytes
+        due_s = self._body_due_s + arrived_bytes / self._limits.body_bytes_per_s
+        self._body_due_s = min(due_s, now_s + body_s)
 
     def _end(self) -> None:
         self._phase = _Phase.ENDED
+        self._parser.close()
         self._unfed, self._unfed_at = b"", 0

@@ -27,6 +27,10 @@ class Limits:
     body_bytes: int = 64 * 1024 * 1024
     """Body of one request; more is answered 413. Also the sum of the bodies that wait on one connection."""
 
+    uploads_bytes: int = 512 * 1024 * 1024
+    """Bytes of requests that have not reached their handler, over all connections; when there are more, the
+    largest upload is answered 503. At least ``body_bytes``."""
+
     pipelined_requests: int = 8
     """Requests received and not yet answered on one connection; at the limit, reading pauses."""
 
@@ -37,9 +41,9 @@ class Limits:
     """From the first byte of a request (or the accept, for the first one) to the end of its headers."""
 
     body_s: float = 30.0
-    """For a request's body, plus the time that its bytes so far need at ``body_bytes_per_s``."""
+    """How long a request's body may arrive more slowly than ``body_bytes_per_s``; then it is answered 408."""
 
-    body_bytes_per_s: float = 16 * 1024.0
+    body_bytes_per_s: float = 64 * 1024.0
     """The slowest upload that is waited for once ``body_s`` is used up."""
 
     idle_s: float = 75.0
@@ -78,3 +82,5 @@ class Limits:
         for low, high in (("low_water_bytes", "high_water_bytes"), ("high_water_bytes", "overflow_bytes")):
             if getattr(self, low) >= getattr(self, high):
                 raise ConfigError(f"{low} must be below {high}", param=low)
+        if self.uploads_bytes < self.body_bytes:
+            raise ConfigError("uploads_bytes must not be below body_bytes", param="uploads_bytes")

@@ -6,7 +6,23 @@ from typing import TypeAlias
 
 from kvrouter.core.errors import InvalidRequest
 
-__all__ = ["BadRequest", "CloseReason", "ConnectionClosed", "Event", "Headers", "Request", "RequestHead"]
+__all__ = [
+    "UPLOADS_FULL",
+    "UPLOAD_TOO_SLOW",
+    "BadRequest",
+    "CloseReason",
+    "ConnectionClosed",
+    "Event",
+    "Headers",
+    "Request",
+    "RequestHead",
+]
+
+UPLOADS_FULL = "uploads_full"
+"""The code of a 503: the requests that are arriving hold as many bytes as they may together."""
+
+UPLOAD_TOO_SLOW = "upload_too_slow"
+"""The code of a 408: a body stood still, or came too slowly, for too long."""
 
 Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 """(name, value) pairs in the order of the wire; names in lower case."""

@@ -31,7 +31,7 @@ class MessageParser:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self.fault: BadRequest | None = None
         self._finished: list[Request] = []
         self._fresh_head: RequestHead | None = None
@@ -46,12 +46,12 @@ class MessageParser:
     @property
     def body_bytes(self) -> int:
         """Bytes of the current body that arrived."""
-        return self._body_bytes
+        return len(self._body)
 
     @property
     def body_left_bytes(self) -> int | None:
         """Bytes of the current body that are still to come, or None when it is chunked."""
-        return None if self._content_bytes is None else self._content_bytes - self._body_bytes
+        return None if self._content_bytes is None else self._content_bytes - len(self._body)
 
     def feed(self, data: memoryview) -> int:
         """Parses; sets ``fault`` instead of raising. Returns the bytes taken: fewer than all at an upgrade.
@@ -60,7 +60,7 @@ class MessageParser:
         client asks with every first POST over plain text.
         """
         try:
-            self._parser.feed_data(data)
+            self._grammar.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._head is not None:
                 self._resume_body()
@@ -69,6 +69,15 @@ class MessageParser:
             if self.fault is None:
                 self.fault = BadRequest(400, f"malformed HTTP: {error}")
         return len(data)
+
+    def close(self) -> None:
+        """Drop the message that is being read. Nothing may be fed any more.
+
+        Parser and grammar hold each other, so without this the bytes of an unfinished body would stay until
+        the garbage collector comes by.
+        """
+        self._parser = None
+        self._begin()
 
     def take_head(self) -> RequestHead | None:
         """The head that became complete since the last call."""
@@ -90,9 +99,8 @@ class MessageParser:
     def _begin(self) -> None:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._chunks: list[bytes] = []
+        self._body = bytearray()
         self._head: RequestHead | None = None
-        self._body_bytes = 0
         self._content_bytes: int | None = 0
 
     def on_url(self, url: bytes) -> None:
@@ -113,10 +121,10 @@ class MessageParser:
         if self._is_resuming:
             self._is_resuming = False
             return
-        version = self._parser.get_http_version()
+        version = self._grammar.get_http_version()
         if version not in _VERSIONS:
             self._refuse(505, "HTTP version not supported")
-        method = self._parser.get_method().decode("ascii")
+        method = self._grammar.get_method().decode("ascii")
         if method == "CONNECT":
             self._refuse(405, "CONNECT is not served")
         self._check_host(version)
@@ -132,25 +140,23 @@ class MessageParser:
             query=query,
             headers=tuple(self._headers),
             http_version=version,
-            keep_alive=self._parser.should_keep_alive(),
+            keep_alive=self._grammar.should_keep_alive(),
             expects_continue=expects and b"100-continue" in map(bytes.lower, self._values(b"expect")),
         )
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        self._body_bytes += len(body)
-        if self._body_bytes > self._limits.body_bytes:
+        if len(self._body) + len(body) > self._limits.body_bytes:
             self._refuse_body()
-        self._chunks.append(body)
+        self._body += body
 
     def on_message_complete(self) -> None:
         """The message is whole."""
         if self._head is None:
             self._refuse(400, "malformed HTTP: no head")
-        if self._parser.should_upgrade() and self._content_bytes != 0:
+        if self._grammar.should_upgrade() and self._content_bytes != 0:
             return  # llhttp takes the body for another protocol's bytes; ``feed`` sees to it
-        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._finished.append(Request(self._head, body))
+        self._finished.append(Request(self._head, bytes(self._body)))
         self._begin()
 
     def _resume_body(self) -> None:
@@ -159,7 +165,13 @@ class MessageParser:
         framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
         self._parser = httptools.HttpRequestParser(self)
         self._is_resuming = True
-        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+        self._grammar.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+
+    @property
+    def _grammar(self) -> httptools.HttpRequestParser:
+        if self._parser is None:
+            raise RuntimeError("this parser is closed")
+        return self._parser
 
     def _values(self, name: bytes) -> list[bytes]:
         return [value for key, value in self._headers if key == name]

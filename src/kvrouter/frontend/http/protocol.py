@@ -14,12 +14,20 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.core.errors import InvalidRequest, KvrouterError, Unavailable
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import BadRequest, ConnectionClosed, Event, Request, RequestHead
+from kvrouter.frontend.http.messages import (
+    UPLOADS_FULL,
+    BadRequest,
+    ConnectionClosed,
+    Event,
+    Request,
+    RequestHead,
+)
 from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
 from kvrouter.frontend.http.response import CONTINUE, PROCESSING, error_body, response_head
+from kvrouter.frontend.http.uploads import Uploads
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
 
@@ -30,6 +38,7 @@ Handler: TypeAlias = Callable[[Request, Responder], Awaitable[None]]
 
 _log = logging.getLogger("kvrouter.frontend.http")
 _JSON = ((b"content-type", b"application/json"),)
+_JSON_RETRY = (*_JSON, (b"retry-after", b"1"))
 
 
 class HttpEvent(StrEnum):
@@ -40,6 +49,8 @@ class HttpEvent(StrEnum):
     CONNECTION_REFUSED = "connection_refused"
     REQUEST = "request"
     BAD_REQUEST = "bad_request"
+    UPLOADS_FULL = "uploads_full"
+    UPLOAD_TOO_SLOW = "upload_too_slow"
     CLIENT_LEFT = "client_left"
     WRITE_STALLED = "write_stalled"
     WRITE_OVERFLOW = "write_overflow"
@@ -53,6 +64,10 @@ class ServerSide(Protocol):
     @property
     def limits(self) -> Limits:
         """The limits of every connection."""
+
+    @property
+    def uploads(self) -> Uploads:
+        """The budget of requests that no handler has yet."""
 
     @property
     def is_draining(self) -> bool:
@@ -76,6 +91,9 @@ class ServerSide(Protocol):
     def observe(self, event: HttpEvent) -> None:
         """Counts."""
 
+    def refused(self, fault: BadRequest) -> None:
+        """Counts a request that is refused before any handler sees it, and logs it once in a while."""
+
 
 class HttpProtocol(asyncio.Protocol):
     """The transport's other half, and the :class:`Wire` of its responders."""
@@ -86,6 +104,7 @@ class HttpProtocol(asyncio.Protocol):
         self._limits = server.limits
         self._connection = ServerConnection(server.limits, now_s=loop.time())
         self._requests: deque[Request] = deque()
+        self._held_bytes = 0
         self._responder: Responder | None = None
         self.is_writable = True
         """Whether the bytes not yet taken by the client are below the high-water mark."""
@@ -140,7 +159,9 @@ class HttpProtocol(asyncio.Protocol):
         self._lost = True
         self.is_writable = True
         self._writable.set()
+        self._connection.end()
         self._requests.clear()
+        self._account()
         responder = self._responder
         if responder is not None and not responder.ended:
             if responder.disconnected is None:
@@ -160,6 +181,7 @@ class HttpProtocol(asyncio.Protocol):
         self.is_writable = True
         self._writable.set()
         self._advance()
+        self._account()
 
     # What responders call.
 
@@ -243,6 +265,13 @@ class HttpProtocol(asyncio.Protocol):
             self._responder.tell(reason)
         self._transport.abort()
 
+    def give_way(self) -> None:
+        """Refuses what was received and has not begun: the server's budget of uploads is full."""
+        self._held_bytes = 0
+        self._requests.clear()
+        self._connection.end()
+        self._take([BadRequest(503, "too many bytes of requests are arriving", code=UPLOADS_FULL)])
+
     # What moves a connection on.
 
     def _take(self, events: list[Event]) -> None:
@@ -254,14 +283,7 @@ class HttpProtocol(asyncio.Protocol):
                     self._owes_continue = False
                     self._requests.append(event)
                 case BadRequest():
-                    self._server.observe(HttpEvent.BAD_REQUEST)
-                    log_event(
-                        _log,
-                        LogEvent.HTTP_BAD_REQUEST,
-                        status=event.status,
-                        code=event.code,
-                        reason=event.reason,
-                    )
+                    self._server.refused(event)
                     self._fault = event
                 case ConnectionClosed():
                     self._input_ended = True
@@ -275,6 +297,16 @@ class HttpProtocol(asyncio.Protocol):
                 self._transport.resume_reading()
             else:
                 self._transport.pause_reading()
+        self._account()
+
+    def _account(self) -> None:
+        """Tells the server how much is held here that no handler has."""
+        held_bytes = self._connection.unfinished_bytes
+        if self._requests:
+            held_bytes += sum(len(request.body) for request in self._requests)
+        if held_bytes != self._held_bytes:
+            self._held_bytes = held_bytes
+            self._server.uploads.hold(self, held_bytes)
 
     def _advance(self) -> None:
         """Starts what is next, unless something is in progress or the client must first read more."""
@@ -309,6 +341,7 @@ class HttpProtocol(asyncio.Protocol):
                 body = error_body(message, error_type=KvrouterError.type, code=KvrouterError.code)
                 responder.answer(500, _JSON, body)
         self._responder = None
+        responder.release()
         if self._lost:
             return
         if not responder.keep_alive or self._server.is_draining:
@@ -328,11 +361,13 @@ class HttpProtocol(asyncio.Protocol):
         return True
 
     def _refuse(self, fault: BadRequest) -> None:
-        error_type = InvalidRequest.type if fault.status < 500 else KvrouterError.type
-        body = error_body(fault.reason, error_type=error_type, code=fault.code)
+        error = InvalidRequest if fault.status < 500 else KvrouterError
+        if fault.status == 503:
+            error = Unavailable
+        body = error_body(fault.reason, error_type=error.type, code=fault.code)
         head = response_head(
             fault.status,
-            _JSON,
+            _JSON_RETRY if fault.status == 503 else _JSON,
             date_line=self.date_line(),
             connection=b"close",
             content_bytes=len(body),

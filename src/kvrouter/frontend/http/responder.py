@@ -243,6 +243,13 @@ class Responder:
             loop.call_soon(callback, reason)
         self._on_disconnect.clear()
 
+    def release(self) -> None:
+        """The handler has returned: lets go of what refers back to this responder, so that the request's body
+        is freed with its last user.
+        """
+        self.stream = None
+        self._on_disconnect.clear()
+
     def _head(
         self, status: int, headers: ResponseHeaders, *, content_bytes: int | None, chunked: bool = False
     ) -> bytes:

@@ -1,21 +1,29 @@
 """The HTTP server: listens, keeps its connections' clocks, and drains."""
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import Request
+from kvrouter.frontend.http.messages import UPLOAD_TOO_SLOW, UPLOADS_FULL, BadRequest, Request
 from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
 from kvrouter.frontend.http.responder import Disconnect, Responder
 from kvrouter.frontend.http.response import DateHeader
+from kvrouter.frontend.http.uploads import Uploads
+from kvrouter.telemetry import Event as LogEvent
+from kvrouter.telemetry import log_event
+from kvrouter.telemetry.seldom import Seldom
 
 __all__ = ["HttpServer", "Observer"]
 
 Observer: TypeAlias = Callable[[HttpEvent], None]
 """Told of everything that is worth counting."""
+
+_log = logging.getLogger("kvrouter.frontend.http")
+_REFUSALS = {UPLOADS_FULL: HttpEvent.UPLOADS_FULL, UPLOAD_TOO_SLOW: HttpEvent.UPLOAD_TOO_SLOW}
 
 
 def _observe_nothing(_: HttpEvent) -> None:
@@ -40,6 +48,8 @@ class HttpServer:
         self._connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unflushed: list[HttpProtocol] = []
+        self._uploads = Uploads(self._limits.uploads_bytes)
+        self._throttle = Seldom()
         self._date = DateHeader()
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
@@ -125,6 +135,11 @@ class HttpServer:
         return self._limits
 
     @property
+    def uploads(self) -> Uploads:
+        """The budget of requests that no handler has yet."""
+        return self._uploads
+
+    @property
     def is_draining(self) -> bool:
         """Whether answers should end their connections."""
         return self._is_draining
@@ -162,6 +177,13 @@ class HttpServer:
     def observe(self, event: HttpEvent) -> None:
         """Counts."""
         self._observer(event)
+
+    def refused(self, fault: BadRequest) -> None:
+        """Counts a request that is refused before any handler sees it, and logs it once in a while."""
+        self.observe(_REFUSALS.get(fault.code, HttpEvent.BAD_REQUEST))
+        if self._throttle.allows(f"{fault.status} {fault.code} {fault.reason}"):
+            event = LogEvent.HTTP_UPLOADS_FULL if fault.code == UPLOADS_FULL else LogEvent.HTTP_BAD_REQUEST
+            log_event(_log, event, status=fault.status, code=fault.code, reason=fault.reason)
 
     def _accept(self) -> HttpProtocol:
         return HttpProtocol(self, self._loop)
