@@ -84,7 +84,7 @@ async def open_house(
         telemetry=bench.telemetry,
         settle_s=settle_s,
     )
-    server = door.server()
+    server = door.server(connections_max=100, descriptors_max=2**20)
     await server.serve()
     try:
         host, port = server.addresses[0]

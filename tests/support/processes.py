@@ -118,10 +118,13 @@ class Metrics:
 
 
 class Fleet:
-    """The processes of one namespace. ``environ`` are the settings that all of them share."""
+    """The processes of one namespace. ``environ`` are the settings that all of them share; each may have
+    ``files_max`` files open.
+    """
 
-    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str], *, files_max: int | None = None) -> None:
         self.folder = folder
+        self._shell = () if files_max is None else ("sh", "-c", 'ulimit -n "$0" && exec "$@"', str(files_max))
         self.namespace = f"test-{uuid4().hex[:12]}"
         self.environ = {
             **{
@@ -185,7 +188,7 @@ class Fleet:
         log = self.folder / f"{name}.log"
         with log.open("wb") as out:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, *arguments),
+                *(*self._shell, sys.executable, "-m", module, *arguments),
                 env={**self.environ, **(environ or {})},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
@@ -220,10 +223,12 @@ def _read(log: Path) -> str:
 
 
 @asynccontextmanager
-async def fleet(environ: Mapping[str, str] | None = None) -> AsyncIterator[Fleet]:
+async def fleet(
+    environ: Mapping[str, str] | None = None, *, files_max: int | None = None
+) -> AsyncIterator[Fleet]:
     """A fleet to be, and its end; its logs are shown when the test fails."""
     with tempfile.TemporaryDirectory(prefix="kvrouter-test-") as folder:
-        processes = Fleet(Path(folder), environ or {})
+        processes = Fleet(Path(folder), environ or {}, files_max=files_max)
         try:
             yield processes
         except BaseException:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from socket import socket
 
 from kvrouter.assembly.address import explained
+from kvrouter.assembly.lifetime import descriptors_for
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.app import FrontDoor
@@ -72,7 +73,8 @@ async def serving(
     service: RouterService, door: Door, *, settings: FrontendSettings, sockets: list[socket]
 ) -> AsyncIterator[HttpServer]:
     """Start the router and serve this door of it, whichever it is. Raises CannotListen."""
-    server = door.server()
+    room = descriptors_for(settings.connections_max)
+    server = door.server(connections_max=room.connections_max, descriptors_max=room.numbers_max)
     end = door.observed.watch(server)
     try:
         await service.start()

@@ -2,12 +2,22 @@
 
 import asyncio
 import gc
+import logging
 import resource
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+
+from kvrouter.telemetry import Event, log_event
+
+logger = logging.getLogger("kvrouter.process")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+FILES_KEPT_MIN = 64
+FILES_KEPT_MAX = 4096
+FILES_UNLIMITED = 2**31
 
 LOST_PLACE = 3
 """The exit code of a worker whose place another start of its id has taken: one that is started again at once
@@ -64,14 +74,45 @@ async def unless_told(stopping: asyncio.Event) -> AsyncIterator[None]:
         giving_up.cancel()
 
 
-def allow_many_files() -> None:
+def allow_many_files() -> int:
     """Let this process open as many files as the system allows it: a router has four for each worker.
 
-    The limit that processes begin with, often 1,024, is for those that use ``select``.
+    The limit that processes begin with, often 1,024, is for those that use ``select``. Returns the limit.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # a system without a limit, or with one of its own below this
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return FILES_UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """How many of this process's file descriptors are for those who connect to it."""
+
+    connections_max: int
+    """What was wanted, or as much of it as there is room for."""
+
+    numbers_max: int
+    """Descriptors from this number on are kept: the system gives the lowest that is free."""
+
+
+def descriptors_for(connections_max: int) -> Descriptors:
+    """Share the descriptors out between so many connections and all else: workers, logs, files.
+
+    A quarter is kept for all else, half of that also while more connections come at once than are counted.
+    The log tells what came of it, as a warning when there is less than was wanted.
+    """
+    files_max = allow_many_files()
+    kept = min(max(FILES_KEPT_MIN, min(files_max // 4, FILES_KEPT_MAX)), files_max // 2)
+    fitting = min(connections_max, files_max - kept)
+    log_event(logger, Event.FILES_MAX, files_max=files_max, connections_max=fitting)
+    if fitting < connections_max:
+        detail = (
+            f"{connections_max} connections do not fit into a limit of {files_max} open files: {fitting} do"
+        )
+        log_event(logger, Event.CONFIG_WARNING, detail=detail)
+    return Descriptors(fitting, files_max - kept // 2)
 
 
 def settle_memory() -> None:

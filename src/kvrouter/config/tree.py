@@ -129,7 +129,8 @@ class FrontendSettings(Section):
             unit="connections",
         ),
     ] = 16_384
-    """How many connections may be open; further ones are closed at once."""
+    """How many connections may be open; further ones are answered with 503. Fewer where the limit of open
+    files (`ulimit -n`) has no room for them beside the connections to workers: the log says how many."""
 
     pipelined_requests_max: Annotated[
         PositiveCount,

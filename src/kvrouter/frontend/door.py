@@ -36,15 +36,20 @@ class Door:
         self._calls = calls
         self._bridge = AsgiBridge(self.pages)
 
-    def server(self) -> HttpServer:
-        """Return a server with this handler and the limits of the settings; it listens when it is told to."""
+    def server(self, *, connections_max: int, descriptors_max: int) -> HttpServer:
+        """Return a server with this handler and the limits of the settings; it listens when it is told to.
+
+        ``connections_max`` of the settings may be more than the system has room for, so it is given, beside
+        the number from which on the process keeps file descriptors for itself.
+        """
         settings = self._settings
         limits = Limits(
             header_bytes=settings.header_max_bytes,
             body_bytes=settings.body_max_bytes,
             uploads_bytes=settings.uploads_max_bytes,
             pipelined_requests=settings.pipelined_requests_max,
-            connections=settings.connections_max,
+            connections=connections_max,
+            descriptors=descriptors_max,
             header_s=settings.header_timeout_s,
             body_s=settings.body_timeout_s,
             body_bytes_per_s=settings.upload_min_bytes_per_s,

@@ -12,6 +12,7 @@ class Event(StrEnum):
     """What a line tells. Each one's level and meaning stand in :data:`EVENTS`."""
 
     START = "start"
+    FILES_MAX = "files_max"
     READY = "ready"
     CONFIG_WARNING = "config_warning"
     DRAIN = "drain"
@@ -77,6 +78,7 @@ class Event(StrEnum):
     BUSY_THRESHOLD = "busy_threshold"
     WISH_IGNORED = "wish_ignored"
     HTTP_BAD_REQUEST = "http_bad_request"
+    HTTP_CONNECTIONS_FULL = "http_connections_full"
     HTTP_UPLOADS_FULL = "http_uploads_full"
     HTTP_CLIENT_LEFT = "http_client_left"
     HTTP_CUT = "http_cut"
@@ -136,6 +138,8 @@ class Fields(TypedDict, total=False):
     active_prefill_tokens_threshold: int | None
     host: str
     port: int
+    files_max: int
+    connections_max: int
     version: str
     models: str
     workers: int
@@ -174,6 +178,10 @@ class EventSpec:
 
 EVENTS: dict[Event, EventSpec] = {
     Event.START: EventSpec(logging.INFO, "The service begins: version, models, workers."),
+    Event.FILES_MAX: EventSpec(
+        logging.INFO,
+        "How many files this process may have open, and how many connections it takes of them.",
+    ),
     Event.READY: EventSpec(logging.INFO, "The front door is open at this host and port."),
     Event.CONFIG_WARNING: EventSpec(logging.WARNING, "A setting is legal, and hardly what was meant."),
     Event.DRAIN: EventSpec(logging.INFO, "No new requests are taken; running ones may finish."),
@@ -333,6 +341,9 @@ EVENTS: dict[Event, EventSpec] = {
         "A request wished for what is not known here, or has no effect; told once for each name.",
     ),
     Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),
+    Event.HTTP_CONNECTIONS_FULL: EventSpec(
+        logging.WARNING, "As many connections are open as may be: another one was answered 503."
+    ),
     Event.HTTP_UPLOADS_FULL: EventSpec(
         logging.WARNING,
         "Requests that are arriving hold all the bytes that they may: the largest is refused.",

@@ -35,7 +35,14 @@ class Limits:
     """Requests received and not yet answered on one connection; at the limit, reading pauses."""
 
     connections: int = 16384
-    """Open connections; one more is answered 503 and closed at once."""
+    """Open connections; one more is answered 503."""
+
+    descriptors: int = 2**31
+    """File descriptors that connections may use: one that got this number, or a higher one, is answered 503.
+    What lies above is for the process's own connections and files."""
+
+    refused_connections: int = 64
+    """Connections that stay for ``linger_s`` after they were answered 503; one more is closed at once."""
 
     header_s: float = 10.0
     """From the first byte of a request (or the accept, for the first one) to the end of its headers."""

@@ -7,6 +7,7 @@ from typing import TypeAlias
 from kvrouter.core.errors import InvalidRequest
 
 __all__ = [
+    "CONNECTIONS_FULL",
     "UPLOADS_FULL",
     "UPLOAD_TOO_SLOW",
     "BadRequest",
@@ -17,6 +18,9 @@ __all__ = [
     "Request",
     "RequestHead",
 ]
+
+CONNECTIONS_FULL = "too_many_connections"
+"""The code of a 503: as many connections are open as may be."""
 
 UPLOADS_FULL = "uploads_full"
 """The code of a 503: the requests that are arriving hold as many bytes as they may together."""

@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError, Unavailable
+from kvrouter.core.errors import KvrouterError
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import (
@@ -26,7 +26,7 @@ from kvrouter.frontend.http.messages import (
     RequestHead,
 )
 from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
-from kvrouter.frontend.http.response import CONTINUE, PROCESSING, error_body, response_head
+from kvrouter.frontend.http.response import CONTINUE, PROCESSING, error_body, refusal_bytes
 from kvrouter.frontend.http.uploads import Uploads
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
@@ -38,7 +38,6 @@ Handler: TypeAlias = Callable[[Request, Responder], Awaitable[None]]
 
 _log = logging.getLogger("kvrouter.frontend.http")
 _JSON = ((b"content-type", b"application/json"),)
-_JSON_RETRY = (*_JSON, (b"retry-after", b"1"))
 
 
 class HttpEvent(StrEnum):
@@ -73,8 +72,8 @@ class ServerSide(Protocol):
     def is_draining(self) -> bool:
         """Whether answers should end their connections."""
 
-    def opened(self, connection: "HttpProtocol") -> bool:
-        """A connection was accepted; False when it is one too many."""
+    def opened(self, connection: "HttpProtocol") -> None:
+        """A connection is there; ``closed`` will be called."""
 
     def closed(self, connection: "HttpProtocol") -> None:
         """A connection is gone."""
@@ -92,14 +91,18 @@ class ServerSide(Protocol):
         """Counts."""
 
     def refused(self, fault: BadRequest) -> None:
-        """Counts a request that is refused before any handler sees it, and logs it once in a while."""
+        """Counts what is refused before any handler sees it, and logs it once in a while."""
 
 
 class HttpProtocol(asyncio.Protocol):
     """The transport's other half, and the :class:`Wire` of its responders."""
 
-    def __init__(self, server: ServerSide, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, server: ServerSide, loop: asyncio.AbstractEventLoop, *, refusal: BadRequest | None = None
+    ) -> None:
+        """``refusal``: what this connection is answered with, without being served."""
         self._server = server
+        self._refusal = refusal
         self._loop = loop
         self._limits = server.limits
         self._connection = ServerConnection(server.limits, now_s=loop.time())
@@ -127,8 +130,9 @@ class HttpProtocol(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Accepts, or refuses a connection too many."""
+        """Begins to serve, or tells why not."""
         self._transport = cast("asyncio.Transport", transport)
+        self._server.opened(self)
         self._transport.set_write_buffer_limits(
             high=self._limits.high_water_bytes, low=self._limits.low_water_bytes
         )
@@ -137,9 +141,10 @@ class HttpProtocol(asyncio.Protocol):
             self._client = (str(peer[0]), int(peer[1]))
             # A token is a small segment that must not wait for the acknowledgement of the one before.
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if not self._server.opened(self):
-            self._refuse(BadRequest(503, "too many connections", code="too_many_connections"))
-            self._close()
+        if self._refusal is not None:
+            self._connection.end()
+            self._refuse(self._refusal)
+            self._linger()
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client; those after its last request are dropped."""
@@ -361,19 +366,7 @@ class HttpProtocol(asyncio.Protocol):
         return True
 
     def _refuse(self, fault: BadRequest) -> None:
-        error = InvalidRequest if fault.status < 500 else KvrouterError
-        if fault.status == 503:
-            error = Unavailable
-        body = error_body(fault.reason, error_type=error.type, code=fault.code)
-        head = response_head(
-            fault.status,
-            _JSON_RETRY if fault.status == 503 else _JSON,
-            date_line=self.date_line(),
-            connection=b"close",
-            content_bytes=len(body),
-            chunked=False,
-        )
-        self.write(head + body)
+        self.write(refusal_bytes(fault, self.date_line()))
 
     def _linger(self) -> None:
         """Reads on for a while before closing: bytes left unread would reset the answer on its way."""

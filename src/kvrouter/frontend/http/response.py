@@ -7,6 +7,9 @@ from http import HTTPStatus
 
 import msgspec
 
+from kvrouter.core.errors import InvalidRequest, KvrouterError, Unavailable
+from kvrouter.frontend.http.messages import BadRequest
+
 __all__ = [
     "CONTINUE",
     "LAST_CHUNK",
@@ -17,6 +20,7 @@ __all__ = [
     "ResponseHeaders",
     "chunk",
     "error_body",
+    "refusal_bytes",
     "response_head",
     "sse_event",
 ]
@@ -110,3 +114,22 @@ def error_body(
     """An error in OpenAI's JSON shape; ``more`` fields stand beside OpenAI's own."""
     error = {"message": message, "type": error_type, "param": param, "code": code, **(more or {})}
     return msgspec.json.encode({"error": error})
+
+
+def refusal_bytes(refusal: BadRequest, date_line: bytes) -> bytes:
+    """The whole answer to what no handler sees; the connection ends with it."""
+    error: type[KvrouterError] = InvalidRequest if refusal.status < 500 else KvrouterError
+    headers: ResponseHeaders = ((b"content-type", b"application/json"),)
+    if refusal.status == Unavailable.status_hint:
+        error = Unavailable
+        headers = (*headers, (b"retry-after", b"1"))
+    body = error_body(refusal.reason, error_type=error.type, code=refusal.code)
+    head = response_head(
+        refusal.status,
+        headers,
+        date_line=date_line,
+        connection=b"close",
+        content_bytes=len(body),
+        chunked=False,
+    )
+    return head + body

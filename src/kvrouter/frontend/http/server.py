@@ -5,13 +5,22 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TypeAlias
 
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import UPLOAD_TOO_SLOW, UPLOADS_FULL, BadRequest, Request
+from kvrouter.frontend.http.listener import Listener
+from kvrouter.frontend.http.messages import (
+    CONNECTIONS_FULL,
+    UPLOAD_TOO_SLOW,
+    UPLOADS_FULL,
+    BadRequest,
+    Request,
+)
 from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
 from kvrouter.frontend.http.responder import Disconnect, Responder
-from kvrouter.frontend.http.response import DateHeader
+from kvrouter.frontend.http.response import DateHeader, refusal_bytes
 from kvrouter.frontend.http.uploads import Uploads
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
@@ -22,8 +31,19 @@ __all__ = ["HttpServer", "Observer"]
 Observer: TypeAlias = Callable[[HttpEvent], None]
 """Told of everything that is worth counting."""
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
 _log = logging.getLogger("kvrouter.frontend.http")
-_REFUSALS = {UPLOADS_FULL: HttpEvent.UPLOADS_FULL, UPLOAD_TOO_SLOW: HttpEvent.UPLOAD_TOO_SLOW}
+_COUNTED = {
+    CONNECTIONS_FULL: HttpEvent.CONNECTION_REFUSED,
+    UPLOADS_FULL: HttpEvent.UPLOADS_FULL,
+    UPLOAD_TOO_SLOW: HttpEvent.UPLOAD_TOO_SLOW,
+}
+_LOGGED = {
+    CONNECTIONS_FULL: LogEvent.HTTP_CONNECTIONS_FULL,
+    UPLOADS_FULL: LogEvent.HTTP_UPLOADS_FULL,
+}
 
 
 def _observe_nothing(_: HttpEvent) -> None:
@@ -44,8 +64,11 @@ class HttpServer:
         self._handler = handler
         self._limits = Limits() if limits is None else limits
         self._observer = observer
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[Listener] = []
+        self._arriving: set[asyncio.Task[object]] = set()
         self._connections: set[HttpProtocol] = set()
+        self._served = 0  # connections accepted and not refused, those that are not opened yet included
+        self._refused_connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unflushed: list[HttpProtocol] = []
         self._uploads = Uploads(self._limits.uploads_bytes)
@@ -73,22 +96,18 @@ class HttpServer:
             raise RuntimeError("this server has drained")
         self._loop = asyncio.get_running_loop()
         if sockets is None:
-            listener = await self._loop.create_server(
-                self._accept, host, port, reuse_port=reuse_port, backlog=2048
-            )
-            self._listeners.append(listener)
-        else:
-            for sock in sockets:
-                listener = await self._loop.create_server(self._accept, sock=sock, backlog=2048)
-                self._listeners.append(listener)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            sockets = [socket.create_server((host, port), family=family, reuse_port=reuse_port)]
+        for sock in sockets:
+            sock.listen(BACKLOG)
+            self._listeners.append(Listener(sock, loop=self._loop, take=self._take, answer=self._turn_away))
         if self._sweep is None:
             self._sweep_later()
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         """(host, port) of every listening socket."""
-        names = [sock.getsockname() for listener in self._listeners for sock in listener.sockets]
-        return [(str(name[0]), int(name[1])) for name in names]
+        return [listener.address for listener in self._listeners]
 
     @property
     def connections(self) -> int:
@@ -110,6 +129,8 @@ class HttpServer:
         self._is_draining = True
         for listener in self._listeners:
             listener.close()
+        if self._arriving:
+            await asyncio.wait(self._arriving)
         for connection in list(self._connections):
             connection.drain()
         await self._wait_quiet(limit_s)
@@ -122,8 +143,6 @@ class HttpServer:
             await self._wait_quiet(self._limits.handler_grace_s)
         if self._sweep is not None:
             self._sweep.cancel()
-        for listener in self._listeners:
-            await listener.wait_closed()
         self._listeners.clear()
         return len(cut)
 
@@ -144,16 +163,17 @@ class HttpServer:
         """Whether answers should end their connections."""
         return self._is_draining
 
-    def opened(self, connection: HttpProtocol) -> bool:
-        """A connection was accepted; False when it is one too many."""
-        fits = len(self._connections) < self._limits.connections
+    def opened(self, connection: HttpProtocol) -> None:
+        """A connection is there; ``closed`` will be called."""
         self._connections.add(connection)
-        self.observe(HttpEvent.CONNECTION_OPENED if fits else HttpEvent.CONNECTION_REFUSED)
-        return fits
 
     def closed(self, connection: HttpProtocol) -> None:
         """A connection is gone."""
         self._connections.discard(connection)
+        if connection in self._refused_connections:
+            self._refused_connections.remove(connection)
+        else:
+            self._served -= 1
         self.observe(HttpEvent.CONNECTION_CLOSED)
         self._note_quiet()
 
@@ -179,14 +199,56 @@ class HttpServer:
         self._observer(event)
 
     def refused(self, fault: BadRequest) -> None:
-        """Counts a request that is refused before any handler sees it, and logs it once in a while."""
-        self.observe(_REFUSALS.get(fault.code, HttpEvent.BAD_REQUEST))
+        """Counts what is refused before any handler sees it, and logs it once in a while."""
+        self.observe(_COUNTED.get(fault.code, HttpEvent.BAD_REQUEST))
         if self._throttle.allows(f"{fault.status} {fault.code} {fault.reason}"):
-            event = LogEvent.HTTP_UPLOADS_FULL if fault.code == UPLOADS_FULL else LogEvent.HTTP_BAD_REQUEST
+            event = _LOGGED.get(fault.code, LogEvent.HTTP_BAD_REQUEST)
             log_event(_log, event, status=fault.status, code=fault.code, reason=fault.reason)
 
-    def _accept(self) -> HttpProtocol:
-        return HttpProtocol(self, self._loop)
+    def _take(self, sock: socket.socket) -> None:
+        """Serve a connection, or refuse it: it may stay until its client has read why if few others do."""
+        refusal = self._refusal(sock.fileno())
+        if refusal is not None and len(self._refused_connections) >= self._limits.refused_connections:
+            self._refuse(sock, refusal)
+            return
+        connection = HttpProtocol(self, self._loop, refusal=refusal)
+        if refusal is None:
+            self._served += 1
+            self.observe(HttpEvent.CONNECTION_OPENED)
+        else:
+            self._refused_connections.add(connection)
+            self.refused(refusal)
+        task: asyncio.Task[object] = self._loop.create_task(
+            self._loop.connect_accepted_socket(lambda: connection, sock)
+        )
+        self._arriving.add(task)
+        task.add_done_callback(partial(self._arrived, connection, sock))
+
+    def _arrived(self, connection: HttpProtocol, sock: socket.socket, task: "asyncio.Task[object]") -> None:
+        self._arriving.discard(task)
+        if task.cancelled() or task.exception() is not None:
+            sock.close()
+            self.closed(connection)
+
+    def _turn_away(self, sock: socket.socket) -> None:
+        """No file descriptor is left."""
+        self._refuse(sock, BadRequest(503, "no file descriptor is left", CONNECTIONS_FULL))
+
+    def _refusal(self, descriptor: int) -> BadRequest | None:
+        if self._served >= self._limits.connections:
+            return BadRequest(503, f"{self._limits.connections} connections are open", CONNECTIONS_FULL)
+        if descriptor >= self._limits.descriptors:
+            return BadRequest(503, "no file descriptor is left for another connection", CONNECTIONS_FULL)
+        return None
+
+    def _refuse(self, sock: socket.socket, refusal: BadRequest) -> None:
+        """Answer and close at once. What came already is read: left unread, it would reset the answer."""
+        self.refused(refusal)
+        with sock, suppress(OSError):
+            sock.send(refusal_bytes(refusal, self.date_line()))
+            sock.shutdown(socket.SHUT_WR)
+            sock.recv(self._limits.header_bytes)
+        self.observe(HttpEvent.CONNECTION_CLOSED)
 
     async def _run(self, request: Request, responder: Responder) -> None:
         await self._handler(request, responder)

@@ -1,0 +1,57 @@
+"""More connections than a process has file descriptors for: everybody gets an answer, and nothing spins."""
+
+import asyncio
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Frontend, Running, eventually, fleet
+
+FILES_MAX = 128
+CALLERS = 200
+CPU_MAX = 0.5
+"""Of one core, while nobody asks. A loop that cannot accept, and is told so for ever, takes all of it."""
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("command", ["frontend", "router"])
+async def test_who_comes_when_no_descriptor_is_left_gets_a_503(command: str) -> None:
+    async with fleet(files_max=FILES_MAX) as processes:
+        door = await processes.door(command)
+        writers: list[asyncio.StreamWriter] = []
+        answers = Counter(await asyncio.gather(*(ask(door, writers) for _ in range(CALLERS))))
+        assert set(answers) == {200, 503}, answers
+        assert answers[200] >= FILES_MAX // 4
+        before_s = cpu_s(door)
+        await asyncio.sleep(1.0)
+        assert cpu_s(door) - before_s < CPU_MAX
+        for writer in writers:
+            writer.transport.abort()
+        await eventually(lambda: is_well(door))
+        refused = (await door.metrics()).total("http_events_total", event="connection_refused")
+        assert refused >= answers[503]
+        assert "http_connections_full" in door.lines()
+        assert f"files_max={FILES_MAX}" in door.lines()
+
+
+async def ask(door: Frontend, writers: list[asyncio.StreamWriter]) -> int:
+    """Ask on a connection of its own, which stays open; return the status."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(door.ready["port"]))
+    writers.append(writer)
+    writer.write(GET)
+    head = await reader.readuntil(b"\r\n\r\n")
+    status = int(head.split()[1])
+    assert status == 200 or b"retry-after:" in head.lower()
+    return status
+
+
+def cpu_s(running: Running) -> float:
+    fields = Path(f"/proc/{running.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def is_well(door: Frontend) -> bool:
+    return (await door.http.get("/health")).status_code == 200
