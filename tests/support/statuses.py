@@ -14,10 +14,11 @@ from kvrouter.operator.api import (
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import plan
-from kvrouter.operator.status import deployment_status
+from kvrouter.operator.status import Refusals, deployment_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 TYPES = ("frontend", "prefill", "decode")
+NOTHING_REFUSED = Refusals()
 NOW = datetime(2026, 11, 21, 21, 0, 0, tzinfo=UTC)
 REQUIRED: dict[str, JsonValue] = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}
 TRUE, FALSE, UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
@@ -73,6 +74,7 @@ def status(
     facts: ClusterFacts = FACTS,
     previous: DeploymentStatus | None = None,
     now: datetime = NOW,
+    refusals: Refusals = NOTHING_REFUSED,
 ) -> DeploymentStatus:
     """What is told of ``of``, or of a deployment with ``policy``, whose pods these are."""
     of = of or deployment(policy=policy, types=TYPES)
@@ -84,6 +86,7 @@ def status(
         pods=found,
         previous=previous,
         now=now,
+        refusals=refusals,
     )
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import cast
 
+import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.api import KIND
 from kvrouter.operator.reconcile.applied import OWNED, WORKLOADS, Applied, Place
-from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.cluster import Cluster, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of
 from kvrouter.operator.reconcile.watched import Watched
 
@@ -21,6 +22,7 @@ class Objects:
     def __init__(self, *there: Manifest) -> None:
         self.there = {(str(each["kind"]), key_of(each)): each for each in there}
         self.deleted: list[Place] = []
+        self.refuses: dict[str, int] = {}
 
     def watched(self) -> Mapping[Kind, Watched[str]]:
         return cast(Mapping[Kind, Watched[str]], {kind: _OfKind(self, kind.name) for kind in OWNED})
@@ -29,6 +31,9 @@ class Objects:
         return self.there.get((kind.name, key))
 
     async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
+        status = self.refuses.get(key_of(manifest).name)
+        if status is not None:
+            raise Refused(f"PATCH /{kind.plural}: no", status=status, said="no")
         self.there[kind.name, key_of(manifest)] = manifest
         return manifest
 
@@ -78,3 +83,27 @@ async def test_an_account_of_somebody_else_gets_no_rights() -> None:
     changes = await applied.apply(Key("team", "llm"), UID, wanted)
     assert changes.taken == [Place("ServiceAccount", Key("team", "llm-workers"))]
     assert [str(place) for place in changes.created] == ["Role llm-workers", "RoleBinding llm-frontends"]
+
+
+async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_there_is_one() -> None:
+    old = owned("Deployment", "llm-old", api="apps/v1")
+    cluster = Objects(old)
+    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    wanted = [owned("Deployment", f"llm-{name}", api="apps/v1") for name in ("a", "b", "c")]
+    cluster.refuses = {"llm-b": 422}
+    changes = await applied.apply(Key("team", "llm"), UID, wanted)
+    assert [str(place) for place in changes.created] == ["Deployment llm-a", "Deployment llm-c"]
+    assert [str(refused) for refused in changes.refused] == ["Deployment llm-b: no"]
+    assert cluster.deleted == changes.removed == []
+    cluster.refuses = {}
+    changes = await applied.apply(Key("team", "llm"), UID, wanted)
+    assert [str(place) for place in changes.removed] == ["Deployment llm-old"]
+
+
+@pytest.mark.parametrize("status", [409, 429, 503, 504])
+async def test_what_passes_by_itself_is_no_refusal_of_the_object(status: int) -> None:
+    cluster = Objects()
+    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    cluster.refuses = {"llm-a": status}
+    with pytest.raises(Refused):
+        await applied.apply(Key("team", "llm"), UID, [owned("Deployment", "llm-a", api="apps/v1")])

@@ -7,16 +7,18 @@ from datetime import timedelta, timezone
 import pytest
 
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import ConditionStatus
+from kvrouter.operator.api import ConditionStatus, DeploymentStatus
 from kvrouter.operator.facts import ClusterFacts, Grove
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import plan
 from kvrouter.operator.status import (
     Event,
     EventType,
+    Refusals,
     component_status,
     deployment_status,
     events_of,
+    refused_pods,
     unreadable_status,
 )
 from tests.support.deployments import DEFAULTS, FACTS, deployment
@@ -151,6 +153,70 @@ def test_what_cannot_be_read_is_not_ready_and_stays_known_for_what_it_was() -> N
     assert again == found
     alone = unreadable_status(1, problems, previous=None, now=NOW)
     assert [each.type for each in alone.conditions] == ["Ready"]
+
+
+# What the API server refuses.
+
+DECODE = "Deployment llm-decode: spec.template.spec.containers[0].ports[1].name: Duplicate value"
+
+
+def refused(refusals: Refusals, *, previous: DeploymentStatus | None = None) -> DeploymentStatus:
+    return status(pods(a=(1, 1)), refusals=refusals, previous=previous)
+
+
+def test_a_refused_write_is_told_in_the_servers_words_and_anew_for_other_words() -> None:
+    good = status(pods(a=(1, 1)))
+    first = refused(Refusals(writes=[DECODE]), previous=good)
+    assert said(first, "Ready") == (FALSE, "WriteRefused")
+    assert DECODE in condition(first, "Ready").message
+    assert [event.reason for event in events_of(good, first)] == ["WriteRefused"]
+    assert events_of(first, refused(Refusals(writes=[DECODE]), previous=first)) == ()
+    other = refused(Refusals(writes=["Service llm-frontend: exceeded quota: few"]), previous=first)
+    assert [event.note for event in events_of(first, other)] == [condition(other, "Ready").message]
+    many = condition(refused(Refusals(writes=["x" * 10_000] * 40)), "Ready").message
+    assert len(many) < 10_000
+    assert "and 35 more" in many
+
+
+def test_a_taken_name_is_told_and_a_refused_write_before_it() -> None:
+    taken = Refusals(taken=["Service llm-frontend"])
+    assert said(refused(taken), "Ready") == (FALSE, "NameTaken")
+    both = replace(taken, writes=[DECODE])
+    assert said(refused(both), "Ready") == (FALSE, "WriteRefused")
+
+
+def test_pods_that_may_not_be_made_are_told_while_some_are_missing() -> None:
+    of = deployment(types=("frontend",))
+    words = 'pods "llm-frontend-x" is forbidden: exceeded quota: few'
+    failure = {"type": "ReplicaFailure", "status": "True", "message": words}
+    component = of.spec.components[0]
+    told = refused_pods(component, {"status": {"conditions": [failure]}})
+    assert told == f"frontend: {words}"
+    assert refused_pods(component, {"status": {"conditions": [{**failure, "status": "False"}]}}) is None
+    assert refused_pods(component, None) is None
+    for workload, reason in (
+        (of_cluster(), "PodsRefused"),
+        (of_cluster(replicas=1, updatedReplicas=1), "PodsRefused"),
+        (of_cluster(replicas=1, readyReplicas=1, updatedReplicas=1), "AllPodsReady"),
+    ):
+        found = deployment_status(
+            of,
+            plan(of, FACTS, DEFAULTS),
+            FACTS,
+            components=[component_status(component, workload)],
+            pods=[],
+            previous=None,
+            now=NOW,
+            refusals=Refusals(pods=[told]),
+        )
+        assert condition(found, "Ready").reason == reason
+
+
+def test_labels_that_the_server_refuses_are_told() -> None:
+    pod = worker("decode", None, ready=False)
+    found = status([pod], refusals=Refusals(labels=[f"Pod {pod.name}: denied by the policy engine"]))
+    assert said(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
+    assert "denied by the policy engine" in condition(found, "TopologyResolved").message
 
 
 # Without a policy; times; events.

@@ -4,11 +4,12 @@ planned no more.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.cluster import Cluster, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of, version_of
 from kvrouter.operator.reconcile.watched import Watched
 
@@ -31,14 +32,32 @@ class Place(NamedTuple):
         return f"{self.kind} {self.key.name}"
 
 
+class RefusedWrite(NamedTuple):
+    """A write that the API server did not take, and its words."""
+
+    place: Place
+    said: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.said}"
+
+
 @dataclass(slots=True)
 class Changes:
-    """What was done. ``taken`` are places where something is that this deployment does not own."""
+    """What was done. ``taken`` are places where something is that this deployment does not own, ``refused``
+    are writes that the API server did not take.
+    """
 
     created: list[Place] = field(default_factory=list)
     changed: list[Place] = field(default_factory=list)
     removed: list[Place] = field(default_factory=list)
     taken: list[Place] = field(default_factory=list)
+    refused: list[RefusedWrite] = field(default_factory=list)
+
+    @property
+    def are_any(self) -> bool:
+        """Whether something was written."""
+        return bool(self.created or self.changed or self.removed)
 
 
 class _Written(NamedTuple):
@@ -62,36 +81,44 @@ class Applied:
         return self._of(key_of(owner).namespace, uid_of(owner), kind)
 
     async def apply(self, owner: Key, owner_uid: str, manifests: Sequence[Manifest]) -> Changes:
-        """Make what the deployment owns be ``manifests``.
+        """Make what the deployment owns be ``manifests``. A write that is refused holds up no other one; but
+        while one is, nothing is removed: what is there may serve in its place.
 
-        Raises ClusterError at the first write that was not done; what was done before it stays.
+        Raises ClusterError when the API server cannot be asked, or is to be asked again at once.
         """
         changes = Changes()
         before = self._written.get(owner, {})
-        written = self._written[owner] = {}
+        self._written[owner] = {}
         for manifest in manifests:
-            kind = _kind_of(manifest)
-            place = Place(kind.name, key_of(manifest))
-            there = self._owned[kind].get(place.key) or await self._cluster.read(kind, place.key)
-            if there is not None and owner_uid_of(there) != owner_uid:
-                changes.taken.append(place)
-                continue
-            if kind.name == "RoleBinding" and Place("ServiceAccount", place.key) in changes.taken:
-                continue  # somebody else's account gets no rights
-            digest = _digest(manifest)
-            known = before.get(place)
-            if there is not None and known == _Written(digest, uid_of(there), _stamp(there)):
-                written[place] = known
-                continue
-            now = await self._cluster.apply(kind, manifest)
-            written[place] = _Written(digest, uid_of(now), _stamp(now))
-            if there is None:
-                changes.created.append(place)
-            elif _stamp(now) != _stamp(there):
-                changes.changed.append(place)
-        planned = {Place(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
-        await self._prune(owner, owner_uid, planned, changes)
+            place = Place(_kind_of(manifest).name, key_of(manifest))
+            with _told(changes, place):
+                await self._apply_one(owner, owner_uid, manifest, before.get(place), changes)
+        if not changes.refused:
+            planned = {Place(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
+            await self._prune(owner, owner_uid, planned, changes)
         return changes
+
+    async def _apply_one(
+        self, owner: Key, owner_uid: str, manifest: Manifest, known: _Written | None, changes: Changes
+    ) -> None:
+        kind = _kind_of(manifest)
+        place = Place(kind.name, key_of(manifest))
+        there = self._owned[kind].get(place.key) or await self._cluster.read(kind, place.key)
+        if there is not None and owner_uid_of(there) != owner_uid:
+            changes.taken.append(place)
+            return
+        if kind.name == "RoleBinding" and Place("ServiceAccount", place.key) in changes.taken:
+            return  # somebody else's account gets no rights
+        digest = _digest(manifest)
+        if there is not None and known == _Written(digest, uid_of(there), _stamp(there)):
+            self._written[owner][place] = known
+            return
+        now = await self._cluster.apply(kind, manifest)
+        self._written[owner][place] = _Written(digest, uid_of(now), _stamp(now))
+        if there is None:
+            changes.created.append(place)
+        elif _stamp(now) != _stamp(there):
+            changes.changed.append(place)
 
     def forget(self, owner: Key | None = None) -> None:
         """Write everything again the next time; of one deployment, or of all."""
@@ -107,9 +134,22 @@ class Applied:
         for kind in self._owned:
             for manifest in self._of(owner.namespace, owner_uid, kind):
                 place = Place(kind.name, key_of(manifest))
-                if place not in planned and not metadata_of(manifest).get("deletionTimestamp"):
+                if place in planned or metadata_of(manifest).get("deletionTimestamp"):
+                    continue
+                with _told(changes, place):
                     await self._cluster.delete(kind, place.key, uid=uid_of(manifest))
                     changes.removed.append(place)
+
+
+@contextmanager
+def _told(changes: Changes, place: Place) -> Iterator[None]:
+    """A write within that is refused, and will be again, is among ``changes``."""
+    try:
+        yield
+    except Refused as refused:
+        if refused.is_passing:
+            raise
+        changes.refused.append(RefusedWrite(place, refused.said))
 
 
 def owner_uid_of(manifest: Manifest) -> str:

@@ -46,19 +46,28 @@ class ClusterLost(ClusterError):
 
 
 class Refused(ClusterError):
-    """It answered with an error: ``status`` is HTTP's, ``reason`` its own word, such as ``Conflict``."""
+    """It answered with an error: ``status`` is HTTP's, ``reason`` its own word, such as ``Conflict``, and
+    ``said`` its own sentence.
+    """
 
     code = "cluster_refused"
 
-    def __init__(self, message: str, *, status: int, reason: str = "") -> None:
+    def __init__(self, message: str, *, status: int, reason: str = "", said: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
+        self.said = said or message
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same write may be taken a moment later, though nobody changes anything."""
+        return self.status in _PASSING
 
 
 NOT_FOUND = 404
 CONFLICT = 409
 GONE = 410
+_PASSING = frozenset({CONFLICT, 429, 503, 504})
 
 
 class Found(NamedTuple):
@@ -304,4 +313,5 @@ def _refusal(status: int, what: str, body: bytes) -> Refused:
         told = None
     fields = told if isinstance(told, dict) else {}
     message = str(fields.get("message") or body[:200].decode(errors="replace"))
-    return Refused(f"{what}: {message}", status=status, reason=str(fields.get("reason") or ""))
+    reason = str(fields.get("reason") or "")
+    return Refused(f"{what}: {message}", status=status, reason=reason, said=message)

@@ -276,10 +276,12 @@ class Driver:
             self._bindings_due = True
         else:
             self._owners[uid] = key
-            generation = metadata_of(manifest).get("generation")
-            if self._generations.get(key) != (uid, generation):
-                self._generations[key] = (uid, generation)
+            said = (uid, _said_in(manifest))
+            if self._generations.get(key) != said:
+                self._generations[key] = said
                 self._bindings_due = True
+            elif self._reconciler.is_as_told(manifest):
+                return  # our own status: a look for its sake would try again at once what was just refused
         self._add(key)
 
     def _owned_changed(self, manifest: Manifest) -> None:
@@ -306,6 +308,12 @@ class Driver:
         for pod in self._pods.all():
             if node_name_of(pod) == name:
                 self._add(_deployment_of(pod), GATHER_S)
+
+
+def _said_in(manifest: Manifest) -> tuple[object, ...]:
+    """What users write in a deployment; all else in it is the operator's and the API server's."""
+    parts = ("generation", "deletionTimestamp", "labels", "annotations")
+    return tuple(metadata_of(manifest).get(part) for part in parts)
 
 
 def _deployment_of(pod: Manifest) -> Key:

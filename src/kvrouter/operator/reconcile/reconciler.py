@@ -31,7 +31,15 @@ from kvrouter.operator.reconcile.kinds import (
 )
 from kvrouter.operator.reconcile.recorder import Recorder
 from kvrouter.operator.reconcile.watched import Watched
-from kvrouter.operator.status import component_status, deployment_status, events_of, unreadable_status
+from kvrouter.operator.status import (
+    NAME_TAKEN_MEND,
+    Refusals,
+    component_status,
+    deployment_status,
+    events_of,
+    refused_pods,
+    unreadable_status,
+)
 
 WARNINGS_TOLD_MAX = 20
 
@@ -40,6 +48,12 @@ class NameTaken(ClusterError):
     """Something stands where an object of a deployment belongs, and is not that deployment's."""
 
     code = "name_taken"
+
+
+class WriteRefused(ClusterError):
+    """The API server did not take an object of a deployment."""
+
+    code = "write_refused"
 
 
 class Listener(Protocol):
@@ -101,29 +115,46 @@ class Reconciler:
         changes = Changes()
         if not planned.problems:
             changes = await self._applied.apply(key, uid_of(found), planned.manifests)
-            await self._tell(found, changes)
+            if changes.are_any:
+                self._listener.changed(key, changes)
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
+        unlabelled: list[str] = []
         if planned.resolution is not None:
-            pods = [await self._labelled(pod, planned.resolution.copies) for pod in pods]
+            pods = [await self._labelled(pod, planned.resolution.copies, unlabelled) for pod in pods]
         workloads = {key_of(each).name: each for each in self._applied.objects_of(found, WORKLOADS)}
-        components = [
-            component_status(component, workloads[name])
+        pairs = [
+            (component, workloads[name])
             for component in deployment.spec.components
             if (name := object_name(deployment.metadata.name, component.name)) in workloads
         ]
+        refused_of = [refused_pods(component, workload) for component, workload in pairs]
+        refusals = Refusals(
+            writes=[*map(str, changes.refused)],
+            taken=[*map(str, changes.taken)],
+            pods=[refused for refused in refused_of if refused is not None],
+            labels=unlabelled,
+        )
         status = deployment_status(
             deployment,
             planned,
             facts,
-            components=components,
+            components=[component_status(component, workload) for component, workload in pairs],
             pods=pods,
             previous=before,
             now=datetime.now(UTC),
+            refusals=refusals,
         )
         await self._write(found, before, status)
+        await self._tell(found, changes)
         await self._warn(found, (*reading.unknown, *planned.warnings))
         if changes.taken:
             await self._name_taken(found, changes)
+        if refusals.writes or refusals.labels:
+            raise WriteRefused("; ".join((*refusals.writes, *refusals.labels)))
+
+    def is_as_told(self, found: Manifest) -> bool:
+        """Whether the status that a watch shows is the one that was written last."""
+        return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
 
     def _status_before(self, found: Manifest) -> DeploymentStatus | None:
         """What was told last, which a watch may not have shown yet."""
@@ -142,15 +173,27 @@ class Reconciler:
             "metadata": {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)},
             "status": status.model_dump(mode="json", by_alias=True, exclude_none=True),
         }
+        known = self._written.get(key)
+        self._written[key] = (uid_of(found), status)  # a watch may show it before this call ends
+        is_written = False
         try:
             await self._cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+            is_written = True
         except Refused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 raise
             return  # it was deleted meanwhile
-        self._written[key] = (uid_of(found), status)
+        finally:
+            if not is_written:
+                self._restore(key, known)
         for event in events_of(before, status):
             await self._recorder.record(found, event.reason, event.note, warns=event.type.value != "Normal")
+
+    def _restore(self, key: Key, known: tuple[str, DeploymentStatus] | None) -> None:
+        if known is None:
+            self._written.pop(key, None)
+        else:
+            self._written[key] = known
 
     async def _warn(self, found: Manifest, warnings: Sequence[Problem]) -> None:
         """Tell what the user wrote and does not get, as it is written."""
@@ -161,24 +204,21 @@ class Reconciler:
             await self._recorder.record_once(found, "SpecWarning", message, warns=True)
 
     async def _tell(self, found: Manifest, changes: Changes) -> None:
-        if not (changes.created or changes.changed or changes.removed):
+        if not changes.are_any:
             return
-        self._listener.changed(key_of(found), changes)
         done = {"created": changes.created, "changed": changes.changed, "removed": changes.removed}
         parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in done.items() if places]
         await self._recorder.record(found, "Applied", "; ".join(parts))
 
     async def _name_taken(self, found: Manifest, changes: Changes) -> None:
-        taken = ", ".join(map(str, changes.taken))
-        message = (
-            f"{taken}: there already, and not this deployment's. It is left as it is: delete it, or give the "
-            "deployment or its component another name"
-        )
+        message = f"{', '.join(map(str, changes.taken))}: {NAME_TAKEN_MEND}"
         await self._recorder.record(found, "NameTaken", message, warns=True)
         raise NameTaken(message)
 
-    async def _labelled(self, pod: Pod, copies: Sequence[Copy]) -> Pod:
-        """Return the pod with the labels of its node, which it is given where it lacks them."""
+    async def _labelled(self, pod: Pod, copies: Sequence[Copy], refused_of: list[str]) -> Pod:
+        """Return the pod with the labels of its node, which it is given where it lacks them. What the API
+        server says when it does not take them is added to ``refused_of``.
+        """
         if pod.node_name is None or pod.labels.get(TYPE_LABEL) in (None, "frontend"):
             return pod
         found = self._seen.nodes.get(Key("", pod.node_name))
@@ -191,7 +231,9 @@ class Reconciler:
             patched = await self._cluster.merge(PODS, place, patch)
         except Refused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
-                raise
+                if refused.is_passing:
+                    raise
+                refused_of.append(f"Pod {pod.name}: {refused.said}")
             return pod
         self._listener.labelled(place)
         return read_pod(patched) or pod

@@ -3,7 +3,10 @@
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvrouter.operator.api import ConditionStatus, DeploymentStatus
+from kvrouter.operator.api import Condition, ConditionStatus, DeploymentStatus
+
+TOLD_IN_OTHER_WORDS = frozenset({"WriteRefused"})
+"""Reasons whose every new message is an event: another refusal is another mistake."""
 
 NOTE_CHARS_MAX = 1024
 """The API server refuses a longer one."""
@@ -25,7 +28,8 @@ class Event(NamedTuple):
 
 
 def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> tuple[Event, ...]:
-    """Return an event for each condition of ``current`` whose status or reason was another.
+    """Return an event for each condition of ``current`` whose status or reason was another, and for each
+    refusal in other words.
 
     What is not known yet is no event; that something holds is one only where it did not.
     """
@@ -33,7 +37,7 @@ def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> t
     events = []
     for condition in current.conditions:
         was = before.get(condition.type)
-        if was is not None and (was.status, was.reason) == (condition.status, condition.reason):
+        if was is not None and _is_told(was, condition):
             continue
         if condition.status is ConditionStatus.UNKNOWN:
             continue
@@ -43,3 +47,8 @@ def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> t
         kind = EventType.NORMAL if holds or condition.reason == "Updating" else EventType.WARNING
         events.append(Event(kind, condition.reason, condition.message[:NOTE_CHARS_MAX]))
     return tuple(events)
+
+
+def _is_told(was: Condition, condition: Condition) -> bool:
+    is_same = (was.status, was.reason) == (condition.status, condition.reason)
+    return is_same and (condition.reason not in TOLD_IN_OTHER_WORDS or was.message == condition.message)

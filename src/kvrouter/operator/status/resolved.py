@@ -8,10 +8,15 @@ from kvrouter.operator.labels import Copy, Pod, Resolution, Source
 from kvrouter.operator.plan import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
+from kvrouter.operator.status.workloads import NOTHING_REFUSED, Refusals, told
 
 
 def resolved(
-    policy: DeploymentPolicy, resolution: Resolution, pods: Iterable[Pod], facts: ClusterFacts
+    policy: DeploymentPolicy,
+    resolution: Resolution,
+    pods: Iterable[Pod],
+    facts: ClusterFacts,
+    refusals: Refusals = NOTHING_REFUSED,
 ) -> Finding:
     """Return whether every worker that is bound to a node knows its value of the policy's domain."""
     copy = copy_of(policy, resolution)
@@ -27,7 +32,7 @@ def resolved(
     if waiting:
         message = (
             f"{len(waiting)} workers have no label {copy.pod_label}: {named(pod.name for pod in waiting)}. "
-            f"Their engines wait for it. {_who_copies(facts)}"
+            f"Their engines wait for it. {_who_copies(facts, refusals)}"
         )
         return Finding(ConditionStatus.FALSE, "LabelsNotCopied", message)
     nodes = {str(pod.node_name) for pod in bound if not pod.labels[copy.pod_label]}
@@ -50,7 +55,9 @@ def _is_worker(pod: Pod) -> bool:
     return pod.labels.get(TYPE_LABEL) not in (None, ComponentType.FRONTEND.value)
 
 
-def _who_copies(facts: ClusterFacts) -> str:
+def _who_copies(facts: ClusterFacts, refusals: Refusals) -> str:
+    if refusals.labels:
+        return f"The API server refuses that the operator copies it: {told(refusals.labels)}"
     if not facts.nodes_unread_because:
         return "The operator copies it from their nodes; see its log when it does not"
     return (

@@ -19,7 +19,7 @@ from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.operator.status.domains import Places, balance_of, balanced, had_decode, places_of, told
 from kvrouter.operator.status.finding import DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED, Finding, dated
 from kvrouter.operator.status.resolved import copy_of, resolved
-from kvrouter.operator.status.workloads import invalid_spec, ready
+from kvrouter.operator.status.workloads import NOTHING_REFUSED, Refusals, invalid_spec, ready
 
 
 def deployment_status(
@@ -31,6 +31,7 @@ def deployment_status(
     pods: Iterable[Pod],
     previous: DeploymentStatus | None,
     now: datetime,
+    refusals: Refusals = NOTHING_REFUSED,
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
@@ -39,13 +40,13 @@ def deployment_status(
     """
     found = tuple(pods)
     spec = deployment.spec
-    findings = {READY: ready(spec.components, components, planned.problems)}
+    findings = {READY: ready(spec.components, components, planned.problems, refusals)}
     policy, places = planned.policy, Places()
     if policy is not None and planned.resolution is not None:
         decode_replicas = sum(each.replicas for each in spec.components if _takes_decode(each.type))
         places = places_of(found, copy_of(policy, planned.resolution), decode_replicas=decode_replicas)
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
-        findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, facts)
+        findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, facts, refusals)
         started = had_decode(previous, policy)
         findings[DOMAIN_BALANCED] = balanced(places, policy, has_prefill=has_prefill, started=started)
     return DeploymentStatus(

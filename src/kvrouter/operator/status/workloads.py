@@ -1,12 +1,35 @@
 """The Deployments of a deployment: what their own status says, and whether everything is there."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from kvrouter.config.problems import Problem, dotted
 from kvrouter.operator.api import Component, ComponentStatus, ConditionStatus
 from kvrouter.operator.status.finding import Finding
 
 PROBLEMS_TOLD_MAX = 5
+WORDS_CHARS_MAX = 1024
+"""Of what the API server said about one object: a policy engine may write pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusals:
+    """What the cluster did not take of a deployment, a line each: objects and the API server's words on them;
+    components and its words on their pods; pods and its words on their labels. ``taken`` are objects of
+    somebody else where this deployment's belong.
+    """
+
+    writes: Sequence[str] = ()
+    taken: Sequence[str] = ()
+    pods: Sequence[str] = ()
+    labels: Sequence[str] = ()
+
+
+NOTHING_REFUSED = Refusals()
+NAME_TAKEN_MEND = (
+    "there already, and not this deployment's. It is left as it is: delete it, or give the deployment or its "
+    "component another name"
+)
 
 
 def component_status(component: Component, workload: Mapping[str, object] | None) -> ComponentStatus:
@@ -33,12 +56,36 @@ def invalid_spec(problems: Sequence[Problem]) -> Finding:
     return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
 
 
+def refused_pods(component: Component, workload: Mapping[str, object] | None) -> str | None:
+    """Return the API server's words on pods that a component's Deployment may not make; None where it may.
+
+    Quotas, limits and Pod Security are told to nobody else: the Deployment itself was taken.
+    """
+    conditions = _mapping((workload or {}).get("status")).get("conditions")
+    for condition in conditions if isinstance(conditions, list) else []:
+        fields = _mapping(condition)
+        if fields.get("type") == "ReplicaFailure" and fields.get("status") == "True":
+            return f"{component.name}: {fields.get('message')}"
+    return None
+
+
 def ready(
-    components: Sequence[Component], found: Sequence[ComponentStatus], problems: Sequence[Problem]
+    components: Sequence[Component],
+    found: Sequence[ComponentStatus],
+    problems: Sequence[Problem],
+    refusals: Refusals = NOTHING_REFUSED,
 ) -> Finding:
-    """Return whether every component has as many Ready pods of its latest template as it should."""
+    """Return whether everything is in the cluster as planned, and every component has as many Ready pods of
+    its latest template as it should.
+    """
     if problems:
         return invalid_spec(problems)
+    if refusals.writes:
+        message = f"the API server refuses {told(refusals.writes)}. The operator goes on trying"
+        return Finding(ConditionStatus.FALSE, "WriteRefused", message)
+    if refusals.taken:
+        message = f"{told(refusals.taken)}: {NAME_TAKEN_MEND}"
+        return Finding(ConditionStatus.FALSE, "NameTaken", message)
     by_name = {status.name: status for status in found}
     pairs = [(component, by_name[component.name]) for component in components if component.name in by_name]
     if len(pairs) < len(components):
@@ -53,6 +100,9 @@ def ready(
         for component, status in pairs
         if status.ready_replicas < component.replicas
     ]
+    if refusals.pods and (updating or missing):
+        message = f"the API server refuses pods of {told(refusals.pods)}"
+        return Finding(ConditionStatus.FALSE, "PodsRefused", message)
     if updating:
         return Finding(
             ConditionStatus.FALSE, "Updating", f"pods of the latest template: {', '.join(updating)}"
@@ -62,6 +112,16 @@ def ready(
         return Finding(ConditionStatus.FALSE, "PodsNotReady", message)
     count = sum(component.replicas for component in components)
     return Finding(ConditionStatus.TRUE, "AllPodsReady", f"all {count} pods are Ready")
+
+
+def told(lines: Sequence[str]) -> str:
+    """Return the first of these lines, each cut, and how many more there are."""
+    shown = [
+        line if len(line) <= WORDS_CHARS_MAX else f"{line[: WORDS_CHARS_MAX - 1]}…"
+        for line in lines[:PROBLEMS_TOLD_MAX]
+    ]
+    more = len(lines) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
 def _mapping(found: object) -> Mapping[str, object]:

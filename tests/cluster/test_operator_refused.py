@@ -1,0 +1,195 @@
+"""What the API server refuses of a deployment is told in its status, in its words, and tried again."""
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from tests.cluster.control_plane import ControlPlane
+from tests.cluster.operators import WAIT, graph, install_crds, operator
+from tests.support.processes import eventually
+
+DENIED = "engines come from the company's registry alone"
+MISTAKES: dict[str, tuple[Mapping[str, Any], str]] = {
+    "a quantity": ({"resources": {"limits": {"cpu": "lots"}}}, "quantities must match"),
+    "two ports of one name": (
+        {"ports": [{"name": "a", "containerPort": 1}, {"name": "a", "containerPort": 2}]},
+        "ports[1].name: Duplicate value",
+    ),
+    "a variable's name": ({"env": [{"name": "A=B", "value": "1"}]}, "env[0].name: Invalid value"),
+    "a mount without a volume": (
+        {"volumeMounts": [{"name": "models", "mountPath": "/models"}]},
+        'volumeMounts[0].name: Not found: "models"',
+    ),
+    "a probe that asks nothing": ({"livenessProbe": {"periodSeconds": 1}}, "must specify a handler type"),
+    "a field that is none": ({"imagePulPolicy": "Always"}, "imagePulPolicy: field not declared in schema"),
+    "text for a number": ({"ports": [{"containerPort": "http"}]}, "ports"),
+}
+
+
+@pytest.fixture(autouse=True)
+def crds(plane: ControlPlane) -> None:
+    install_crds(plane)
+
+
+async def test_each_mistake_in_a_pod_template_is_told_in_the_servers_words_until_it_is_mended(
+    plane: ControlPlane, namespace: str
+) -> None:
+    good = graph(namespace, "llm")
+    async with operator(plane, namespace, "one"):
+        plane.apply(good)
+        wait(plane, namespace, "Ready=True")
+        for mistake, words in MISTAKES.values():
+            write(plane, with_main(good, mistake))
+            await until_refused(plane, namespace, "Deployment llm-decode", words)
+        labelled = deepcopy(good)
+        labelled["spec"]["components"][2]["podTemplate"]["metadata"] = {"labels": {"team": "a b"}}
+        write(plane, labelled)
+        await until_refused(plane, namespace, "Deployment llm-decode", 'Invalid value: "a b"')
+        write(plane, good)
+        wait(plane, namespace, "Ready=True")
+
+
+async def test_a_refused_object_holds_up_no_other_and_nothing_is_removed_for_it(
+    plane: ControlPlane, namespace: str
+) -> None:
+    spec = graph(namespace, "llm")
+    async with operator(plane, namespace, "one"):
+        plane.apply(spec)
+        wait(plane, namespace, "Ready=True")
+        first, second, third = spec["spec"]["components"]
+        renamed = with_main({**spec, "spec": {"components": [first, second, {**third, "name": "new"}]}}, {})
+        renamed["spec"]["components"][1]["replicas"] = 2
+        mistake, words = MISTAKES["a quantity"]
+        write(plane, with_main(renamed, mistake))
+        await until_refused(plane, namespace, "Deployment llm-new", words)
+        there = {
+            each["metadata"]["name"]: each["spec"]["replicas"]
+            for each in plane.read("deployments", "--namespace", namespace)["items"]
+        }
+        assert there == {"llm-frontend": 1, "llm-prefill": 2, "llm-decode": 3}
+        write(plane, renamed)
+        plane.kubectl("wait", "--for=delete", "deployment/llm-decode", "--namespace", namespace, WAIT)
+
+
+async def test_a_quota_and_a_policy_engine_are_told_and_tried_again_when_they_are_gone(
+    plane: ControlPlane, namespace: str
+) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"namespace": namespace, "name": "few"}}
+    plane.apply({**quota, "spec": {"hard": {"count/services": "0"}}})
+
+    async def is_counted() -> bool:
+        return "used" in plane.read("resourcequota", "few", "--namespace", namespace).get("status", {})
+
+    await eventually(is_counted)
+    policy, binding = engine_policy(namespace)
+    name = policy["metadata"]["name"]
+    with (
+        plane.deleting("validatingadmissionpolicy", name),
+        plane.deleting("validatingadmissionpolicybinding", name),
+    ):
+        plane.apply(policy, binding)
+        async with operator(plane, namespace, "one"):
+            plane.apply(graph(namespace, "llm"))
+            await until_refused(plane, namespace, "Service llm-frontend", "exceeded quota: few")
+            write(plane, with_main(graph(namespace, "llm"), {"image": "example.com/denied:1"}))
+            await until_refused(plane, namespace, "Deployment llm-decode", DENIED)
+            write(plane, graph(namespace, "llm"))
+            plane.kubectl("delete", "resourcequota", "few", "--namespace", namespace)
+            wait(plane, namespace, "Ready=True")
+
+
+async def test_pods_that_a_quota_forbids_are_told(plane: ControlPlane, namespace: str) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"namespace": namespace, "name": "few"}}
+    plane.apply({**quota, "spec": {"hard": {"pods": "4"}}})
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm"))
+
+        async def is_told() -> bool:
+            told = ready(plane, namespace)
+            is_so = told.get("reason") == "PodsRefused" and "exceeded quota: few" in told["message"]
+            return is_so and "PodsRefused" in reasons(plane, namespace)
+
+        await eventually(is_told)
+        plane.kubectl("delete", "resourcequota", "few", "--namespace", namespace)
+        plane.kubectl(
+            "rollout", "restart", "deployment/llm-decode", "deployment/llm-prefill", "-n", namespace
+        )
+        wait(plane, namespace, "Ready=True")
+
+
+def with_main(spec: Mapping[str, Any], mistake: Mapping[str, Any]) -> dict[str, Any]:
+    """The deployment with this in the container of its decode workers."""
+    found = deepcopy(dict(spec))
+    found["spec"]["components"][2]["podTemplate"]["spec"]["containers"][0].update(mistake)
+    return found
+
+
+def engine_policy(namespace: str) -> list[dict[str, Any]]:
+    """A policy engine's rule on this namespace, and its binding."""
+    name = f"engines-{namespace}"
+    rule = {
+        "apiGroups": ["apps"],
+        "apiVersions": ["v1"],
+        "operations": ["CREATE", "UPDATE"],
+        "resources": ["deployments"],
+    }
+    judged = "object.spec.template.spec.containers.all(c, !c.image.contains('denied'))"
+    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    version = "admissionregistration.k8s.io/v1"
+    policy = {
+        "matchConstraints": {"resourceRules": [rule], **here},
+        "validations": [{"expression": judged, "message": DENIED}],
+    }
+    binding = {"policyName": name, "validationActions": ["Deny"], "matchResources": here}
+    return [
+        {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+        for kind, spec in (
+            ("ValidatingAdmissionPolicy", policy),
+            ("ValidatingAdmissionPolicyBinding", binding),
+        )
+    ]
+
+
+async def until_refused(plane: ControlPlane, namespace: str, what: str, words: str) -> None:
+    """Return once the status of the latest generation, and an event, tell that this was refused."""
+
+    async def is_told() -> bool:
+        found = plane.read("dgd", "llm", "--namespace", namespace)
+        if found.get("status", {}).get("observedGeneration") != found["metadata"]["generation"]:
+            return False
+        told = ready(plane, namespace)
+        is_so = (told.get("status"), told.get("reason")) == ("False", "WriteRefused")
+        notes = [event["message"] for event in events(plane, namespace) if event["reason"] == "WriteRefused"]
+        return is_so and all(
+            any(what in text and words in text for text in texts) for texts in ([told["message"]], notes)
+        )
+
+    try:
+        await eventually(is_told)
+    except AssertionError as error:
+        raise AssertionError(f"{what} {words}: {ready(plane, namespace)}") from error
+
+
+def write(plane: ControlPlane, spec: Mapping[str, Any]) -> None:
+    plane.kubectl("replace", "--filename", "-", stdin=json.dumps(spec))
+
+
+def ready(plane: ControlPlane, namespace: str) -> dict[str, str]:
+    conditions = plane.read("dgd", "llm", "--namespace", namespace).get("status", {}).get("conditions", [])
+    return next((each for each in conditions if each["type"] == "Ready"), {})
+
+
+def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
+    plane.kubectl("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)
+
+
+def events(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = plane.read("events", "--namespace", namespace)["items"]
+    return found
+
+
+def reasons(plane: ControlPlane, namespace: str) -> set[str]:
+    return {event["reason"] for event in events(plane, namespace)}
