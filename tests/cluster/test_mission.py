@@ -86,6 +86,7 @@ async def engines_wait_for_their_files(flight: Mission) -> None:
         assert first["metadata"]["labels"][PLACE] == node_zone(worker)
     flight.kubelet.release_files()
     await flight.until_whole()
+    await flight.until_is("Available=True")
     cards = (await flight.read("kvw"))["items"]
     owners = [owner["name"] for card in cards for owner in card["metadata"]["ownerReferences"]]
     assert sorted(owners) == sorted(worker.name for worker in workers)
@@ -128,6 +129,10 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     refused = await refusal(flight)
     assert (refused["role"], refused["domain"]) == ("decode", "zone")
     assert refused["refusals"] == {"domain_mismatch": DECODES}
+    await flight.until_is("Available=False")
+    told = await flight.condition("Available")
+    assert told["reason"] == "NoPairInDomain"
+    assert f"prefill workers are in {one}, and decode workers in {other}" in told["message"]
 
     await flight.lose("decode", other)
     await probes_are_asked_again(flight)
@@ -139,6 +144,7 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     await flight.kubectl("uncordon", *nodes_of(one), *nodes_of(other))
     await flight.until_whole()
     await flight.until_is("DomainBalanced=True")
+    await flight.until_is("Available=True")
     assert set(zones(await flight.ask_until_used(*USED))) == {(zone, zone) for zone in USED}
 
 

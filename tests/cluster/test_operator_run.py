@@ -64,11 +64,12 @@ async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_
         assert status["domains"] == [{"value": zone, "prefill": 1, "decode": 1} for zone in ZONES]
         assert {condition["type"]: condition["status"] for condition in status["conditions"]} == {
             "Ready": "True",
+            "Available": "False",
             "TopologyResolved": "True",
             "DomainBalanced": "True",
         }
         row = plane.kubectl("get", "dgd", "llm", "--namespace", namespace, "--no-headers").split()
-        assert row[:3] == ["llm", "True", "zone"]
+        assert row[:4] == ["llm", "True", "False", "zone"], "nobody runs in the pods of these nodes"
         told = reasons(plane, namespace)
         assert "Applied" in told
         assert not told & {"DomainWithoutDecode", "LabelsNotCopied"}, "a start is no trouble"

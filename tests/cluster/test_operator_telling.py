@@ -58,7 +58,7 @@ async def test_what_cannot_be_read_is_told_in_the_status_and_mended(
         plane.apply(graph(namespace, "llm", labelKey=f"{'a.' * 130}a/zone", domain="zone"))
         wait(plane, namespace, "Ready=False")
         found = plane.read("dgd", "llm", "--namespace", namespace)
-        (ready,) = found["status"]["conditions"]
+        (ready,) = found["status"]["conditions"]  # of what cannot be read nothing else is known
         assert ready["reason"] == "SpecInvalid"
         assert "spec.experimental.kvTransferPolicy.labelKey" in ready["message"]
         assert found["status"]["observedGeneration"] == 1
@@ -90,6 +90,7 @@ async def test_wide_columns_answer_the_second_question(plane: ControlPlane, name
         wait(plane, namespace, "Ready=True")
         row = wide(plane, namespace, "dgd")
         assert (row["READY"], row["PLACED"], row["REASON"]) == ("True", "Unknown", "AllPodsReady")
+        assert row["AVAILABLE"] == "False"
         assert row["MESSAGE"] == "all 1 pods are Ready"
 
 

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from pydantic import JsonValue
 
+from kvrouter.core.workers import Role
 from kvrouter.operator.api import (
     ComponentStatus,
     Condition,
@@ -14,11 +15,15 @@ from kvrouter.operator.api import (
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import plan
-from kvrouter.operator.status import Refusals, deployment_status
+from kvrouter.operator.status import Refusals, Registered, Workers, deployment_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 TYPES = ("frontend", "prefill", "decode")
 NOTHING_REFUSED = Refusals()
+SERVING = Workers((Registered("llama", Role.BOTH),))
+FRONTEND = Pod(
+    "frontend-0", "fleet", "u", "node-f", {"kvrouter.dev/component-type": "frontend"}, is_ready=True
+)
 NOW = datetime(2026, 11, 21, 21, 0, 0, tzinfo=UTC)
 REQUIRED: dict[str, JsonValue] = {"clusterTopologyName": "gpu-fabric", "domain": "zone"}
 TRUE, FALSE, UNKNOWN = ConditionStatus.TRUE, ConditionStatus.FALSE, ConditionStatus.UNKNOWN
@@ -75,18 +80,20 @@ def status(
     previous: DeploymentStatus | None = None,
     now: datetime = NOW,
     refusals: Refusals = NOTHING_REFUSED,
+    workers: Workers = SERVING,
 ) -> DeploymentStatus:
-    """What is told of ``of``, or of a deployment with ``policy``, whose pods these are."""
+    """What is told of ``of``, or of a deployment with ``policy``, whose pods these are, and a frontend's."""
     of = of or deployment(policy=policy, types=TYPES)
     return deployment_status(
         of,
         plan(of, facts, DEFAULTS),
         facts,
         components=settled(of),
-        pods=found,
+        pods=[FRONTEND, *found],
         previous=previous,
         now=now,
         refusals=refusals,
+        workers=workers,
     )
 
 

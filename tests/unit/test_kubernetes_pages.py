@@ -13,7 +13,7 @@ from kvrouter.assembly import pod_fleet
 from kvrouter.core import errors
 from kvrouter.core.errors import KvrouterError, Reason
 from kvrouter.operator.labels import Source
-from kvrouter.operator.status.finding import DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED
+from kvrouter.operator.status.finding import AVAILABLE, DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED
 from kvrouter.telemetry import Event
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ PAGES = {path.name: path.read_text("utf-8") for path in sorted(DOCS.glob("kubern
 GUIDES = ("kubernetes-tutorial.md", "kubernetes-verify.md", "kubernetes-troubleshooting.md")
 """The pages that name symptoms."""
 
-MADE_HERE = {READY, TOPOLOGY_RESOLVED, DOMAIN_BALANCED, "KvrouterNodePlaces", "KvrouterWorker"}
+MADE_HERE = {READY, AVAILABLE, TOPOLOGY_RESOLVED, DOMAIN_BALANCED, "KvrouterNodePlaces", "KvrouterWorker"}
 OF_KUBERNETES = {
     "ErrImagePull",
     "NotFound",

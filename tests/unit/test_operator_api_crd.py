@@ -114,7 +114,7 @@ def test_columns_answer_the_first_question() -> None:
     (version,) = cast(list[Schema], cast(Schema, deployment_crd()["spec"])["versions"])
     columns = cast(list[Schema], version["additionalPrinterColumns"])
     shown = [column["name"] for column in columns if not column.get("priority")]
-    assert shown == ["Ready", "Domain", "Enforcement", "Prefill/Decode", "Age"]
+    assert shown == ["Ready", "Available", "Domain", "Enforcement", "Prefill/Decode", "Age"]
     for column in columns:
         path = str(column["jsonPath"]).partition("[?")[0]
         assert path in FIELDS or path == ".metadata.creationTimestamp", path

@@ -222,9 +222,9 @@ def test_labels_that_the_server_refuses_are_told() -> None:
 # Without a policy; times; events.
 
 
-def test_without_a_policy_there_is_ready_alone() -> None:
+def test_without_a_policy_there_are_ready_and_available_alone() -> None:
     found = status(pods(a=(1, 1)), policy=None)
-    assert [condition.type for condition in found.conditions] == ["Ready"]
+    assert [condition.type for condition in found.conditions] == ["Ready", "Available"]
     assert (found.policy, found.balance, found.domains) == (None, None, ())
 
 

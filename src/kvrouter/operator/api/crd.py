@@ -26,6 +26,12 @@ COLUMNS: tuple[dict[str, JsonValue], ...] = (
         "jsonPath": _condition("Ready", "status"),
     },
     {
+        "name": "Available",
+        "type": "string",
+        "description": "Whether requests are served.",
+        "jsonPath": _condition("Available", "status"),
+    },
+    {
         "name": "Domain",
         "type": "string",
         "description": "Domain that KV transfers keep to.",

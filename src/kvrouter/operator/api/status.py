@@ -28,7 +28,7 @@ class Condition(Part):
     """One thing that holds or does not."""
 
     type: Annotated[str, MaxLen(316)]
-    """Which condition: Ready, TopologyResolved or DomainBalanced."""
+    """Which condition: Ready, Available, TopologyResolved or DomainBalanced."""
     status: ConditionStatus
     """Whether it holds."""
     reason: Annotated[str, MaxLen(1024)]
@@ -88,7 +88,7 @@ class DeploymentStatus(Part):
     observed_generation: Generation | None = None
     """Generation of the spec that this status speaks of."""
     conditions: Annotated[tuple[Condition, ...], MaxLen(16), Field(json_schema_extra=list_map("type"))] = ()
-    """Ready, TopologyResolved and DomainBalanced."""
+    """Ready, Available, TopologyResolved and DomainBalanced."""
     components: Annotated[
         tuple[ComponentStatus, ...], MaxLen(25), Field(json_schema_extra=list_map("name"))
     ] = ()

@@ -13,6 +13,7 @@ from kvrouter.operator.plan.names import (
     selector,
 )
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, Plan, plan, read_levels
+from kvrouter.operator.plan.serving import registers_elsewhere
 
 __all__ = [
     "COMPONENT_LABEL",
@@ -29,6 +30,7 @@ __all__ = [
     "object_name",
     "plan",
     "read_levels",
+    "registers_elsewhere",
     "selector",
     "template_hash",
 ]

@@ -5,12 +5,12 @@ from itertools import count
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import Component, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.api import Component, ComponentType, DeploymentSpec, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.environment import offered, value_of, variable
 from kvrouter.operator.plan.manifest import Manifest, listed, objects
 from kvrouter.operator.plan.names import fleet_name
-from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.operator.plan.pod import PodDraft, read_pod_template
 
 HTTP_PORT = 8000
 HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"
@@ -25,6 +25,11 @@ LEAVING_S = 5
 """A frontend that is to end keeps taking requests so long: until then Services still send it some."""
 
 RUN_AS_USER = 65_532
+
+WHERE_WORKERS_ARE = frozenset(
+    {"DYN_NAMESPACE", "DYN_DISCOVERY_BACKEND", "--namespace", "--discovery", "--static-endpoint"}
+)
+"""Variables and flags of a frontend that say where it looks for workers."""
 
 
 def restricted() -> Manifest:
@@ -74,6 +79,24 @@ def complete(
         ]
     draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     return problems
+
+
+def registers_elsewhere(spec: DeploymentSpec) -> str | None:
+    """Return why workers of this deployment may be registered somewhere else than the operator expects: its
+    frontends say themselves where they look for workers. None where they do not.
+    """
+    for index, component in enumerate(spec.components):
+        draft = read_pod_template(component, ("spec", "components", index, "podTemplate"))
+        if component.type is not ComponentType.FRONTEND or isinstance(draft, list):
+            continue
+        for container in draft.containers:
+            names = {str(entry.get("name")) for entry in objects(container.get("env"))}
+            lists = [container.get("command"), container.get("args")]
+            words = [str(word).partition("=")[0] for each in lists if isinstance(each, list) for word in each]
+            said = sorted(names & WHERE_WORKERS_ARE) or sorted(set(words) & WHERE_WORKERS_ARE)
+            if said:
+                return f"{component.name} says {said[0]} itself"
+    return None
 
 
 def is_sidecar(container: Manifest) -> bool:

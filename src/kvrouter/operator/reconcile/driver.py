@@ -6,12 +6,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import gather_s, read_node
-from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults
+from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults, fleet_name
 from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
 from kvrouter.operator.reconcile.backlog import Backlog
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
+from kvrouter.operator.reconcile.cards import EXPIRE_S, FLEET_LABEL, WORKERS, Cards, fleet_of
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
@@ -30,14 +32,16 @@ from kvrouter.operator.reconcile.reconciler import Listener as ReconcilerListene
 from kvrouter.operator.reconcile.reconciler import Reconciler, Seen, last_levels, node_name_of
 from kvrouter.operator.reconcile.recorder import Recorder
 from kvrouter.operator.reconcile.watched import RETRY_S, Watched
+from kvrouter.operator.status import Workers
 
 LOOKS_AT_A_TIME = 4
 GATHER_S = 0.2
 """Changes of pods and of owned objects come in bursts: they are looked at together."""
 FACTS_S = 15.0
 """How often topologies are read anew."""
-NODES_WITHIN_S = 10.0
-"""For how long nodes are waited for at the start: they may never come, where they may not be read."""
+OTHERS_WITHIN_S = 10.0
+"""For how long nodes and registered workers are waited for at the start: they may never come, where they may
+not be read."""
 RESYNC_S = 600.0
 """How often everything is looked at, and applied, whether something changed or not."""
 
@@ -104,12 +108,17 @@ class Driver:
         }
         self._pods = watched(PODS, DEPLOYMENT_LABEL, _deployment_of, self._pod_changed)
         self._nodes = watched(NODES, "", lambda _: None, self._node_changed)
+        self._fleets: dict[Key, Key] = {}
+        self._cards = Cards(self._fleet_changed)
+        self._reads_cards = defaults.discovery is DiscoveryBackend.KUBERNETES
+        self._workers = watched(WORKERS, FLEET_LABEL, fleet_of, self._card_changed)
+        self._workers_unread = "they were not read yet"
         self._applied = Applied(cluster, self._owned)
         self._bindings = Bindings(cluster, lease)
         self._bindings_due = self._bindings_lost = False
         self._reconciler = Reconciler(
             cluster,
-            Seen(self._deployments, self._pods, self._nodes),
+            Seen(self._deployments, self._pods, self._nodes, self._workers_of),
             self._applied,
             defaults=defaults,
             recorder=Recorder(cluster, identity),
@@ -123,18 +132,23 @@ class Driver:
             *self._owned.values(),
             self._pods,
         ]
+        others: list[Watched[None] | Watched[Key]] = [self._nodes]
+        if self._reads_cards:
+            others.append(self._workers)
         async with asyncio.TaskGroup() as group:
-            for each in (*watches, self._nodes):
+            for each in (*watches, *others):
                 group.create_task(each.run())
             for each in watches:
                 await each.synced.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(NODES_WITHIN_S):
-                    await self._nodes.synced.wait()
+                async with asyncio.timeout(OTHERS_WITHIN_S):
+                    for other in others:
+                        await other.synced.wait()
             await self._read_facts(is_first=True)
             group.create_task(self._follow_nodes())
             group.create_task(self._every(self._facts_s, self._read_facts))
             group.create_task(self._every(self._resync_s, self._resync))
+            group.create_task(self._every(EXPIRE_S, self._expire))
             for _ in range(LOOKS_AT_A_TIME):
                 group.create_task(self._look())
 
@@ -246,6 +260,18 @@ class Driver:
                 self._look_at_all()
             return
 
+    async def _expire(self) -> None:
+        self._cards.expire(asyncio.get_running_loop().time())
+
+    def _workers_of(self, fleet: Key, has_pod: Callable[[str], bool]) -> Workers:
+        if not self._reads_cards:
+            return Workers(
+                unknown_because="they announce themselves in NATS, which the operator does not read"
+            )
+        if not self._workers.synced.is_set():
+            return Workers(unknown_because=self._workers_unread)
+        return Workers(self._cards.of(fleet, has_pod=has_pod))
+
     async def _resync(self) -> None:
         self._applied.forget()
         self._bindings.forget()
@@ -262,20 +288,41 @@ class Driver:
 
     def _watch_lost(self, kind: Kind, error: ClusterError | None) -> None:
         self._listener.lost(kind, error)
+        if kind == WORKERS:
+            self._cards_lost(error)
         if kind == NODES:
             why = "" if error is None else error.message
             self._facts = replace(self._facts, nodes_unread_because=why)
             self._look_at_all()
 
+    def _cards_lost(self, error: ClusterError | None) -> None:
+        if error is None:
+            self._cards.regain(asyncio.get_running_loop().time())
+        else:
+            self._cards.lose()
+            self._workers_unread = error.message
+        self._look_at_all()
+
+    def _card_changed(self, manifest: Manifest) -> None:
+        is_there = self._workers.get(key_of(manifest)) is not None
+        self._cards.hear(manifest, asyncio.get_running_loop().time(), is_there=is_there)
+
+    def _fleet_changed(self, fleet: Key) -> None:
+        key = self._fleets.get(fleet)
+        if key is not None:
+            self._add(key, GATHER_S)
+
     def _deployment_changed(self, manifest: Manifest) -> None:
         key, uid = key_of(manifest), uid_of(manifest)
         if self._deployments.get(key) is None:
             self._owners.pop(uid, None)
+            self._fleets.pop(Key(key.namespace, fleet_name(*key)), None)
             self._generations.pop(key, None)
             self._asked.pop(key, None)
             self._bindings_due = True
         else:
             self._owners[uid] = key
+            self._fleets[Key(key.namespace, fleet_name(*key))] = key
             said = (uid, _said_in(manifest))
             if self._generations.get(key) != said:
                 self._generations[key] = said

@@ -1,6 +1,6 @@
 """One look at a deployment: what it says is made so in the cluster, and what is so becomes its status."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
@@ -12,12 +12,22 @@ from kvrouter.operator.api import (
     API_VERSION,
     KIND,
     DeploymentStatus,
+    DynamoGraphDeployment,
     Level,
     read_deployment,
 )
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, Pod, late_labels, read_node, read_pod
-from kvrouter.operator.plan import LEVELS_ANNOTATION, TYPE_LABEL, PlanDefaults, object_name, plan, read_levels
+from kvrouter.operator.plan import (
+    LEVELS_ANNOTATION,
+    TYPE_LABEL,
+    PlanDefaults,
+    fleet_name,
+    object_name,
+    plan,
+    read_levels,
+    registers_elsewhere,
+)
 from kvrouter.operator.reconcile.applied import WORKLOADS, Applied, Changes
 from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import (
@@ -34,10 +44,12 @@ from kvrouter.operator.reconcile.watched import Watched
 from kvrouter.operator.status import (
     NAME_TAKEN_MEND,
     Refusals,
+    Workers,
     component_status,
     deployment_status,
     events_of,
     refused_pods,
+    role_mistakes,
     unreadable_status,
 )
 
@@ -69,12 +81,13 @@ class Listener(Protocol):
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What is watched. ``pods`` are grouped by their deployment; ``nodes`` may never come where they may not
-    be read.
+    be read. ``workers`` returns those that are registered in a fleet; it is told which pods are there.
     """
 
     deployments: Watched[None]
     pods: Watched[Key]
     nodes: Watched[None]
+    workers: Callable[[Key, Callable[[str], bool]], Workers]
 
 
 class Reconciler:
@@ -134,6 +147,7 @@ class Reconciler:
             pods=[refused for refused in refused_of if refused is not None],
             labels=unlabelled,
         )
+        workers = self._workers_of(deployment, pods)
         status = deployment_status(
             deployment,
             planned,
@@ -143,10 +157,13 @@ class Reconciler:
             previous=before,
             now=datetime.now(UTC),
             refusals=refusals,
+            workers=workers,
         )
         await self._write(found, before, status)
         await self._tell(found, changes)
         await self._warn(found, (*reading.unknown, *planned.warnings))
+        for mistake in role_mistakes(pods, workers):
+            await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
         if changes.taken:
             await self._name_taken(found, changes)
         if refusals.writes or refusals.labels:
@@ -155,6 +172,17 @@ class Reconciler:
     def is_as_told(self, found: Manifest) -> bool:
         """Whether the status that a watch shows is the one that was written last."""
         return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
+
+    def _workers_of(self, deployment: DynamoGraphDeployment, pods: Sequence[Pod]) -> Workers:
+        elsewhere = registers_elsewhere(deployment.spec)
+        if elsewhere is not None:
+            return Workers(unknown_because=elsewhere)
+        there = {pod.name for pod in pods if not pod.is_over}
+        gone = {pod.name for pod in pods if pod.is_over}
+        namespace, name = deployment.metadata.namespace, deployment.metadata.name
+        found = self._seen.workers(Key(namespace, fleet_name(namespace, name)), there.__contains__)
+        kept = tuple(each for each in found.registered if each.pod not in gone)
+        return Workers(kept, found.unknown_because)
 
     def _status_before(self, found: Manifest) -> DeploymentStatus | None:
         """What was told last, which a watch may not have shown yet."""

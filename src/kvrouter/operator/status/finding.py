@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvrouter.operator.api import Condition, ConditionStatus
 
 READY = "Ready"
+AVAILABLE = "Available"
 TOPOLOGY_RESOLVED = "TopologyResolved"
 DOMAIN_BALANCED = "DomainBalanced"
 NAMED_MAX = 5

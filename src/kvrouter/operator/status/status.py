@@ -16,8 +16,16 @@ from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
+from kvrouter.operator.status.available import NOT_LOOKED_AT, Workers, available, role_mistakes
 from kvrouter.operator.status.domains import Places, balance_of, balanced, had_decode, places_of, told
-from kvrouter.operator.status.finding import DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED, Finding, dated
+from kvrouter.operator.status.finding import (
+    AVAILABLE,
+    DOMAIN_BALANCED,
+    READY,
+    TOPOLOGY_RESOLVED,
+    Finding,
+    dated,
+)
 from kvrouter.operator.status.resolved import copy_of, resolved
 from kvrouter.operator.status.workloads import NOTHING_REFUSED, Refusals, invalid_spec, ready
 
@@ -32,16 +40,23 @@ def deployment_status(
     previous: DeploymentStatus | None,
     now: datetime,
     refusals: Refusals = NOTHING_REFUSED,
+    workers: Workers = NOT_LOOKED_AT,
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
-    ``components`` are those whose Deployment is in the cluster, ``pods`` all of its pods. Without a policy
-    there is the condition Ready alone. ``now`` must know its time zone.
+    ``components`` are those whose Deployment is in the cluster, ``pods`` all of its pods, ``workers`` those
+    that are registered. Without a policy there are the conditions Ready and Available alone. ``now`` must
+    know its time zone.
     """
     found = tuple(pods)
     spec = deployment.spec
-    findings = {READY: ready(spec.components, components, planned.problems, refusals)}
     policy, places = planned.policy, Places()
+    findings = {
+        READY: ready(spec.components, components, planned.problems, refusals),
+        AVAILABLE: _with_mistakes(
+            available(spec.components, policy, found, workers), role_mistakes(found, workers)
+        ),
+    }
     if policy is not None and planned.resolution is not None:
         decode_replicas = sum(each.replicas for each in spec.components if _takes_decode(each.type))
         places = places_of(found, copy_of(policy, planned.resolution), decode_replicas=decode_replicas)
@@ -69,6 +84,10 @@ def unreadable_status(
     return before.model_copy(
         update={"observed_generation": generation, "conditions": (invalid, *others)},
     )
+
+
+def _with_mistakes(finding: Finding, mistakes: Sequence[str]) -> Finding:
+    return finding._replace(message=". ".join((finding.message, *mistakes)))
 
 
 def _takes_decode(kind: ComponentType) -> bool:

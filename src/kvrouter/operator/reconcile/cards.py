@@ -1,0 +1,162 @@
+"""Workers as they register in Kubernetes: who is there by a lease that it renews, as routers see it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.workers import ModelRuntimeConfig, Role
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, version_of
+from kvrouter.operator.status import Registered
+from kvrouter.topology import policy_of, topology_domains, validate_runtime_config
+
+WORKERS = Kind("kvrouter.dev/v1alpha1", "KvrouterWorker", "kvrouterworkers")
+FLEET_LABEL = "kvrouter.dev/namespace"
+EXPIRE_S = 5.0
+"""How often leases are looked at."""
+
+
+class _Card(msgspec.Struct, frozen=True):
+    """What is read of a worker's card; the rest is between workers and routers."""
+
+    model: str
+    role: Role
+    draining: bool = False
+    engine_silent: bool = False
+    runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
+
+
+class _Record(msgspec.Struct, frozen=True):
+    card: _Card
+    lease_s: float
+    withdrawn: bool = False
+
+
+@dataclass(slots=True)
+class _Known:
+    """One object: the worker, and until when it is good. ``is_there`` once more while the object exists."""
+
+    registered: Registered
+    lease_s: float
+    withdrawn: bool
+    stamp: str
+    heard_s: float
+    is_there: bool = True
+    has_expired: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        return not (self.withdrawn or self.has_expired)
+
+    @property
+    def ends_s(self) -> float:
+        return self.heard_s + self.lease_s
+
+    @property
+    def said(self) -> tuple[Registered, bool, bool]:
+        return self.registered, self.is_live, self.is_there
+
+
+class Cards:
+    """The registered workers of each fleet, by the namespace and the fleet's name.
+
+    ``changed`` is called with a fleet whenever somebody in it comes, changes, leaves or runs out of a
+    lease; a renewal alone is no change. Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, changed: Callable[[Key], None]) -> None:
+        self._changed = changed
+        self._fleets: dict[Key, dict[Key, _Known]] = {}
+        self._is_lost = False
+
+    def hear(self, manifest: Manifest, now_s: float, *, is_there: bool) -> None:
+        """Take an object as a watch shows it, or the last of it when it ``is_there`` no more.
+
+        An object that somebody deleted may come back with its worker's next renewal.
+        """
+        fleet, key = fleet_of(manifest), key_of(manifest)
+        known = self._fleets.get(fleet, {}).get(key)
+        before = None if known is None else known.said
+        if not is_there:
+            if known is not None:
+                known.is_there = False
+        elif known is None or known.stamp != version_of(manifest):
+            known = _read(manifest, now_s)
+            if known is None:
+                self._fleets.get(fleet, {}).pop(key, None)
+            else:
+                self._fleets.setdefault(fleet, {})[key] = known
+        if (None if known is None else known.said) != before:
+            self._changed(fleet)
+
+    def expire(self, now_s: float) -> None:
+        """Let those go whose lease has run out; nobody while the objects cannot be watched."""
+        if self._is_lost:
+            return
+        for fleet, workers in [*self._fleets.items()]:
+            over = [each for each in workers.values() if each.is_live and each.ends_s <= now_s]
+            for each in over:
+                each.has_expired = True
+            for key in [key for key, each in workers.items() if not (each.is_there or each.is_live)]:
+                del workers[key]
+            if not workers:
+                del self._fleets[fleet]
+            if over:
+                self._changed(fleet)
+
+    def lose(self) -> None:
+        """The objects cannot be watched: who was there last stays."""
+        self._is_lost = True
+
+    def regain(self, now_s: float) -> None:
+        """They can be again: every lease has its whole length to be renewed."""
+        self._is_lost = False
+        for workers in self._fleets.values():
+            for each in workers.values():
+                each.heard_s = now_s
+
+    def of(self, fleet: Key, *, has_pod: Callable[[str], bool]) -> tuple[Registered, ...]:
+        """Return the workers of a fleet. Of those whose object is gone only they count whose pod is there:
+        Kubernetes deletes both together, and people delete the object alone.
+        """
+        return tuple(
+            each.registered
+            for _, each in sorted(self._fleets.get(fleet, {}).items())
+            if each.is_live and (each.is_there or has_pod(each.registered.pod))
+        )
+
+
+def fleet_of(manifest: Manifest) -> Key:
+    """Return the fleet that a worker's object belongs to: its namespace, and the fleet's name there."""
+    labels = metadata_of(manifest).get("labels")
+    name = labels.get(FLEET_LABEL) if isinstance(labels, dict) else ""
+    return Key(key_of(manifest).namespace, str(name))
+
+
+def _read(manifest: Manifest, now_s: float) -> _Known | None:
+    """What an object says; None for what no router takes in either."""
+    try:
+        record = msgspec.convert(manifest.get("spec"), _Record)
+        validate_runtime_config(record.card.runtime_config)
+        policy = policy_of(record.card.runtime_config, None)
+    except (msgspec.ValidationError, ConfigError):
+        return None
+    card = record.card
+    registered = Registered(
+        model=card.model,
+        role=card.role,
+        takes_requests=not (card.draining or card.engine_silent),
+        domains=topology_domains(card.runtime_config),
+        policy=policy,
+        pod=_pod_of(manifest),
+    )
+    return _Known(registered, record.lease_s, record.withdrawn, version_of(manifest), now_s)
+
+
+def _pod_of(manifest: Manifest) -> str:
+    owners = metadata_of(manifest).get("ownerReferences")
+    for owner in owners if isinstance(owners, list) else []:
+        if isinstance(owner, dict) and owner.get("kind") == "Pod":
+            return str(owner.get("name"))
+    return ""

@@ -1,0 +1,170 @@
+"""Whether requests are served: by the workers that are registered, as a router would place a request."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.core.workers import Enforcement, Role
+from kvrouter.operator.api import Component, ComponentType, ConditionStatus
+from kvrouter.operator.labels import Pod
+from kvrouter.operator.plan import COMPONENT_LABEL, TYPE_LABEL
+from kvrouter.operator.policy import DeploymentPolicy
+from kvrouter.operator.status.finding import Finding, named
+from kvrouter.topology import Required, TransferPolicy
+
+ROLE_OF = {
+    ComponentType.PREFILL: Role.PREFILL,
+    ComponentType.DECODE: Role.DECODE,
+    ComponentType.WORKER: Role.BOTH,
+}
+"""What the workers of a component register as."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One worker as discovery has it. ``policy`` is its own; ``pod`` names its pod, where that is known.
+
+    ``takes_requests``: it does not drain, and its engine answers.
+    """
+
+    model: str
+    role: Role
+    takes_requests: bool = True
+    domains: Mapping[str, str] = field(default_factory=dict)
+    policy: TransferPolicy | None = None
+    pod: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers that are registered; ``unknown_because`` says why nobody can tell, and else is empty."""
+
+    registered: Sequence[Registered] = ()
+    unknown_because: str = ""
+
+
+NOT_LOOKED_AT = Workers(unknown_because="they were not looked at yet")
+
+
+def available(
+    components: Sequence[Component], policy: DeploymentPolicy | None, pods: Iterable[Pod], workers: Workers
+) -> Finding:
+    """Return whether a request that comes now is served, were nobody busy."""
+    return (
+        _without_frontend(components, pods)
+        or _without_workers(components, workers)
+        or _by_model(workers.registered, policy)
+    )
+
+
+def serves(workers: Sequence[Registered], policy: DeploymentPolicy | None) -> bool:
+    """Return whether a router places a plain request among these workers of one model.
+
+    ``policy`` is what frontends hold prefill workers to that publish none of their own.
+    """
+    takers = [each for each in workers if each.takes_requests and each.role is not Role.PREFILL]
+    senders = [each for each in workers if each.takes_requests and each.role is Role.PREFILL]
+    if not takers or not senders:
+        return bool(takers)
+    return any(_may_hand_on(sender, takers, policy) for sender in senders)
+
+
+def role_mistakes(pods: Iterable[Pod], workers: Workers) -> list[str]:
+    """Return a line for each component whose workers register as something else than its type says."""
+    by_name = {pod.name: pod for pod in pods}
+    found: dict[str, tuple[str, set[str]]] = {}
+    for each in workers.registered:
+        labels = by_name[each.pod].labels if each.pod in by_name else {}
+        kind = labels.get(TYPE_LABEL, "")
+        wanted = {component.value: role for component, role in ROLE_OF.items()}.get(kind)
+        if wanted is not None and each.role is not wanted:
+            found.setdefault(labels.get(COMPONENT_LABEL, kind), (kind, set()))[1].add(each.role.value)
+    return [
+        f"component {name} is of type {kind}, and its workers register as {named(roles)}: start them with "
+        f"--role {ROLE_OF[ComponentType(kind)].value}, or move them to a component of their own type"
+        for name, (kind, roles) in sorted(found.items())
+    ]
+
+
+def _without_frontend(components: Sequence[Component], pods: Iterable[Pod]) -> Finding | None:
+    frontends = [each for each in components if each.type is ComponentType.FRONTEND]
+    if not frontends:
+        message = "no component is of type frontend: nobody takes requests"
+        return Finding(ConditionStatus.FALSE, "NoFrontend", message)
+    if not any(each.replicas for each in frontends):
+        message = f"{named(each.name for each in frontends)}: scaled to 0, so nobody takes requests"
+        return Finding(ConditionStatus.FALSE, "ScaledToZero", message)
+    if not any(_is_ready_frontend(pod) for pod in pods):
+        message = "no frontend is Ready: kubectl describe pod shows what they wait for"
+        return Finding(ConditionStatus.FALSE, "NoReadyFrontend", message)
+    return None
+
+
+def _without_workers(components: Sequence[Component], workers: Workers) -> Finding | None:
+    """What is so without a registered worker, or without one that is known of."""
+    if workers.registered:
+        return None
+    ours = [each for each in components if each.type.is_worker]
+    if not any(each.replicas for each in ours):
+        message = "every component with workers is scaled to 0: requests get 503"
+        return Finding(ConditionStatus.FALSE, "ScaledToZero", message)
+    if not workers.unknown_because:
+        message = "no worker is registered: requests get 503. The workers' own logs say what they wait for"
+        return Finding(ConditionStatus.FALSE, "NoWorkers", message)
+    if not any(each.replicas for each in ours if each.type is not ComponentType.PREFILL):
+        message = "no component with a worker that decodes has replicas: requests get 503"
+        return Finding(ConditionStatus.FALSE, "NoDecodeWorkers", message)
+    message = f"nobody can tell which workers are registered: {workers.unknown_because}"
+    return Finding(ConditionStatus.UNKNOWN, "WorkersUnknown", message)
+
+
+def _by_model(registered: Sequence[Registered], policy: DeploymentPolicy | None) -> Finding:
+    models: dict[str, list[Registered]] = {}
+    for each in registered:
+        models.setdefault(each.model, []).append(each)
+    unserved = [name for name in sorted(models) if not serves(models[name], policy)]
+    if not unserved:
+        takers = sum(each.takes_requests for each in registered)
+        message = f"requests for {named(models)} are served: {takers} workers take them"
+        return Finding(ConditionStatus.TRUE, "RequestsServed", message)
+    first = _why_not(models[unserved[0]], policy)
+    message = f"requests for {named(unserved)} get 503: {first.message}"
+    if len(unserved) < len(models):
+        message += f". {named(set(models) - set(unserved))} are served"
+    return first._replace(message=message)
+
+
+def _why_not(workers: Sequence[Registered], policy: DeploymentPolicy | None) -> Finding:
+    """Why a model that is not served is not."""
+    decoders = [each for each in workers if each.role is not Role.PREFILL]
+    if not decoders:
+        why = f"{len(workers)} prefill workers are registered, and none that decodes"
+        return Finding(ConditionStatus.FALSE, "NoDecodeWorkers", why)
+    takers = [each for each in decoders if each.takes_requests]
+    if not takers:
+        why = f"{len(decoders)} workers decode, and all of them drain or lost their engine"
+        return Finding(ConditionStatus.FALSE, "WorkersLeaving", why)
+    senders = [each for each in workers if each.takes_requests and each.role is Role.PREFILL]
+    rule = next(found for each in senders if isinstance(found := _policy_of(each, policy), Required))
+    here = named({each.domains.get(rule.domain, "nowhere") for each in senders})
+    there = named({each.domains.get(rule.domain, "nowhere") for each in takers})
+    why = f"KV may not leave its {rule.domain}, prefill workers are in {here}, and decode workers in {there}"
+    return Finding(ConditionStatus.FALSE, "NoPairInDomain", why)
+
+
+def _may_hand_on(sender: Registered, takers: Sequence[Registered], policy: DeploymentPolicy | None) -> bool:
+    rule = _policy_of(sender, policy)
+    if not isinstance(rule, Required):
+        return True
+    value = sender.domains.get(rule.domain)
+    return value is not None and any(each.domains.get(rule.domain) == value for each in takers)
+
+
+def _policy_of(sender: Registered, policy: DeploymentPolicy | None) -> TransferPolicy | None:
+    """Its own, else that of the frontends, which have no word for ``preferred``."""
+    if sender.policy is not None or policy is None or policy.enforcement is Enforcement.PREFERRED:
+        return sender.policy
+    return policy.transfer
+
+
+def _is_ready_frontend(pod: Pod) -> bool:
+    return pod.labels.get(TYPE_LABEL) == ComponentType.FRONTEND.value and pod.is_ready and not pod.is_over
