@@ -1,6 +1,7 @@
 """Whatever bytes come, in whatever pieces: events, never an exception, never more of them than allowed."""
 
 from itertools import pairwise
+from pathlib import Path
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,6 +11,9 @@ from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import BadRequest, ConnectionClosed, Event, Request, RequestHead
 
 LIMITS = Limits(header_bytes=400, body_bytes=60, headers=10, pipelined_requests=3)
+
+CORPUS = Path(__file__).parents[1] / "data" / "http-corpus"
+FRAGMENT_BYTES_MAX = 200
 
 FRAGMENTS = st.sampled_from(
     [
@@ -33,6 +37,9 @@ FRAGMENTS = st.sampled_from(
         b"\x00",
         b"GET ",
         b"A" * 150,
+        *sorted(
+            path.read_bytes() for path in CORPUS.glob("*.http") if path.stat().st_size < FRAGMENT_BYTES_MAX
+        ),
     ]
 )
 STREAMS = st.lists(FRAGMENTS | st.binary(max_size=20), max_size=12).map(b"".join)

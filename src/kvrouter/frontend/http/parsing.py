@@ -2,7 +2,8 @@
 
 The grammar is llhttp's, strict. What is added here are the refusals that a server behind other proxies
 owes them (RFC 9112 §3.2, §6.3): a request that frames its body twice, or carries no or several Host
-headers, is not read in one of its two possible ways; it ends the connection.
+headers, is not read in one of its two possible ways; it ends the connection. The request line is read here
+before llhttp sees it, which also takes RTSP and ICE, and any number of spaces.
 """
 
 import re
@@ -17,9 +18,15 @@ from kvrouter.frontend.http.messages import BadRequest, Request, RequestHead
 
 __all__ = ["MessageParser"]
 
-_VERSIONS = frozenset({"1.0", "1.1"})
+_VERSIONS = frozenset({b"HTTP/1.0", b"HTTP/1.1"})
+_NOT_IN_LINE = re.compile(rb"[^\x20-\x7e]")
+_REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [^ ]+ ([A-Z]+/[0-9]\.[0-9])")
+_AUTHORITY = rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?"
+_HOST = re.compile(rb"(?:" + _AUTHORITY + rb")?")
 _DIGITS = re.compile(rb"[0-9]{1,18}")
-_ABSOLUTE_FORM = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+_ABSOLUTE_FORM = re.compile(rb"https?://" + _AUTHORITY + rb"(?=[/?]|$)", re.IGNORECASE)
+_CR = 13
+_UNKNOWN_METHOD = "Invalid method"
 
 
 class _Fault(Exception):
@@ -36,6 +43,7 @@ class MessageParser:
         self._finished: list[Request] = []
         self._fresh_head: RequestHead | None = None
         self._is_resuming = False
+        self._await_line()
         self._begin()
 
     @property
@@ -59,16 +67,44 @@ class MessageParser:
         An upgrade is not made: the request is served as if it had not asked (RFC 9110 §7.8). Java's HTTP
         client asks with every first POST over plain text.
         """
+        kept_bytes = 0
+        if self._line is not None:
+            kept_bytes = len(self._line)
+            self._line += data
+            if not self._has_line(self._line):
+                return len(data)
+            data, self._line = memoryview(self._line), None
         try:
             self._grammar.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self._head is not None:
                 self._resume_body()
-            return int(upgrade.args[0])
+            return int(upgrade.args[0]) - kept_bytes
         except httptools.HttpParserError as error:
             if self.fault is None:
-                self.fault = BadRequest(400, f"malformed HTTP: {error}")
-        return len(data)
+                status = 501 if str(error).startswith(_UNKNOWN_METHOD) else 400
+                self.fault = BadRequest(status, f"malformed HTTP: {error}")
+        return len(data) - kept_bytes
+
+    def _has_line(self, line: bytearray) -> bool:
+        """Whether the request line is whole, and may be parsed; sets ``fault`` when it may not."""
+        begin = self._line_begin
+        while begin < len(line) and line[begin] in b"\r\n":  # empty lines before it (RFC 9112 §2.2)
+            begin += 1
+        self._line_begin = begin
+        seen, end = max(self._line_seen, begin), line.find(b"\n", max(self._line_seen, begin))
+        until = end - 1 if end > begin else len(line) - line.endswith(b"\r")
+        self._line_seen = max(until, begin)
+        if _NOT_IN_LINE.search(line, seen, until) or (end > begin and line[until] != _CR):
+            self.fault = BadRequest(400, "malformed HTTP: a character that no request line has")
+        elif end > begin:
+            found = _REQUEST_LINE.fullmatch(line, begin, until)
+            if found is None:
+                self.fault = BadRequest(400, "malformed HTTP: not a request line")
+            elif found[1] not in _VERSIONS:
+                self.fault = BadRequest(505, "HTTP version not supported")
+            return self.fault is None
+        return False
 
     def close(self) -> None:
         """Drop the message that is being read. Nothing may be fed any more.
@@ -103,6 +139,10 @@ class MessageParser:
         self._head: RequestHead | None = None
         self._content_bytes: int | None = 0
 
+    def _await_line(self) -> None:
+        self._line: bytearray | None = bytearray()
+        self._line_begin = self._line_seen = 0
+
     def on_url(self, url: bytes) -> None:
         """A part of the request target."""
         if not self._is_resuming:
@@ -122,16 +162,18 @@ class MessageParser:
             self._is_resuming = False
             return
         version = self._grammar.get_http_version()
-        if version not in _VERSIONS:
-            self._refuse(505, "HTTP version not supported")
         method = self._grammar.get_method().decode("ascii")
         if method == "CONNECT":
             self._refuse(405, "CONNECT is not served")
         self._check_host(version)
+        options = {
+            option.strip() for value in self._values(b"connection") for option in value.lower().split(b",")
+        }
+        keep_alive = b"close" not in options and (version == "1.1" or b"keep-alive" in options)
         self._content_bytes = self._framing(version)
         if self._content_bytes is not None and self._content_bytes > self._limits.body_bytes:
             self._refuse_body()
-        target, path, query = self._split_target()
+        target, path, query = self._split_target(method)
         expects = self._content_bytes != 0 and version == "1.1"
         self._head = self._fresh_head = RequestHead(
             method=method,
@@ -140,7 +182,7 @@ class MessageParser:
             query=query,
             headers=tuple(self._headers),
             http_version=version,
-            keep_alive=self._grammar.should_keep_alive(),
+            keep_alive=keep_alive and self._grammar.should_keep_alive(),
             expects_continue=expects and b"100-continue" in map(bytes.lower, self._values(b"expect")),
         )
 
@@ -158,6 +200,7 @@ class MessageParser:
             return  # llhttp takes the body for another protocol's bytes; ``feed`` sees to it
         self._finished.append(Request(self._head, bytes(self._body)))
         self._begin()
+        self._await_line()
 
     def _resume_body(self) -> None:
         """Has the body behind an upgrade request read after all, by a parser that saw no upgrade."""
@@ -177,9 +220,11 @@ class MessageParser:
         return [value for key, value in self._headers if key == name]
 
     def _check_host(self, version: str) -> None:
-        hosts = len(self._values(b"host"))
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
+        hosts = self._values(b"host")
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
             self._refuse(400, "a request carries exactly one Host header")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            self._refuse(400, "invalid Host")
 
     def _framing(self, version: str) -> int | None:
         """The body's length in bytes, None when it is chunked; two framings, or an odd one, are refused."""
@@ -196,7 +241,7 @@ class MessageParser:
             self._refuse(400, "invalid Content-Length")
         return int(lengths[0])
 
-    def _split_target(self) -> tuple[bytes, str, str]:
+    def _split_target(self, method: str) -> tuple[bytes, str, str]:
         """(path as sent, path decoded, query) of an origin-form or absolute-form target, or of ``*``."""
         target = self._target
         origin = _ABSOLUTE_FORM.match(target)
@@ -204,9 +249,10 @@ class MessageParser:
             target = target[origin.end() :]
             if not target.startswith(b"/"):
                 target = b"/" + target
-        if not target.startswith(b"/") and target != b"*":
+        is_server = target == b"*" and method == "OPTIONS"
+        if not (target.startswith(b"/") or is_server) or b"#" in target:
             self._refuse(400, "invalid request target")
-        raw_path, _, query = target.partition(b"#")[0].partition(b"?")
+        raw_path, _, query = target.partition(b"?")
         try:
             return raw_path, unquote_to_bytes(raw_path).decode("utf-8"), query.decode("ascii")
         except UnicodeDecodeError:
