@@ -43,7 +43,8 @@ class MessageParser:
         self._finished: list[Request] = []
         self._fresh_head: RequestHead | None = None
         self._is_resuming = False
-        self._await_line()
+        self._line: bytearray | None = bytearray()
+        self._line_begin = self._line_seen = 0
         self._begin()
 
     @property
@@ -140,7 +141,7 @@ class MessageParser:
         self._content_bytes: int | None = 0
 
     def _await_line(self) -> None:
-        self._line: bytearray | None = bytearray()
+        self._line = bytearray()
         self._line_begin = self._line_seen = 0
 
     def on_url(self, url: bytes) -> None:
