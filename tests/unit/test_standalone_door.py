@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from kvrouter.assembly.standalone import Standalone
 from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.frontend.standalone.door import StandaloneDoor
@@ -104,6 +105,21 @@ def pair() -> tuple[WorkerCard, ...]:
         card(2, Role.DECODE, zone="a"),
         card(3, Role.DECODE, zone="b"),
     )
+
+
+async def test_questions_go_in_turn_and_leave_the_bookings_turn_alone() -> None:
+    config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
+    async with open_router(*(card(number) for number in range(1, 4)), config=config) as router:
+        asked = [(await router.route("?book=false"))[1]["worker_id"] for _ in range(4)]
+        explained = [
+            (await router.post("/v1/route/explain", {"model": MODEL, "prompt": [1]}))[1] for _ in "ab"
+        ]
+        booked = [(await router.route())[1] for _ in range(3)]
+        kept = (await router.http.get(f"/v1/decisions/{booked[1]['request_id']}")).json()
+    assert asked == [1, 2, 3, 1]
+    assert [each["decode"]["chosen"]["worker_id"] for each in explained] == [2, 3]
+    assert [each["worker_id"] for each in booked] == [1, 2, 3]
+    assert kept["attempts"][0]["decode"]["worker_id"] == 2, "a request's own decision stays its own"
 
 
 async def test_a_route_is_decided_and_booked_until_it_is_freed() -> None:

@@ -38,6 +38,21 @@ ROOM_LIMIT = 2**63 - 1
 """A bootstrap room is below this: engines keep it in a signed 64-bit integer."""
 
 
+class Draws:
+    """What one decision after another draws from: 64 random bits and a turn. A seed gives the same ones."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.turn = 0
+        self.seed = self._random.getrandbits(64)
+
+    def take(self) -> int:
+        """These are used: there are others from now on. Return the random bits that were used."""
+        used, self.seed = self.seed, self._random.getrandbits(64)
+        self.turn += 1
+        return used
+
+
 class ModelRouter:
     """A :class:`placement.Placer` of one model; with ``sync`` requests of other routers are load here too."""
 
@@ -73,8 +88,9 @@ class ModelRouter:
             seed=self._random.getrandbits(64),
             on_let_in=self.load_changed,
         )
-        self._turn = 0
-        self._seed = self._random.getrandbits(64)
+        self._draws = Draws(self._random.getrandbits(64))
+        self._asked = Draws(self._random.getrandbits(64))
+        """What questions draw from: they must not all be given the draw of the next booking."""
         self._not_active: U32 = np.zeros(16, np.uint32)
 
     # Deciding
@@ -103,18 +119,23 @@ class ModelRouter:
             self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
         )
 
-    def decide(self, request: RouteRequest, prompt: Prompt, *, explain: bool = False) -> Decision:
+    def decide(self, request: RouteRequest, prompt: Prompt) -> Decision:
         """Take one reading and decide; books nothing."""
-        return route(request, self.view(prompt, has_media=request.has_media), explain=explain)
+        return route(request, self.view(prompt, has_media=request.has_media))
 
     def explain(self, request: GenerateRequest) -> Decision:
-        """Decide as :meth:`place` would, with a row for every candidate; changes nothing."""
+        """Decide as :meth:`place` would, with a row for every candidate; books nothing.
+
+        Each question has a draw and a turn of its own, and none of a booking's: whoever asks where to send
+        what spreads over the workers as requests do, and whoever asks changes no request.
+        """
         prompt = self.hash_prompt(
             request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
         )
-        return self.decide(
-            route_request(request, prompt, attempt=0, excluded=frozenset()), prompt, explain=True
-        )
+        wish = route_request(request, prompt, attempt=0, excluded=frozenset())
+        view = self.view(prompt, has_media=request.has_media, draws=self._asked)
+        self._asked.take()
+        return route(wish, view, explain=True)
 
     async def place(
         self,
@@ -187,12 +208,20 @@ class ModelRouter:
                     return kept
         return route_decode(wish, view, old.constraint, prefill=sender)
 
-    def view(self, prompt: Prompt, *, has_media: bool = False, own: Pick | None = None) -> View:
+    def view(
+        self,
+        prompt: Prompt,
+        *,
+        has_media: bool = False,
+        own: Pick | None = None,
+        draws: Draws | None = None,
+    ) -> View:
         """Take one reading of all that a decision depends on; its columns are reused by the next one.
 
         ``own`` is where the request is booked already: its blocks are active there, so none would be new.
-        Turn and seed are those of the next booking: looking twice shows the same.
+        Turn and seed are of ``draws``, by default those of the next booking: looking twice shows the same.
         """
+        draws = draws or self._draws
         self.circuits.refresh()
         n_slots = self.fleet.n_slots
         self.ledger.ensure_slots(n_slots)
@@ -212,8 +241,8 @@ class ModelRouter:
             active_blocks=columns.active_blocks[:n_slots],
             not_active=not_active,
             settings=self.settings,
-            seed=self._seed,
-            turn=self._turn,
+            seed=draws.seed,
+            turn=draws.turn,
             unseen=0.0 if self._sync is None else self._sync.unseen(self.fleet.model),
         )
 
@@ -264,8 +293,7 @@ class ModelRouter:
                 track_blocks=False,
             )
         decode_lease = self._book_decode(decision, prompt)
-        seed, self._seed = self._seed, self._random.getrandbits(64)
-        self._turn += 1
+        seed = self._draws.take()
         self.cache.decided(decision, prompt, has_media=wish.has_media)
         decode_card = self._card(decode)
         placement = Placement(
