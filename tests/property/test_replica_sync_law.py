@@ -71,7 +71,7 @@ class Router:
         self.journal = Journal(router_id, on_pending=lambda: None, pending_max=5)
         self.replicas = Replicas(router_id, silent_after_s=SILENT_AFTER_S, ask_again_s=1.0)
         self.ledger = SharedLedger(self.bare, self.fleet, self.journal)
-        self.replicas.share(self.fleet, self.bare, lambda: None)
+        self.replicas.share(self.fleet, self.bare, on_less=lambda: None, before_more=lambda: None)
         self.replicas.tick(now_s=now_s)
         self.open: dict[tuple[RequestId, int], Open] = {}
         self.mail = Mail()

@@ -27,6 +27,8 @@ class Load(NamedTuple):
     prefill_tokens: int
     active_blocks: int
     not_active: int
+    tokens_at_report: int
+    blocks_at_report: int
 
 
 class Scene(NamedTuple):
@@ -117,10 +119,7 @@ def scenes(rng: Random, n_requests: int) -> Iterator[Scene]:
     )
     chosen = draw_settings(rng)
     for number in range(n_requests):
-        loads = {
-            rank: Load(rng.randrange(4), rng.randrange(12), rng.randrange(12), rng.randrange(3))
-            for rank in ranks
-        }
+        loads = {rank: Load(*(rng.randrange(below) for below in (4, 12, 12, 3, 12, 12))) for rank in ranks}
         request = draw_request(rng, n_workers, number)
         yield Scene(cards, dead, reports, loads, chosen, request, rng.getrandbits(64), rng.randrange(100))
 
@@ -137,14 +136,23 @@ def fleet_of(scene: Scene, cards: tuple[WorkerCard, ...]) -> Fleet:
 
 
 def view_of(scene: Scene, fleet: Fleet) -> View:
-    columns = np.zeros((4, fleet.n_slots), np.int64)
+    columns = np.zeros((6, fleet.n_slots), np.int64)
     for rank, load in scene.loads.items():
         slot = fleet.slot_of(rank)
         assert slot is not None
         columns[:, slot] = load
-    overlap, prefill_tokens, active_blocks, not_active = columns
+    overlap, prefill_tokens, active_blocks, not_active, tokens_at_report, blocks_at_report = columns
     return View(
-        fleet, scene.settings, overlap, prefill_tokens, active_blocks, not_active, scene.seed, scene.turn
+        fleet,
+        scene.settings,
+        overlap,
+        prefill_tokens,
+        active_blocks,
+        not_active,
+        scene.seed,
+        scene.turn,
+        tokens_at_report=tokens_at_report,
+        blocks_at_report=blocks_at_report,
     )
 
 
@@ -188,9 +196,12 @@ class Brute:
         tokens = self.scene.settings.active_prefill_tokens_threshold
         load, report = self.scene.loads[rank], self.report.get(rank)
         total = self.card[rank].runtime_config.total_kv_blocks if report is None else report.total_blocks
-        blocks = load.active_blocks if report is None else report.active_blocks
-        told = None if report is None else report.active_prefill_tokens
-        prefill_tokens = load.prefill_tokens if told is None else told
+        blocks, prefill_tokens = load.active_blocks, load.prefill_tokens
+        if report is not None:
+            blocks = max(blocks, report.active_blocks + load.active_blocks - load.blocks_at_report)
+            told = report.active_prefill_tokens
+            if told is not None:
+                prefill_tokens = max(prefill_tokens, told + prefill_tokens - load.tokens_at_report)
         if fraction is not None and total is not None and blocks / total > fraction:
             return True
         return tokens is not None and prefill_tokens > tokens

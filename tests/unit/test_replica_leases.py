@@ -45,7 +45,7 @@ class Here:
         self.ledger = Ledger(1)
         self.less = 0
         self.replicas = Replicas(HERE, silent_after_s=5.0, ask_again_s=1.0, replicas_max=2, leases_max=3)
-        self.replicas.share(self.fleet, self.ledger, self._on_less)
+        self.replicas.share(self.fleet, self.ledger, on_less=self._on_less, before_more=lambda: None)
 
     def _on_less(self) -> None:
         self.less += 1
@@ -245,7 +245,7 @@ def test_a_prompt_that_cannot_be_is_kept_and_not_booked() -> None:
     here.hear(2, Free(lease().name))
     assert here.replicas.counts().leases == 0
     assert here.replicas.counts().unusable == 1
-    here.replicas.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1), lambda: None)
+    here.replicas.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1), on_less=lambda: None, before_more=lambda: None)
     assert here.replicas.counts().unusable == 1, "a model's new ledger forgets nothing"
 
 
@@ -253,7 +253,7 @@ def test_a_model_that_gets_a_new_ledger_takes_the_leases_along() -> None:
     here = Here()
     here.hear(1, lease())
     here.fleet, here.ledger = Fleet(MODEL, BLOCK_SIZE), Ledger(1)
-    here.replicas.share(here.fleet, here.ledger, lambda: None)
+    here.replicas.share(here.fleet, here.ledger, on_less=lambda: None, before_more=lambda: None)
     here.join(7)
     assert here.load() == (20, 3)
     here.hear(2, Free(lease().name))

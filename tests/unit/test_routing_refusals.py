@@ -186,12 +186,40 @@ def test_busy_is_above_the_fraction_of_the_workers_blocks(mode: RouterMode) -> N
     assert busy.value.refusals == {Reason.BUSY: 2}
 
 
-def test_busy_reads_the_report_once_there_is_one() -> None:
+def is_busy(fleet: Fleet, *, booked: int, at_report: int | None) -> bool:
+    """Whether the one worker, with so many blocks and tokens booked there, has more than 50 of either."""
+    column = None if at_report is None else np.full(fleet.n_slots, at_report, np.int64)
+    by_blocks = replace(view(fleet, fraction=0.5, active=booked), blocks_at_report=column)
+    by_tokens = replace(view(fleet, tokens=50, prefill_tokens=booked), tokens_at_report=column)
+    found = []
+    for each in (by_blocks, by_tokens):
+        try:
+            route(request(), each)
+        except AllWorkersBusy:
+            found.append(True)
+        else:
+            found.append(False)
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_busy_reads_the_report_and_what_was_booked_since_and_no_less_than_all_that_is_booked() -> None:
     fleet = fleet_of(worker(1))
-    with pytest.raises(AllWorkersBusy):
-        route(request(), view(fleet, fraction=0.5, active=90))
-    fleet.report(LoadReport(WorkerRank(WorkerId(1), DpRank(0)), active_blocks=0, total_blocks=100))
-    assert route(request(), view(fleet, fraction=0.5, active=90)).decode.rank.worker_id == 1
+    assert is_busy(fleet, booked=51, at_report=0)
+    rank = WorkerRank(WorkerId(1), DpRank(0))
+
+    def busy(reported: int, *, booked: int, at_report: int | None) -> bool:
+        fleet.report(LoadReport(rank, reported, 100, active_prefill_tokens=reported))
+        return is_busy(fleet, booked=booked, at_report=at_report)
+
+    assert busy(51, booked=0, at_report=0), "somebody else's load"
+    assert not busy(50, booked=10, at_report=10), "what is in the report counts once"
+    assert busy(50, booked=11, at_report=10), "one more was booked since"
+    assert not busy(60, booked=0, at_report=10), "ten ended since"
+    assert busy(61, booked=0, at_report=10)
+    assert busy(0, booked=51, at_report=51), "all that is booked will be there, whatever the engine says"
+    assert not busy(50, booked=50, at_report=None)
+    assert busy(50, booked=51, at_report=None)
 
 
 def test_busy_is_above_a_number_of_prefill_tokens() -> None:
@@ -207,8 +235,9 @@ def test_busy_by_tokens_is_judged_on_the_ledger_where_an_engine_does_not_tell_th
     fleet.report(report)
     with pytest.raises(AllWorkersBusy):
         route(request(), view(fleet, tokens=100, prefill_tokens=101))
-    fleet.report(replace(report, active_prefill_tokens=0))
-    assert route(request(), view(fleet, tokens=100, prefill_tokens=101)).decode.rank.worker_id == 1
+    fleet.report(replace(report, active_prefill_tokens=101))
+    with pytest.raises(AllWorkersBusy):
+        route(request(), view(fleet, tokens=100))
 
 
 def test_nobody_is_busy_without_a_threshold_or_without_known_blocks() -> None:

@@ -140,7 +140,8 @@ class KvRouterConfig(Section):
         ),
     ] = None
     """A worker whose running requests hold more than this part of its KV blocks is busy and gets no new ones.
-    Judged on its load reports, on the router's own count until one comes. Unset: never busy by blocks."""
+    Judged on its latest load report and what was booked since, never on less than what the router has booked
+    there itself: one request may go over it, the next one goes elsewhere. Unset: never busy by blocks."""
 
     active_prefill_tokens_threshold: Annotated[
         Count | None,
@@ -151,8 +152,9 @@ class KvRouterConfig(Section):
             unit="tokens",
         ),
     ] = None
-    """A worker with more tokens than this waiting for prefill is busy. Judged on its load reports, on the
-    router's own count where its engine does not tell (vLLM, TensorRT-LLM). Unset: never busy by tokens."""
+    """A worker with more tokens than this waiting for prefill is busy. Judged as the threshold of blocks is,
+    and on the router's own count where its engine does not tell (vLLM, TensorRT-LLM). Unset: never busy by
+    tokens."""
 
     admission_queue_max: Annotated[
         Count,

@@ -27,16 +27,20 @@ class RemoteLeases:
     """Books other routers' leases of one model in its ledger, at the slots that their ranks have here.
 
     A lease whose rank is not here, or is another incarnation of its worker, is kept unbooked: it counts from
-    the moment its rank joins. ``on_less`` is told when load went away.
+    the moment its rank joins. ``on_less`` is told when load went away, ``before_more`` when more is about to
+    be booked.
     """
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, on_less: Callable[[], None]) -> None:
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, *, on_less: Callable[[], None], before_more: Callable[[], None]
+    ) -> None:
         self.unusable = 0
         """Leases that could not be booked: another block size, or no such prompt."""
 
         self._fleet = fleet
         self._ledger = ledger
         self._on_less = on_less
+        self._before_more = before_more
         self._at: dict[WorkerRank, set[RemoteLease]] = {}
         self._where: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
         self._is_less = False
@@ -85,6 +89,7 @@ class RemoteLeases:
     def grew(self, lease: RemoteLease, blocks: int) -> None:
         """So many more blocks are full of output."""
         if lease.booked is not None:
+            self._before_more()
             self._ledger.output_block(lease.booked, blocks)
 
     def fleet_changed(self) -> None:
@@ -122,6 +127,7 @@ class RemoteLeases:
             self.unusable += 1
             return
         self._ledger.ensure_slots(self._fleet.n_slots)
+        self._before_more()
         lease.booked = self._ledger.book(
             key=LeaseKey(lease.router_id, request.request_id, request.leg_number),
             slot=where[0],

@@ -95,12 +95,16 @@ class Replicas:
 
     # Models
 
-    def share(self, fleet: Fleet, ledger: Ledger, on_less: Callable[[], None]) -> None:
+    def share(
+        self, fleet: Fleet, ledger: Ledger, *, on_less: Callable[[], None], before_more: Callable[[], None]
+    ) -> None:
         """Book from now on in this ledger what others run of the fleet's model. An earlier one is let be."""
         if fleet.model not in self._models and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
         self._count_last(fleet.model)
-        model = self._models[fleet.model] = RemoteLeases(fleet, ledger, on_less)
+        model = self._models[fleet.model] = RemoteLeases(
+            fleet, ledger, on_less=on_less, before_more=before_more
+        )
         self._fleets[fleet.model] = fleet
         for leases in self._leases.values():
             leases.rebook(fleet.model, model)

@@ -9,7 +9,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import Reason
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.fleet import UNKNOWN, BoolColumn, Fleet
+from kvrouter.fleet import UNKNOWN, BoolColumn, Fleet, IntColumn
 from kvrouter.routing.request import RouteRequest, View, fitted
 
 
@@ -92,9 +92,10 @@ def ready(fleet: Fleet, leg: Leg, *, last_resort: bool) -> Mask:
 def not_busy(view: View) -> BoolColumn | None:
     """Return the slots that are under every busy threshold; None when none is set.
 
-    Judged on the worker's own load reports, and on the ledger until the first one comes; on it, too, for
-    tokens that an engine does not tell. Where the number of a worker's blocks is unknown, so is the fraction,
-    and the worker is not busy by it.
+    Judged on what the worker last reported and on what was booked or ended since then, but never on less than
+    what is booked there: requests that come at once count each other, whatever the last report said. On what
+    is booked alone until the first report comes, and for tokens that an engine does not tell. Where the
+    number of a worker's blocks is unknown, so is the fraction, and the worker is not busy by it.
     """
     fraction, tokens = (
         view.settings.active_decode_blocks_threshold,
@@ -105,14 +106,22 @@ def not_busy(view: View) -> BoolColumn | None:
     columns, n_slots = view.fleet.columns, view.fleet.n_slots
     free = np.ones(n_slots, np.bool_)
     if fraction is not None:
-        active = fitted(view.active_blocks, n_slots)
-        active_blocks = np.where(columns.has_report, columns.report_active_blocks, active)
+        reported = np.where(columns.has_report, columns.report_active_blocks, UNKNOWN)
+        active_blocks = load_by_slot(view.active_blocks, reported, view.blocks_at_report)
         free &= active_blocks / columns.total_blocks <= fraction
     if tokens is not None:
-        active = fitted(view.prefill_tokens, n_slots)
         reported = columns.report_prefill_tokens
-        free &= np.where(reported == UNKNOWN, active, reported) <= tokens
+        free &= load_by_slot(view.prefill_tokens, reported, view.tokens_at_report) <= tokens
     return free
+
+
+def load_by_slot(booked: IntColumn, reported: IntColumn, at_report: IntColumn | None) -> IntColumn:
+    """Return the load by slot: what is ``booked``, or the latest report with what changed since, if more."""
+    booked = fitted(booked, len(reported))
+    if at_report is None:
+        return np.maximum(booked, reported)
+    by_report = reported + booked - fitted(at_report, len(reported))
+    return np.where(reported == UNKNOWN, booked, np.maximum(booked, by_report))
 
 
 def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> list[Stopped]:

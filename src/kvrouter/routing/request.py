@@ -40,7 +40,8 @@ class View(msgspec.Struct, frozen=True):
     ``prefill_tokens``, ``active_blocks``: the ledger's load. ``not_active``: the request's blocks that are
     not among the active ones there; None says that all of them are new everywhere. ``seed`` is for draws,
     ``turn`` counts requests for round-robin. ``unseen`` is how many requests other routers have placed, as
-    may be expected, that are not in the load yet.
+    may be expected, that are not in the load yet. ``tokens_at_report``, ``blocks_at_report``: the ledger's
+    load when the slot's latest load report was taken; None where all that is booked is in the report.
     """
 
     fleet: Fleet
@@ -52,6 +53,8 @@ class View(msgspec.Struct, frozen=True):
     seed: int = 0
     turn: int = 0
     unseen: float = 0.0
+    tokens_at_report: IntColumn | None = None
+    blocks_at_report: IntColumn | None = None
 
 
 def fitted(column: IntColumn, n_slots: int) -> IntColumn:

@@ -15,7 +15,7 @@ from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
-from kvrouter.core.workers import WorkerCard
+from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey.words import Shape, Way
 from kvrouter.ledger.port import Ledger
@@ -27,6 +27,7 @@ from kvrouter.service.cache_view import CacheView
 from kvrouter.service.circuits import Circuits
 from kvrouter.service.decisions import DecisionLog
 from kvrouter.service.engine_accounts import EngineAccounts
+from kvrouter.service.load_at_report import LoadAtReport
 from kvrouter.service.observed import ModelObserved
 from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
@@ -72,9 +73,12 @@ class ModelRouter:
     ) -> None:
         self.fleet = fleet
         self.cache = cache
-        self.ledger = ledger if sync is None else sync.share(fleet, ledger, self.load_changed)
+        self.ledger: Ledger = ledger
         self.settings = settings
+        self._at_report = self._begin_at_report()
         self._waiting = Waiting(config, observed)
+        if sync is not None:
+            self.ledger = sync.share(fleet, ledger, on_less=self.load_changed, before_more=self._look_at_load)
         self._router_id = router_id
         self._sync = sync
         self._decisions = decisions
@@ -110,7 +114,14 @@ class ModelRouter:
             active_decode_blocks_threshold=decode_blocks,
             active_prefill_tokens_threshold=prefill_tokens,
         )
+        self._at_report = self._at_report or self._begin_at_report()
         self.load_changed()
+
+    def _begin_at_report(self) -> LoadAtReport | None:
+        """Keep what reports have found from now on; nobody needs it while no worker is ever busy."""
+        settings = self.settings
+        thresholds = settings.active_decode_blocks_threshold, settings.active_prefill_tokens_threshold
+        return None if thresholds == (None, None) else LoadAtReport(self.ledger.columns())
 
     @property
     def _admitted(self) -> RoutingSettings:
@@ -234,6 +245,9 @@ class ModelRouter:
             if own is not None and self.fleet.rank_at(own.slot) == own.rank:
                 not_active[own.slot] = 0
         columns = self.ledger.columns()
+        at_report = self._at_report
+        if at_report is not None:
+            at_report.look(columns)
         return View(
             fleet=self.fleet,
             overlap_blocks=self.cache.overlap(prompt, n_slots, has_media=has_media),
@@ -244,6 +258,8 @@ class ModelRouter:
             seed=draws.seed,
             turn=draws.turn,
             unseen=0.0 if self._sync is None else self._sync.unseen(self.fleet.model),
+            tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
+            blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
         )
 
     # Waiting
@@ -271,6 +287,23 @@ class ModelRouter:
         self.ledger.drop_slot(slot)
         self.cache.freed(slot)
         self.accounts.freed(slot)
+
+    def reported(self, report: LoadReport) -> bool:
+        """A worker rank told its load; False when it is not here."""
+        slot = self.fleet.slot_of(report.rank)
+        if slot is None:
+            return False
+        self.fleet.report(report)
+        self.accounts.reported(report)
+        if self._at_report is not None:
+            self.ledger.ensure_slots(self.fleet.n_slots)
+            self._at_report.reported(slot, self.ledger.columns())
+        self.load_changed()
+        return True
+
+    def _look_at_load(self) -> None:
+        if self._at_report is not None:
+            self._at_report.look(self.ledger.columns())
 
     def load_changed(self) -> None:
         """Some worker may be less busy: whoever waits for that may try again."""
@@ -384,6 +417,7 @@ class ModelRouter:
 
     def output_blocks(self, placement: Placement, blocks: int) -> None:
         """So many more blocks are full of output."""
+        self._look_at_load()
         self.ledger.output_block(placement.decode_lease, blocks)
 
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:

@@ -76,12 +76,14 @@ class ReplicaSync:
 
     # Models
 
-    def share(self, fleet: Fleet, ledger: Ledger, on_less: Callable[[], None]) -> SharedLedger:
+    def share(
+        self, fleet: Fleet, ledger: Ledger, *, on_less: Callable[[], None], before_more: Callable[[], None]
+    ) -> SharedLedger:
         """Return the ledger that a model books in from now on: others hear of it, and it counts theirs.
 
-        ``on_less`` is called when load of theirs went away.
+        ``on_less`` is called when load of theirs went away, ``before_more`` when more is about to be booked.
         """
-        self._replicas.share(fleet, ledger, on_less)
+        self._replicas.share(fleet, ledger, on_less=on_less, before_more=before_more)
         return SharedLedger(ledger, fleet, self._journal)
 
     def fleet_changed(self, model: ModelName) -> None:

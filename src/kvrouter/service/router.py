@@ -303,9 +303,8 @@ class RouterService:
 
     def _on_load(self, report: LoadReport) -> None:
         model = self._model_of_rank(report.rank)
-        if model is not None and model.fleet.report(report):
-            model.accounts.reported(report)
-            model.load_changed()
+        if model is not None:
+            model.reported(report)
 
     def _model_of_rank(self, rank: WorkerRank) -> ModelRouter | None:
         name = self._model_of.get(rank.worker_id)
