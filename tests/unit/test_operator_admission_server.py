@@ -15,10 +15,11 @@ import aiohttp
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.config.problems import Problem
 from kvrouter.core.errors import ConfigError
-from kvrouter.operator.admission import Verdict
+from kvrouter.operator.admission import Review, Verdict
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.admission.server import BINDING_BYTES_MAX, AdmissionDoor, Facts, Labels
+from kvrouter.operator.admission.server import BINDING_BYTES_MAX, AdmissionDoor, Facts, Labels, Tried
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import BoundPod
@@ -95,12 +96,17 @@ async def placed(pod: BoundPod) -> Mapping[str, str] | None:
     )
 
 
+async def taken(_review: Review, _facts: ClusterFacts) -> Verdict:
+    return Verdict()
+
+
 @asynccontextmanager
 async def opened(
     folder: Path,
     *,
     facts: Facts = known,
     labels: Labels = placed,
+    tried: Tried = taken,
     facts_s: float = SOON_S,
     labels_s: float = SOON_S,
     body_s: float = SOON_S,
@@ -114,6 +120,7 @@ async def opened(
     door = AdmissionDoor(
         facts=facts,
         labels=labels,
+        tried=tried,
         defaults=DEFAULTS,
         certificate=certificate,
         listener=found.heard,
@@ -242,6 +249,23 @@ async def test_a_question_is_answered(tmp_path: Path) -> None:
             response = (await answer.json())["response"]
             assert (response["allowed"], response["status"]["message"]) == (False, "spec: is required")
     assert [verdict.is_allowed for verdict in door.heard.verdicts] == [True, False]
+
+
+async def test_what_may_be_is_tried_and_what_may_not_be_is_not(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def refusing(review: Review, _facts: ClusterFacts) -> Verdict:
+        asked.append(review.uid)
+        return Verdict((Problem(("spec", "components", 1), "no room"),))
+
+    async with opened(tmp_path, tried=refusing) as door, door.client() as client:
+        for graph, told in (({"labelKey": "a/zone", "domain": "zone"}, "no room"), ({"domain": "zone"}, "")):
+            document = deployment(graph=graph)
+            async with client.post("/validate", json=review(document)) as answer:
+                response = (await answer.json())["response"]
+            assert response["allowed"] is False
+            assert told in response["status"]["message"]
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -382,14 +406,15 @@ def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
 
 async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     async with opened(tmp_path) as door:
-        taken = int(door.url.rpartition(":")[2])
+        port = int(door.url.rpartition(":")[2])
         other = AdmissionDoor(
             facts=known,
             labels=placed,
+            tried=taken,
             defaults=DEFAULTS,
             certificate=ShownCertificate(*write(tmp_path, secret())),
             listener=Heard(),
             not_ready=lambda: None,
         )
-        with pytest.raises(OSError, match=str(taken)):
-            await other.start("127.0.0.1", taken)
+        with pytest.raises(OSError, match=str(port)):
+            await other.start("127.0.0.1", port)

@@ -68,9 +68,14 @@ def read_review(body: object) -> Review:
     )
 
 
+def is_judged(review: Review) -> bool:
+    """Whether it is about what a deployment says."""
+    return review.is_ours and review.operation in JUDGED
+
+
 def judged(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdict:
     """Return the verdict on what the review asks; what is not about a deployment's spec is allowed."""
-    if not review.is_ours or review.operation not in JUDGED:
+    if not is_judged(review):
         return Verdict()
     old = review.old if review.operation == "UPDATE" else None
     return validate(review.new, old, facts, defaults)

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.operator.admission.bound import bind_answer, read_binding
-from kvrouter.operator.admission.review import answer, judged, read_review
+from kvrouter.operator.admission.review import Review, answer, is_judged, judged, read_review
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.facts import ClusterFacts, Grove
@@ -37,6 +37,9 @@ Facts = Callable[[], Awaitable[ClusterFacts]]
 
 Labels = Callable[[BoundPod], Awaitable[Mapping[str, str] | None]]
 """Returns the labels that a pod gets when it is bound: none for a pod of others, None when not known."""
+
+Tried = Callable[[Review, ClusterFacts], Awaitable[Verdict]]
+"""Returns what would be refused of what an admitted deployment becomes."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -67,7 +70,8 @@ class AdmissionDoor:
 
     ``not_ready`` returns why the operator is not ready yet, or None. The cluster has ``facts_s`` to answer;
     then topologies count as unread, and only what needs none is admitted. ``defaults`` are what deployments
-    are planned with. ``labels`` has ``labels_s``; then the pod is bound without: the door never refuses one.
+    are planned with; what is admitted by that is ``tried``. ``labels`` has ``labels_s``; then the pod is
+    bound without: the door never refuses one.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class AdmissionDoor:
         *,
         facts: Facts,
         labels: Labels,
+        tried: Tried,
         defaults: PlanDefaults,
         certificate: ShownCertificate,
         listener: Listener,
@@ -87,7 +92,7 @@ class AdmissionDoor:
         reviews_max: int = REVIEWS_MAX,
         bindings_max: int = BINDINGS_MAX,
     ) -> None:
-        self._facts, self._labels, self._defaults = facts, labels, defaults
+        self._facts, self._labels, self._tried, self._defaults = facts, labels, tried, defaults
         self._listener, self._not_ready = listener, not_ready
         self._certificate = certificate
         self._facts_s, self._body_s, self._reread_s = facts_s, body_s, reread_s
@@ -153,7 +158,11 @@ class AdmissionDoor:
         review = await self._asked(request, read_review)
         if isinstance(review, web.Response):
             return review
-        verdict = judged(review, await self._known(), self._defaults)
+        facts = await self._known()
+        verdict = judged(review, facts, self._defaults)
+        if verdict.is_allowed and is_judged(review):
+            tried = await self._tried(review, facts)
+            verdict = Verdict(tried.problems, (*verdict.warnings, *tried.warnings))
         self._listener.judged(verdict)
         return _json(answer(review.uid, verdict, review.name))
 

@@ -3,14 +3,15 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvrouter.config.problems import Problem
+from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.admission.placed import topology_problems
 from kvrouter.operator.admission.stays import changed_what_stays
 from kvrouter.operator.admission.told import warnings_of
 from kvrouter.operator.admission.written import name_problems
 from kvrouter.operator.api import DynamoGraphDeployment, read_deployment
 from kvrouter.operator.facts import ClusterFacts
-from kvrouter.operator.plan import Plan, PlanDefaults, plan
+from kvrouter.operator.plan import COMPONENT_LABEL, Manifest, Plan, PlanDefaults, plan
+from kvrouter.operator.plan.manifest import mapping
 from kvrouter.operator.policy import read_policy
 
 
@@ -50,6 +51,31 @@ def validate(new: object, old: object | None, facts: ClusterFacts, defaults: Pla
     places = {warning.path for warning in told}
     unmade = [warning for warning in planned.warnings if warning.path not in places]
     return Verdict((*fresh, *stays), (*told, *unmade))
+
+
+def planned_anew(
+    new: object, old: object | None, facts: ClusterFacts, defaults: PlanDefaults
+) -> list[tuple[Path, Manifest]]:
+    """Return the manifests that the operator writes because ``new`` takes the place of ``old``, each with the
+    place of its component in the spec. What ``old`` makes it write just so is none of them: it is there.
+    """
+    deployment = None if _is_leaving(new) else read_deployment(new).deployment
+    if deployment is None or not deployment.metadata.name:
+        return []
+    before = None if old is None else read_deployment(old).deployment
+    known = () if before is None else plan(before, facts, defaults).manifests
+    indexes = {component.name: index for index, component in enumerate(deployment.spec.components)}
+    return [
+        (_place_of(manifest, indexes), manifest)
+        for manifest in plan(deployment, facts, defaults).manifests
+        if manifest not in known
+    ]
+
+
+def _place_of(manifest: Manifest, indexes: Mapping[str, int]) -> Path:
+    labels = mapping(mapping(manifest.get("metadata")).get("labels"))
+    component = labels.get(COMPONENT_LABEL)
+    return ("spec", "components", indexes[component]) if isinstance(component, str) else ()
 
 
 def _is_leaving(new: object) -> bool:

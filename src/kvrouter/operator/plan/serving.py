@@ -27,7 +27,11 @@ LEAVING_S = 5
 RUN_AS_USER = 65_532
 
 WHERE_WORKERS_ARE = frozenset(
-    {"DYN_NAMESPACE", "DYN_DISCOVERY_BACKEND", "--namespace", "--discovery", "--static-endpoint"}
+    {
+        *("DYN_NAMESPACE", "KVROUTER_NAMESPACE", "--namespace"),
+        *("DYN_DISCOVERY_BACKEND", "KVROUTER_DISCOVERY_BACKEND", "--discovery", "--discovery-backend"),
+        "--static-endpoint",
+    }
 )
 """Variables and flags of a frontend that say where it looks for workers."""
 

@@ -90,7 +90,7 @@ class Applied:
         before = self._written.get(owner, {})
         self._written[owner] = {}
         for manifest in manifests:
-            place = Place(_kind_of(manifest).name, key_of(manifest))
+            place = Place(kind_of(manifest).name, key_of(manifest))
             with _told(changes, place):
                 await self._apply_one(owner, owner_uid, manifest, before.get(place), changes)
         if not changes.refused:
@@ -101,7 +101,7 @@ class Applied:
     async def _apply_one(
         self, owner: Key, owner_uid: str, manifest: Manifest, known: _Written | None, changes: Changes
     ) -> None:
-        kind = _kind_of(manifest)
+        kind = kind_of(manifest)
         place = Place(kind.name, key_of(manifest))
         there = self._owned[kind].get(place.key) or await self._cluster.read(kind, place.key)
         if there is not None and owner_uid_of(there) != owner_uid:
@@ -161,7 +161,8 @@ def owner_uid_of(manifest: Manifest) -> str:
     return ""
 
 
-def _kind_of(manifest: Manifest) -> Kind:
+def kind_of(manifest: Manifest) -> Kind:
+    """Return the kind of a planned manifest."""
     named = (manifest.get("apiVersion"), manifest.get("kind"))
     for kind in OWNED:
         if (kind.api_version, kind.name) == named:

@@ -178,6 +178,13 @@ class Cluster:
         path = kind.path(*key_of(manifest), subresource)
         return await self._call("PATCH", path, query=_FORCED, body=manifest, content_type=APPLY)
 
+    async def dry_run(self, kind: Kind, manifest: Manifest) -> None:
+        """Ask whether the API server, and all that it asks, would take this apply; nothing is stored."""
+        path = kind.path(*key_of(manifest))
+        await self._call(
+            "PATCH", path, query=(*_FORCED, ("dryRun", "All")), body=manifest, content_type=APPLY
+        )
+
     async def merge(self, kind: Kind, key: Key, patch: Manifest) -> Manifest:
         """Change one object by a JSON merge patch."""
         return await self._call("PATCH", kind.path(*key), query=_MANAGED, body=patch, content_type=MERGE)

@@ -1,0 +1,101 @@
+"""What a deployment would become, tried at the API server before it is stored: its writer hears a refusal."""
+
+import asyncio
+import re
+
+from kvrouter.config.problems import Path, Problem
+from kvrouter.operator.admission import Review, Verdict, planned_anew
+from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.reconcile.applied import Place, kind_of, owner_uid_of
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, Refused
+from kvrouter.operator.reconcile.kinds import Manifest, key_of
+
+WITHIN_S = 3.0
+"""What is left of the API server's ten seconds after topologies were read, with some to spare."""
+AT_A_TIME = 8
+SAID_CHARS_MAX = 1024
+
+_NO_RIGHT = re.compile(
+    r'user "[^"]*" (cannot \w+ resource|.*attempting to grant RBAC permissions)', re.IGNORECASE
+)
+_NO_TRIAL = "does not support dry run"
+_NO_FORM = re.compile(r"failed to (create typed patch|convert new) object")
+"""Begins what the API server says of a field that is none or holds what it cannot: as an error of its own."""
+
+
+class Trial:
+    """Applies to the API server, as a dry run, what storing a deployment would make the operator apply.
+
+    It needs no other rights than the operator has. What cannot be tried, or not within ``within_s`` seconds,
+    is a warning: then the status tells what is refused. ``namespace`` is the only one that is looked after;
+    empty for all.
+    """
+
+    def __init__(
+        self, cluster: Cluster, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
+    ) -> None:
+        self._cluster, self._defaults, self._namespace = cluster, defaults, namespace
+        self._within_s = within_s
+        self._turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def __call__(self, review: Review, facts: ClusterFacts) -> Verdict:
+        """Return what would be refused. Never raises."""
+        old = review.old if review.operation == "UPDATE" else None
+        planned = planned_anew(review.new, old, facts, self._defaults)
+        tried = [
+            (path, manifest)
+            for path, manifest in planned
+            # A binding needs the role that it names, and of a trial nothing is stored.
+            if manifest["kind"] != "RoleBinding" and self._namespace in ("", key_of(manifest).namespace)
+        ]
+        problems: list[Problem] = []
+        untried: list[str] = []
+        try:
+            async with asyncio.timeout(self._within_s), asyncio.TaskGroup() as group:
+                for path, manifest in tried:
+                    group.create_task(self._try(path, manifest, problems, untried))
+        except TimeoutError:
+            untried.append(f"no answer within {self._within_s:g} s")
+        problems.sort(key=lambda problem: [str(part) for part in problem.path])
+        return Verdict(tuple(problems), tuple(_untold(untried)))
+
+    async def _try(self, path: Path, manifest: Manifest, problems: list[Problem], untried: list[str]) -> None:
+        kind = kind_of(manifest)
+        place = Place(kind.name, key_of(manifest))
+        async with self._turns:
+            try:
+                await self._cluster.dry_run(kind, manifest)
+            except Refused as refused:
+                if not _is_about_the_object(refused):
+                    untried.append(f"{place}: {refused.said}")
+                elif not await self._is_anothers(manifest):
+                    said = refused.said[:SAID_CHARS_MAX]
+                    problems.append(Problem(path, f"the API server would refuse {place}: {said}"))
+            except ClusterError as error:
+                untried.append(f"{place}: {error.message}")
+
+    async def _is_anothers(self, manifest: Manifest) -> bool:
+        """Whether something stands there that is not this deployment's: that is never written over."""
+        try:
+            there = await self._cluster.read(kind_of(manifest), key_of(manifest))
+        except ClusterError:
+            return False
+        return there is not None and owner_uid_of(there) != owner_uid_of(manifest)
+
+
+def _is_about_the_object(refused: Refused) -> bool:
+    """Whether it would be refused in earnest, as far as the object goes."""
+    if _NO_RIGHT.search(refused.said) or _NO_TRIAL in refused.said:
+        return False
+    if refused.status >= 500:
+        return _NO_FORM.match(refused.said) is not None
+    return refused.status not in (401, 404, 405, 409, 429)
+
+
+def _untold(untried: list[str]) -> list[Problem]:
+    if not untried:
+        return []
+    more = f" and {len(untried) - 1} more" if len(untried) > 1 else ""
+    said = f"was not tried at the API server beforehand, so see its status: {untried[0]}{more}"
+    return [Problem(("spec",), said)]

@@ -1,0 +1,143 @@
+"""What a deployment would become is tried before it is stored: which refusals count, and which do not."""
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from kvrouter.operator.admission import Review
+from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterLost, Refused
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of
+from kvrouter.operator.reconcile.trial import Trial
+from tests.support.deployments import DEFAULTS
+from tests.support.operator_deployments import Document, deployment
+
+DECODE = "my-llm-decode"
+SERVICE = Kind("v1", "Service", "services")
+
+
+class Server:
+    """An API server that answers a trial of some objects so."""
+
+    def __init__(self, **answers: Exception) -> None:
+        self.answers = {name.replace("_", "-"): error for name, error in answers.items()}
+        self.tried: list[str] = []
+        self.there: Manifest | None = None
+        self.hangs = False
+
+    async def dry_run(self, kind: Kind, manifest: Manifest) -> None:
+        name = key_of(manifest).name
+        self.tried.append(f"{kind.name} {name}")
+        if self.hangs:
+            await asyncio.Event().wait()
+        if kind.name == "Deployment" and name in self.answers:
+            raise self.answers[name]
+
+    async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
+        return self.there
+
+    def trial(self, *, namespace: str = "", within_s: float = 60.0) -> Trial:
+        return Trial(cast(Cluster, self), defaults=DEFAULTS, namespace=namespace, within_s=within_s)
+
+
+def refused(said: str, status: int = 422) -> Refused:
+    return Refused(f"PATCH /x: {said}", status=status, said=said)
+
+
+def review(new: Document, old: Document | None = None) -> Review:
+    return Review("1", "CREATE" if old is None else "UPDATE", True, new, old)
+
+
+def with_env(name: str) -> Document:
+    found = deployment()
+    components = cast(list[Document], cast(Document, found["spec"])["components"])
+    template: Document = {
+        "containers": [{"name": "main", "image": "e:1", "env": [{"name": name, "value": "1"}]}]
+    }
+    components[2] = {**components[2], "podTemplate": {"spec": template}}
+    return found
+
+
+async def test_everything_is_tried_at_its_creation_but_bindings_of_roles() -> None:
+    server = Server()
+    verdict = await server.trial()(review(deployment()), ClusterFacts())
+    assert verdict == ((), ())
+    assert sorted(server.tried) == [
+        "Deployment my-llm-decode",
+        "Deployment my-llm-frontend",
+        "Deployment my-llm-prefill",
+        "Role my-llm-frontends",
+        "Role my-llm-workers",
+        "Service my-llm-frontend",
+        "ServiceAccount my-llm-frontends",
+        "ServiceAccount my-llm-workers",
+    ]
+
+
+async def test_of_a_change_only_what_it_changes_is_tried() -> None:
+    server = Server()
+    await server.trial()(review(with_env("B"), with_env("A")), ClusterFacts())
+    assert server.tried == [f"Deployment {DECODE}"]
+    await server.trial()(review(with_env("B"), with_env("B")), ClusterFacts())
+    leaving = with_env("C")
+    leaving["metadata"] = {**cast(Document, leaving["metadata"]), "deletionTimestamp": "now"}
+    await server.trial()(review(leaving, with_env("B")), ClusterFacts())
+    await server.trial(namespace="elsewhere")(review(with_env("C"), with_env("B")), ClusterFacts())
+    assert server.tried == [f"Deployment {DECODE}"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refused('Deployment.apps "x" is invalid: spec.template: no'),
+        refused('deployments.apps "x" is forbidden: exceeded quota: few', 403),
+        refused('admission webhook "x" denied the request: no', 403),
+        refused("failed to create typed patch object (a/b; apps/v1): .spec.x: field not declared", 500),
+        refused("failed to convert new object (a/b; apps/v1) to proper version: quantities must match", 500),
+    ],
+)
+async def test_what_is_wrong_with_an_object_is_told_at_its_component(error: Refused) -> None:
+    verdict = await Server(my_llm_decode=error).trial()(review(deployment()), ClusterFacts())
+    (problem,) = verdict.problems
+    assert problem.path == ("spec", "components", 2)
+    assert problem.must == f"the API server would refuse Deployment {DECODE}: {error.said}"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refused('deployments.apps "x" is forbidden: User "op" cannot patch resource "deployments"', 403),
+        refused('roles "x" is forbidden: user "o" (groups=[]) is attempting to grant RBAC permissions', 403),
+        refused('admission webhook "x" does not support dry run', 400),
+        refused('failed calling webhook "x": no endpoints', 500),
+        refused("too many requests", 429),
+        ClusterLost("PATCH /x: connection refused"),
+    ],
+)
+async def test_what_cannot_be_tried_is_a_warning(error: Exception) -> None:
+    verdict = await Server(my_llm_decode=error).trial()(review(deployment()), ClusterFacts())
+    assert verdict.is_allowed
+    (warning,) = verdict.warnings
+    assert warning.must.startswith(
+        "was not tried at the API server beforehand, so see its status: Deployment"
+    )
+
+
+async def test_a_server_that_does_not_answer_holds_nobody_up() -> None:
+    server = Server()
+    server.hangs = True
+    verdict = await server.trial(within_s=0.05)(review(deployment()), ClusterFacts())
+    assert verdict.is_allowed
+    assert "no answer within 0.05 s" in verdict.warnings[0].must
+
+
+async def test_what_is_anothers_is_never_written_over_so_a_refusal_is_none() -> None:
+    server = Server(my_llm_decode=refused("field is immutable"))
+    new = deployment()
+    new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
+    server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "other", "controller": True}]}}
+    assert metadata_of(server.there)["name"] == DECODE
+    assert (await server.trial()(review(new), ClusterFacts())).is_allowed
+    server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "mine", "controller": True}]}}
+    assert not (await server.trial()(review(new), ClusterFacts())).is_allowed
