@@ -22,6 +22,34 @@ from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
 U32Buffer = Buffer | npt.NDArray[np.uint32]
 
 @final
+class JsonBounds:
+    """What one JSON text may hold.
+
+    ``depth`` counts containers in containers, ``values`` all values, ``items`` the members of one object or
+    the elements of one array. Numbers in arrays of the outermost object's ``number_fields`` are token ids
+    (``nvext.token_data`` is one of an object in it): they count as ``numbers``, and as nothing else.
+    ``key_bytes`` and ``number_bytes`` bound one name and one number.
+    """
+
+    def __new__(
+        cls,
+        *,
+        depth: int,
+        values: int,
+        items: int,
+        numbers: int,
+        key_bytes: int,
+        number_bytes: int,
+        number_fields: Sequence[str],
+    ) -> JsonBounds: ...
+    def scan(self, text: bytes) -> tuple[dict[str, tuple[int, int]], int]:
+        """Where the fields of the outermost object are (begin and end, by their names as they are written;
+        of equal names the last), and how many values there are.
+
+        Raises :class:`kvrouter.core.json_bounds.JsonRefused`. From 64 KiB on others run meanwhile.
+        """
+
+@final
 class Prompt:
     """The hashes of one prompt: immutable, computed once, shared with every lease that is booked for it.
 

@@ -70,6 +70,7 @@ ASSERTED_HERE = {
     "kvrouter_http_connections",
     "kvrouter_http_events_total",
     "kvrouter_http_upload_bytes",
+    "kvrouter_bodies_refused_total",
     "kvrouter_build_info",
 }
 
@@ -170,6 +171,13 @@ async def test_what_arrives_is_held_until_it_is_given_up() -> None:
         assert (await here.metrics()).value("http_upload_bytes") == 5
         writer.transport.abort()
         await until(lambda: here.system.server.uploads.bytes == 0)
+
+
+async def test_what_bodies_that_hold_too_much_move() -> None:
+    async with served(alike(replicas=1)) as here:
+        for body, bound in (("[" * 100, "depth"), ('{"prompt":[' + '"",' * 9_000 + '""]}', "items")):
+            assert (await here.http.post("/v1/completions", content=body)).status_code == 400
+            assert (await here.metrics()).value("bodies_refused_total", bound=bound) == 1
 
 
 async def test_what_running_requests_hold() -> None:

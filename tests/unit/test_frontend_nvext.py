@@ -9,10 +9,10 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.observed import WISHES_TOLD_MAX, FrontObserved
-from kvrouter.frontend.openai.nvext import FIELDS_WITHOUT_EFFECT, HEADERS, NvextReader
-from kvrouter.frontend.openai.parse import Call, parse_completion
-from kvrouter.frontend.openai.passed import parse_passed
+from kvrouter.frontend.openai.nvext import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, NvextReader
+from kvrouter.frontend.openai.parse import Call
 from kvrouter.telemetry import Telemetry
+from tests.support.parsed import parse_completion, parse_passed
 
 
 def body(**fields: object) -> bytes:
@@ -145,3 +145,15 @@ def test_the_log_names_each_wish_once_and_not_any_number(caplog: pytest.LogCaptu
             observed.wish_ignored(f"nvext.made_up_{place}", "unknown field")
             observed.wish_ignored(f"nvext.extra_fields[{place}]", "must be worker_id or timing")
     assert len(caplog.records) == WISHES_TOLD_MAX
+
+
+def test_more_fields_than_there_are_wishes_are_not_told_one_by_one() -> None:
+    told: list[str] = []
+    reader = NvextReader(on_unknown=lambda at, _: told.append(at))
+    error = refused(reader, **{f"field{n}": 1 for n in range(FIELDS_MAX + 1)})
+    assert (error.param, told) == ("nvext", [])
+
+
+def test_tokens_of_a_prompt_may_be_as_many_as_a_context_holds() -> None:
+    ids = list(range(50_000))
+    assert call(token_data=ids).nvext.token_data == ids

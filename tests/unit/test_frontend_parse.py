@@ -6,15 +6,12 @@ import pytest
 from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.decode import SHOWN_CHARS_MAX
-from kvrouter.frontend.openai.parse import (
-    ChatCall,
-    CompletionCall,
-    parse_chat,
-    parse_completion,
-    parse_either,
-)
+from kvrouter.frontend.openai.parse import ChatCall, CompletionCall
+from kvrouter.frontend.openai.scanned import DEPTH_MAX, ITEMS_MAX, NUMBERS_MIN, BodyOverBounds
 from kvrouter.frontend.openai.wishes import TAINT_CHARS_MAX, TAINTS_MAX
+from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -227,7 +224,6 @@ def test_a_weight_that_is_no_number_is_named(number: bytes) -> None:
         b'{"model":"m",}',
         b'{"model":"\xff"}',
         b'{"model":"\\ud800"}',
-        b'{"model":"m","messages":[{"content":' + b"[" * 100_000,
     ],
 )
 def test_a_body_that_is_no_json_names_no_field(body: bytes) -> None:
@@ -362,3 +358,39 @@ def test_either_route_is_told_by_its_field() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_either(b'{"model":"m"}')
     assert caught.value.param == "messages"
+
+
+LIST = b'{"model":"m","messages":[{"role":"user","content":"a"}],"%s":[%s]}'
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "bound"),
+    [
+        (LIST % (b"tools", b",".join([b"{}"] * (ITEMS_MAX + 1))), "tools", "items"),
+        (LIST % (b"stop", b",".join([b'"a"'] * (ITEMS_MAX + 1))), "stop", "items"),
+        (LIST % (b"stop_token_ids", b",".join([b"1"] * (ITEMS_MAX + 1))), "stop_token_ids", "items"),
+        (LIST % (b"prompt", b",".join([b"[]"] * (ITEMS_MAX + 1))), "prompt", "items"),
+        (LIST % (b"prompt", b",".join([b"1"] * (NUMBERS_MIN + 1))), "prompt", "numbers"),
+        (LIST % (b"tools", b",".join([b"[" + b"0," * 99 + b"0]"] * 700)), "tools", "values"),
+        (LIST % (b"tools", b"[" * 100_000), "tools" + "[0]" * (DEPTH_MAX - 1), "depth"),
+        (LIST % (b"tools", b'{"a":{"b":' + b"1" * 1000 + b"}}"), "tools[0].a.b", "number_bytes"),
+        (LIST % (b"tools", b'{"' + b"a" * 5000 + b'":1}'), "tools[0]", "key_bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_body_that_holds_too_much_names_where(body: bytes, param: str, bound: str) -> None:
+    for parse in (parse_chat, parse_completion, parse_either):
+        with pytest.raises(BodyOverBounds) as caught:
+            parse(body)
+        assert (caught.value.param, caught.value.bound) == (param, bound)
+        assert caught.value.message.startswith(f"{param}: ")
+        assert len(caught.value.message) < 2 * SHOWN_CHARS_MAX
+
+
+def test_names_of_fields_mean_the_same_however_they_are_written() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_either(b'{"model":"m","\\u0070rompt":"hi","m\\u0065ssages":[]}')
+    assert caught.value.param == "prompt"
+    with pytest.raises(InvalidRequest) as caught:
+        parse_passed(CallRoute.COMPLETION, b'{"model":"m","prompt":"a","kv_transfer_para\\u006ds":{"a":1}}')
+    assert caught.value.param == "kv_transfer_params"

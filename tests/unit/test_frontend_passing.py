@@ -10,9 +10,9 @@ from msgspec import structs
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.frontend.openai.passed import parse_passed
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, open_house, token_ids
+from tests.support.parsed import parse_passed
 from tests.support.planes import ScriptedStream
 
 HEAD = {"id": "chatcmpl-theirs", "object": "chat.completion.chunk", "created": 7, "model": "their-name"}

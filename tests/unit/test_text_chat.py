@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.text.chat import RANGE_STEPS_MAX, ChatTemplate
-from kvrouter.text.messages import MESSAGES_MAX
+from kvrouter.text.messages import ARGUMENT_VALUES_MAX, MESSAGES_MAX
 from kvrouter.text.words import MOCK_FOLDER
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -185,3 +185,25 @@ def test_templates_by_name_and_in_a_file_of_their_own(tmp_path: Path) -> None:
     template = ChatTemplate.from_folder(tmp_path)
     assert template is not None
     assert template.render(HELLO) == "file"
+
+
+def _calling(*arguments: str) -> list[dict[str, object]]:
+    calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
+    return [{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ['{"x":[' + ",".join(["[]"] * ARGUMENT_VALUES_MAX) + "]}"],
+        ['{"x":[' + ",".join(["0"] * 10_000) + "]}"] * 7,
+        ['{"x":' + "[" * 100 + "]" * 100 + "}"],
+    ],
+    ids=["one call", "all calls together", "deep"],
+)
+def test_arguments_of_calls_are_bounded_before_they_are_built(arguments: list[str]) -> None:
+    with pytest.raises(InvalidRequest, match="all together at most 65536 values") as caught:
+        mock_template().render(_calling(*arguments))
+    at = len(arguments) - 1
+    assert caught.value.param == f"messages[1].tool_calls[{at}].function.arguments"
+    assert "tool_call" in mock_template().render(_calling('{"x":[1,2]}'))

@@ -5,6 +5,7 @@ mod events;
 pub mod hashing;
 mod holders;
 pub mod index;
+pub mod json;
 pub mod ledger;
 mod overlap;
 mod pages;

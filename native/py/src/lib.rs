@@ -5,6 +5,7 @@ mod buffers;
 mod events;
 mod hashing;
 mod index;
+mod json;
 mod ledger;
 
 use pyo3::prelude::*;
@@ -17,6 +18,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<index::Applied>()?;
     module.add_class::<index::BlockIndex>()?;
     module.add_class::<index::IndexStats>()?;
+    module.add_class::<json::JsonBounds>()?;
     module.add_class::<ledger::Column>()?;
     module.add_class::<ledger::Ledger>()?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;

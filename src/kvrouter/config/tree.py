@@ -109,6 +109,54 @@ class FrontendSettings(Section):
     """How fast the body of a request must arrive once its timeout is used up. A slower one is answered with
     408 `upload_too_slow`."""
 
+    body_max_depth: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--body-max-depth",
+            variable="KVROUTER_BODY_MAX_DEPTH",
+            group=Group.FRONT_DOOR,
+            unit="levels",
+        ),
+    ] = 64
+    """How deep lists and objects of a body may stand inside each other. A body over this bound, or over
+    one of the three that follow, is answered with 400."""
+
+    body_max_values: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--body-max-values",
+            variable="KVROUTER_BODY_MAX_VALUES",
+            group=Group.FRONT_DOOR,
+            unit="values",
+        ),
+    ] = 65_536
+    """How many values a body may hold in all: texts, numbers, lists, objects. Token ids of a prompt do not
+    count."""
+
+    body_max_items: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--body-max-items",
+            variable="KVROUTER_BODY_MAX_ITEMS",
+            group=Group.FRONT_DOOR,
+            unit="elements",
+        ),
+    ] = 8_192
+    """How many elements one list of a body, or fields one of its objects, may have. Token ids of a prompt do
+    not count."""
+
+    body_max_token_ids: Annotated[
+        PositiveCount | None,
+        Setting(
+            flag="--body-max-token-ids",
+            variable="KVROUTER_BODY_MAX_TOKEN_IDS",
+            group=Group.FRONT_DOOR,
+            unit="tokens",
+        ),
+    ] = None
+    """How many token ids the prompts of a body may hold. Unset: as many as the longest context of the models
+    here, at least 262,144."""
+
     header_max_bytes: Annotated[
         Annotated[Whole, Interval(ge=1024, le=1024 * 1024)],
         Setting(

@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -13,12 +14,14 @@ from starlette.routing import Route
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
+from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.errors import UnknownDecision
 from kvrouter.frontend.explained import attempts_json, decided_json, refused_json
 from kvrouter.frontend.fleet_page import fleet_json
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.parse import parse_either
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import Name, NonNegativeInt
 from kvrouter.frontend.pages import json_page
 from kvrouter.frontend.prepare import Hall
@@ -40,14 +43,25 @@ class BusyBody(Struct, frozen=True, forbid_unknown_fields=True):
 _BUSY = msgspec.json.Decoder(BusyBody)
 
 
+def _busy(scanned: ScannedBody) -> BusyBody:
+    return decode_body(_BUSY, scanned)
+
+
 class AdminRoutes:
     """The routes that ask for the admin token, where one is set."""
 
     def __init__(
-        self, service: RouterService, hall: Hall, observed: FrontObserved, *, token: str | None
+        self,
+        service: RouterService,
+        hall: Hall,
+        bodies: Bodies,
+        observed: FrontObserved,
+        *,
+        token: str | None,
     ) -> None:
         self._service = service
         self._hall = hall
+        self._bodies = bodies
         self._observed = observed
         self._token = None if token is None else token.encode()
         self._ids = RequestIds()
@@ -64,7 +78,7 @@ class AdminRoutes:
     async def thresholds(self, request: Request) -> Response:
         """``GET /busy_threshold``: every model's; ``POST``: set what is given, return what holds then."""
         if request.method == "POST":
-            return json_page(self._set_thresholds(decode_body(_BUSY, await request.body())))
+            return json_page(self._set_thresholds(await self._bodies.read(await request.body(), _busy)))
         return json_page({"thresholds": [_thresholds_json(model) for model in self._service.models()]})
 
     def _set_thresholds(self, body: BusyBody) -> dict[str, object]:
@@ -90,7 +104,8 @@ class AdminRoutes:
         """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
         request_id = self._ids.take(request.headers.get("x-request-id"))
         try:
-            parsed = parse_either(await request.body(), self._hall.wishes(request.headers.raw))
+            wishes = self._hall.wishes(request.headers.raw)
+            parsed = await self._bodies.read(await request.body(), partial(parse_either, nvext=wishes))
             text = self._hall.text_of(parsed.call)
             wanted = await self._hall.prepare(parsed, text, request_id)
         finally:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes, admin_secret
+from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.door import Door
 from kvrouter.frontend.gauges import Gauges
 from kvrouter.frontend.generate import GenerateRoutes
@@ -35,12 +36,19 @@ class FrontDoor(Door):
     ) -> None:
         observed = FrontObserved(telemetry)
         hall = Hall(service, texts, observed, unknown_nvext=settings.unknown_nvext)
-        generate = GenerateRoutes(service, hall, observed)
-        admin = AdminRoutes(service, hall, observed, token=admin_secret(settings))
+        bodies = Bodies(service, texts, observed, settings)
+        generate = GenerateRoutes(service, hall, bodies, observed)
+        admin = AdminRoutes(service, hall, bodies, observed, token=admin_secret(settings))
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
             [*Pages(service, hall, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
             settings=settings,
             observed=observed,
         )
-        self.close = telemetry.before_scrape(Gauges(telemetry, service).refresh)
+        self._bodies = bodies
+        self._end = telemetry.before_scrape(Gauges(telemetry, service).refresh)
+
+    def close(self) -> None:
+        """Refresh no gauge and read no body any more."""
+        self._end()
+        self._bodies.close()

@@ -2,10 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.answered import Reading, answer_query, answer_stream, answer_whole
+from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.exchange import Exchange, cancel_with
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
@@ -13,6 +16,7 @@ from kvrouter.frontend.openai.answers import Kind
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import ChatCall, CompletionCall, parse_chat, parse_completion
 from kvrouter.frontend.openai.passed import parse_passed
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.passing import pass_stream, pass_whole
 from kvrouter.frontend.prepare import Hall
 from kvrouter.frontend.request_ids import RequestIds
@@ -21,15 +25,20 @@ from kvrouter.text.stops import StopMatcher
 
 CLIENT_LEFT_STATUS = 499
 
+_PARSERS: Mapping[Kind, Callable[..., ChatCall | CompletionCall]] = {
+    Kind.CHAT: parse_chat,
+    Kind.COMPLETION: parse_completion,
+}
 _ROUTES = {Kind.CHAT: CallRoute.CHAT, Kind.COMPLETION: CallRoute.COMPLETION}
 
 
 class GenerateRoutes:
     """Handles ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(self, service: RouterService, hall: Hall, observed: FrontObserved) -> None:
+    def __init__(self, service: RouterService, hall: Hall, bodies: Bodies, observed: FrontObserved) -> None:
         self._service = service
         self._hall = hall
+        self._bodies = bodies
         self._observed = observed
         self._ids = RequestIds()
 
@@ -57,14 +66,13 @@ class GenerateRoutes:
             self._ids.give_back(exchange.request_id)
             self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
 
-    async def _serve(self, exchange: Exchange, body: bytes, wishes: NvextReader) -> None:
-        if self._hall.passes(body):
-            await self._serve_passed(exchange, body, wishes)
-            return
+    async def _serve(self, exchange: Exchange, data: bytes, wishes: NvextReader) -> None:
         received_s = time.monotonic()
-        parsed: ChatCall | CompletionCall
-        parse = parse_chat if exchange.kind is Kind.CHAT else parse_completion
-        parsed = parse(body, wishes)
+        body = await self._bodies.scan(data)
+        if self._hall.passes(body):
+            await self._serve_passed(exchange, body, wishes, received_s)
+            return
+        parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=wishes))
         call = parsed.call
         text = self._hall.text_of(call)
         exchange.model = call.model
@@ -80,10 +88,12 @@ class GenerateRoutes:
             else:
                 await answer_whole(exchange, call, reading)
 
-    async def _serve_passed(self, exchange: Exchange, body: bytes, wishes: NvextReader) -> None:
+    async def _serve_passed(
+        self, exchange: Exchange, body: ScannedBody, wishes: NvextReader, received_s: float
+    ) -> None:
         """The engines of this model take calls as clients write them, and answer for themselves."""
-        received_s = time.monotonic()
-        passed = parse_passed(_ROUTES[exchange.kind], body, wishes)
+        parse = partial(parse_passed, _ROUTES[exchange.kind], reader=wishes)
+        passed = await self._bodies.parse(body, parse)
         call = passed.call
         text = self._hall.text_of(call)
         exchange.model = self._hall.named(call.model).model

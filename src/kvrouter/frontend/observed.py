@@ -26,6 +26,10 @@ class FrontObserved:
         """One call of a generation route was answered with this status (499: its client left first)."""
         self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
 
+    def body_refused(self, bound: str) -> None:
+        """A body held more than this bound allows."""
+        self._telemetry.bodies_refused.inc(bound)
+
     def tokenized(self, *, model: str, seconds: float) -> None:
         """One prompt was templated and tokenized."""
         self._telemetry.tokenization_duration.observe(seconds, model)

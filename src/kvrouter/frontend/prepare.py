@@ -17,6 +17,7 @@ from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.nvext import Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
 from kvrouter.frontend.openai.passed import PassedCall, model_of
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.passed_tokens import passed_tokens
 from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
@@ -87,12 +88,12 @@ class Hall:
             raise UnknownModel(f"model: {model!r} has workers, and no tokenizer here", param="model")
         return text
 
-    def passes(self, data: bytes) -> bool:
-        """Whether the call in ``data`` goes to its engine as it was written. Raises InvalidRequest."""
+    def passes(self, body: ScannedBody) -> bool:
+        """Whether the call in ``body`` goes to its engine as it was written. Raises InvalidRequest."""
         models = tuple(self._service.models())
         if not any(model.fleet.takes_calls for model in models):
             return False
-        name = self.named(model_of(data)).model
+        name = self.named(model_of(body)).model
         return any(model.fleet.model == name and model.fleet.takes_calls for model in models)
 
     async def prepare_passed(

@@ -355,6 +355,12 @@ class Telemetry(MetricsPage):
         "kvrouter_http_upload_bytes",
         "What requests hold that are still arriving, or wait on their connection, by --uploads-max-bytes.",
     )
+    bodies_refused = counter(
+        "kvrouter_bodies_refused",
+        "Bodies that hold more than their bounds allow: depth, values, items, numbers, key_bytes or "
+        "number_bytes.",
+        "bound",
+    )
     build_info = gauge("kvrouter_build_info", "1, with the version that runs.", "version")
 
     SPECS: ClassVar[tuple[MetricSpec, ...]]

@@ -7,9 +7,22 @@ from operator import is_
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json_bounds import JsonBounds, JsonRefused
 
 MESSAGES_MAX = 4_096
+ARGUMENT_VALUES_MAX = 65_536
+DEPTH_MAX = 64
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+_BOUNDS = JsonBounds(
+    depth=DEPTH_MAX,
+    values=ARGUMENT_VALUES_MAX,
+    items=ARGUMENT_VALUES_MAX,
+    numbers=0,
+    key_bytes=4_096,
+    number_bytes=512,
+    number_fields=(),
+)
 
 
 def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -25,7 +38,8 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
         raise InvalidRequest(
             f"messages: at most {MESSAGES_MAX} messages, not {len(messages)}", param="messages"
         )
-    return [_template_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    arguments = _Arguments()
+    return [_template_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
 
 
 def media_named(messages: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
@@ -73,7 +87,29 @@ def text_chars(messages: Sequence[object]) -> int:
     return chars
 
 
-def _template_message(message: object, path: str) -> dict[str, object]:
+class _Arguments:
+    """The arguments of a chat's tool calls: JSON in strings, of which a body's bounds know nothing."""
+
+    def __init__(self) -> None:
+        self._values_left = ARGUMENT_VALUES_MAX
+
+    def decoded(self, text: str, path: str) -> object:
+        """Return the object that a string holds; InvalidRequest when it is none, or holds too much."""
+        data = (text or "{}").encode("utf-8", "surrogatepass")
+        try:
+            _, values = _BOUNDS.scan(data)
+            self._values_left -= values
+            if self._values_left >= 0:
+                return msgspec.json.decode(data)
+        except JsonRefused as error:
+            if error.kind in ("syntax", "not_finite"):
+                raise _wrong(path, "must be a JSON object in a string") from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _wrong(path, "must be a JSON object in a string") from error
+        raise _wrong(path, f"all together at most {ARGUMENT_VALUES_MAX} values, {DEPTH_MAX} levels deep")
+
+
+def _template_message(message: object, path: str, arguments: _Arguments) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise _wrong(path, "must be an object")
     role = message.get("role")
@@ -84,7 +120,7 @@ def _template_message(message: object, path: str) -> dict[str, object]:
     if calls is None:
         out.pop("tool_calls", None)
     else:
-        out["tool_calls"] = _template_calls(calls, f"{path}.tool_calls")
+        out["tool_calls"] = _template_calls(calls, f"{path}.tool_calls", arguments)
     content = message.get("content")
     if content is None and role == "assistant":
         out["content"] = ""
@@ -115,13 +151,13 @@ def _part_text(part: object, path: str) -> str:
     return text
 
 
-def _template_calls(calls: object, path: str) -> list[dict[str, object]]:
+def _template_calls(calls: object, path: str, arguments: _Arguments) -> list[dict[str, object]]:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise _wrong(path, "must be a list of tool calls")
-    return [_template_call(call, f"{path}[{at}]") for at, call in enumerate(calls)]
+    return [_template_call(call, f"{path}[{at}]", arguments) for at, call in enumerate(calls)]
 
 
-def _template_call(call: object, path: str) -> dict[str, object]:
+def _template_call(call: object, path: str, all_arguments: _Arguments) -> dict[str, object]:
     """Return a tool call whose arguments are an object: templates print them as JSON themselves."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
@@ -130,10 +166,7 @@ def _template_call(call: object, path: str) -> dict[str, object]:
         raise _wrong(f"{path}.function.name", "must be a string")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise _wrong(f"{path}.function.arguments", "must be a JSON object in a string") from error
+        arguments = all_arguments.decoded(arguments, f"{path}.function.arguments")
     if not isinstance(arguments, Mapping):
         raise _wrong(f"{path}.function.arguments", "must be a JSON object in a string")
     return {**call, "function": {**function, "arguments": arguments}}

@@ -60,6 +60,9 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
 }
 """Fields of Dynamo's that ask for what is not here."""
 
+FIELDS_MAX = 64
+"""Far more than there are: each that is not known is looked up among those that are, and told."""
+
 _NULL = Raw(b"null")
 _KNOWN = frozenset(NvExt.__struct_fields__)
 _FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
@@ -116,6 +119,8 @@ class NvextReader:
     def _decoded(self, raw: Raw) -> NvExt:
         try:
             fields = _FIELDS.decode(raw)
+            if len(fields) > FIELDS_MAX:
+                raise InvalidRequest(f"nvext: at most {FIELDS_MAX} fields", param="nvext")
             for name in sorted(fields.keys() - _KNOWN):
                 self.on_unknown(f"nvext.{shown(name)}", _why_unknown(name))
                 del fields[name]

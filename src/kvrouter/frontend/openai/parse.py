@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
@@ -13,10 +12,10 @@ from kvrouter.core.requests import Sampling
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.refused import refuse_fields
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import (
     ChatBody,
     CompletionBody,
-    EitherBody,
     GenerateBody,
     NvExt,
     StreamOptions,
@@ -24,7 +23,6 @@ from kvrouter.frontend.openai.schema import (
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _COMPLETION = msgspec.json.Decoder(CompletionBody)
-_EITHER = msgspec.json.Decoder(EitherBody)
 
 STOP_TOKENS_MAX = 64
 READER = NvextReader()
@@ -118,9 +116,9 @@ class CompletionCall:
     prompt: str | Sequence[int]
 
 
-def parse_chat(data: bytes, nvext: NvextReader = READER) -> ChatCall:
-    """Return the chat call in ``data``; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_CHAT, data)
+def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall:
+    """Return the chat call in a body; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_CHAT, scanned)
     if not body.messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -133,20 +131,18 @@ def parse_chat(data: bytes, nvext: NvextReader = READER) -> ChatCall:
     return ChatCall(call, body.messages)
 
 
-def parse_either(data: bytes, nvext: NvextReader = READER) -> ChatCall | CompletionCall:
+def parse_either(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall | CompletionCall:
     """Return the call in a body of either route: ``messages`` make it a chat, ``prompt`` a completion."""
-    body = decode_body(_EITHER, data)
-    is_chat, is_completion = body.messages is not UNSET, body.prompt is not UNSET
-    if is_chat and is_completion:
+    if "prompt" not in scanned.fields:
+        return parse_chat(scanned, nvext)
+    if "messages" in scanned.fields:
         raise InvalidRequest("prompt: give this or messages, not both", param="prompt")
-    if is_completion:
-        return parse_completion(data, nvext)
-    return parse_chat(data, nvext)
+    return parse_completion(scanned, nvext)
 
 
-def parse_completion(data: bytes, nvext: NvextReader = READER) -> CompletionCall:
-    """Return the completion call in ``data``; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_COMPLETION, data)
+def parse_completion(scanned: ScannedBody, nvext: NvextReader = READER) -> CompletionCall:
+    """Return the completion call in a body; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_COMPLETION, scanned)
     max_tokens = body.max_tokens or COMPLETION_TOKENS_DEFAULT
     call = call_of(body, nvext, max_tokens=max_tokens, field="max_tokens")
     return CompletionCall(call, one_prompt(body.prompt))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, ClientCall
@@ -15,6 +15,7 @@ from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call
 from kvrouter.frontend.openai.refused import refuse_misplaced
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import (
     CacheSalt,
     GenerateBody,
@@ -58,7 +59,6 @@ class PassedCall:
 
 
 _BODY = msgspec.json.Decoder(PassedBody)
-_FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
 
 _PLAIN = frozenset(
     {
@@ -118,9 +118,9 @@ _BETWEEN_ENGINES = (
 """What tells engines where to fetch KV: hosts that they connect to, and blocks that may be anybody's."""
 
 
-def parse_passed(route: CallRoute, data: bytes, reader: NvextReader = READER) -> PassedCall:
-    """Return the call in ``data``; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_BODY, data)
+def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = READER) -> PassedCall:
+    """Return the call in a body; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_BODY, scanned)
     refuse_misplaced(body)
     if route is CallRoute.CHAT and not body.messages:
         raise InvalidRequest("messages: must not be empty", param="messages")
@@ -130,7 +130,8 @@ def parse_passed(route: CallRoute, data: bytes, reader: NvextReader = READER) ->
             "nvext.token_data: the engines of this model take calls as clients wrote them, and tokenize them",
             param="nvext.token_data",
         )
-    fields = decode_body(_FIELDS, data)
+    data = scanned.data
+    fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end) in scanned.fields.items()}
     _refuse_between_engines(fields)
     written = {name: value for name, value in fields.items() if name != "nvext"}
     if nvext.cache_salt and not body.cache_salt:  # the engine keeps tenants apart, or nobody does
@@ -157,16 +158,22 @@ def parse_passed(route: CallRoute, data: bytes, reader: NvextReader = READER) ->
     )
 
 
-class _Model(Struct, frozen=True):
-    model: Name
+_MODEL = msgspec.json.Decoder(Name)
+_MODEL_BYTES_MAX = 4_096
+"""Far more than the longest name, whatever its characters are written as."""
 
 
-_MODEL = msgspec.json.Decoder(_Model)
-
-
-def model_of(data: bytes) -> str:
+def model_of(scanned: ScannedBody) -> str:
     """Return the model that a body names; raise :class:`InvalidRequest` naming the field."""
-    return decode_body(_MODEL, data).model
+    raw = scanned.raw("model")
+    if raw is None:
+        raise InvalidRequest("model: must be given", param="model")
+    if len(raw) > _MODEL_BYTES_MAX:
+        raise InvalidRequest("model: far too long for a name", param="model")
+    try:
+        return _MODEL.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"model: {error}", param="model") from None
 
 
 def _refuse_between_engines(fields: Mapping[str, Raw]) -> None:
@@ -180,8 +187,10 @@ def _refuse_between_engines(fields: Mapping[str, Raw]) -> None:
 def _is_resumable(fields: Mapping[str, Raw]) -> bool:
     """Whether another worker could go on with the answer and nobody would notice."""
     for name, raw in fields.items():
+        if name in _PLAIN:
+            continue
         value = bytes(raw)
-        if name in _PLAIN or value == b"null" or value in _HARMLESS.get(name, ()):
+        if value == b"null" or value in _HARMLESS.get(name, ()):
             continue
         if name == "seed" and bytes(fields.get("temperature", b"")) in (b"0", b"0.0"):
             continue

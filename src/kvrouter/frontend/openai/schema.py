@@ -7,7 +7,7 @@ known in order to be refused are in :class:`RefusedFields`.
 
 from typing import Annotated
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
 
@@ -142,10 +142,3 @@ class CompletionBody(GenerateBody, frozen=True, kw_only=True):
 
     prompt: str | list[TokenId | str | list[TokenId]]
     logprobs: int | None = None
-
-
-class EitherBody(Struct, frozen=True):
-    """Just enough of a body to tell the two routes' apart."""
-
-    messages: Raw | UnsetType = UNSET
-    prompt: Raw | UnsetType = UNSET

@@ -10,6 +10,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall, call_of, one_prompt
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt, TokenId
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
 
@@ -49,9 +50,9 @@ class Wanted:
     cache_namespace: str | None
 
 
-def parse_route(data: bytes, nvext: NvextReader = READER) -> Wanted:
+def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> Wanted:
     """Return what is to be routed; raise :class:`InvalidRequest` naming the field."""
-    body = decode_body(_ROUTE, data)
+    body = decode_body(_ROUTE, scanned)
     given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not UNSET]
     if len(given) != 1:
         what = (
@@ -87,6 +88,6 @@ def parse_route(data: bytes, nvext: NvextReader = READER) -> Wanted:
     return Wanted(parsed, body.token_ids is not UNSET, body.request_id, body.lora_name, cache_namespace)
 
 
-def parse_output(data: bytes) -> int:
+def parse_output(scanned: ScannedBody) -> int:
     """Return how many more blocks are full; raise :class:`InvalidRequest` naming the field."""
-    return decode_body(_OUTPUT, data).blocks
+    return decode_body(_OUTPUT, scanned).blocks

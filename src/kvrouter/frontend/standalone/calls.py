@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import Bootstrap
+from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.exchange import cancel_with
 from kvrouter.frontend.explained import Json
@@ -16,7 +18,7 @@ from kvrouter.frontend.generate import CLIENT_LEFT_STATUS
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.standalone.answers import prefilled_json, routed_json
-from kvrouter.frontend.standalone.bodies import parse_route
+from kvrouter.frontend.standalone.bodies import Wanted, parse_route
 from kvrouter.frontend.standalone.desk import Desk, id_of
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.prefills import Prefills
@@ -32,6 +34,7 @@ class Calls:
         self,
         service: RouterService,
         desk: Desk,
+        bodies: Bodies,
         bookings: Bookings,
         prefills: Prefills,
         observed: FrontObserved,
@@ -40,6 +43,7 @@ class Calls:
     ) -> None:
         self._service = service
         self._desk = desk
+        self._bodies = bodies
         self._bookings = bookings
         self._prefills = prefills
         self._observed = observed
@@ -77,7 +81,7 @@ class Calls:
 
     async def _route(self, call: "_Call") -> Json:
         books = _books(call.request.query)
-        wanted = parse_route(call.request.body, self._desk.wishes(call.request.headers))
+        wanted = await self._wanted(call)
         request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
         call.model = request.model
         room = self._service.model(request.model)
@@ -95,10 +99,14 @@ class Calls:
             lease_ttl_s=self._lease_ttl_s if books else None,
         )
 
+    async def _wanted(self, call: "_Call") -> Wanted:
+        wishes = self._desk.wishes(call.request.headers)
+        return await self._bodies.read(call.request.body, partial(parse_route, nvext=wishes))
+
     async def _prefill(self, call: "_Call") -> Json:
         if call.request.query:
             raise InvalidRequest("query: this route takes none", param="query")
-        wanted = parse_route(call.request.body, self._desk.wishes(call.request.headers))
+        wanted = await self._wanted(call)
         request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
         call.model = request.model
         room = self._service.model(request.model)

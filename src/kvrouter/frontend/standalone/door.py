@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes, admin_secret
+from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.door import Door
 from kvrouter.frontend.gauges import Gauges
 from kvrouter.frontend.observed import FrontObserved
@@ -40,19 +41,20 @@ class StandaloneDoor(Door):
     ) -> None:
         observed = FrontObserved(telemetry)
         hall = Hall(service, texts, observed, unknown_nvext=settings.unknown_nvext)
-        calls = Calls(
-            service, Desk(service, hall), bookings, prefills, observed, lease_ttl_s=lease_ttl_s
-        )  # fmt: skip
+        bodies = Bodies(service, texts, observed, settings)
+        desk = Desk(service, hall)
+        calls = Calls(service, desk, bodies, bookings, prefills, observed, lease_ttl_s=lease_ttl_s)
         by_path = {"/v1/route": calls.route}
         routes = [
             *Pages(service, hall, telemetry).routes(),
-            *AdminRoutes(service, hall, observed, token=admin_secret(settings)).routes(),
-            *BookingPages(bookings, lease_ttl_s=lease_ttl_s).routes(),
+            *AdminRoutes(service, hall, bodies, observed, token=admin_secret(settings)).routes(),
+            *BookingPages(bookings, bodies, lease_ttl_s=lease_ttl_s).routes(),
         ]
         if takes_prefills:
             by_path["/v1/prefill"] = calls.prefill
             routes.extend(PrefillPages(prefills).routes())
         super().__init__(by_path, routes, settings=settings, observed=observed)
+        self._bodies = bodies
         self._telemetry = telemetry
         self._bookings = bookings
         self._prefills = prefills
@@ -62,9 +64,10 @@ class StandaloneDoor(Door):
         )
 
     def close(self) -> None:
-        """Refresh no gauge any more."""
+        """Refresh no gauge and read no body any more."""
         for end in self._ends:
             end()
+        self._bodies.close()
 
     def _refresh(self) -> None:
         self._telemetry.bookings.set(len(self._bookings))

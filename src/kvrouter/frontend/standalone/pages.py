@@ -5,6 +5,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvrouter.core.ids import RequestId
+from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.pages import json_page
 from kvrouter.frontend.standalone.bodies import parse_output
 from kvrouter.service.bookings import Bookings
@@ -14,8 +15,9 @@ from kvrouter.service.prefills import Prefills
 class BookingPages:
     """The routes of what is booked; a draining router answers them too."""
 
-    def __init__(self, bookings: Bookings, *, lease_ttl_s: float) -> None:
+    def __init__(self, bookings: Bookings, bodies: Bodies, *, lease_ttl_s: float) -> None:
         self._bookings = bookings
+        self._bodies = bodies
         self._lease_ttl_s = lease_ttl_s
 
     def routes(self) -> list[Route]:
@@ -36,7 +38,7 @@ class BookingPages:
 
     async def output_blocks(self, request: Request) -> Response:
         """``POST …/output_blocks``: so many more blocks are full of output."""
-        blocks = parse_output(await request.body())
+        blocks = await self._bodies.read(await request.body(), parse_output)
         self._bookings.output_blocks(_id_of(request), blocks)
         return self._renewed(request)
 

@@ -1,0 +1,466 @@
+//! One pass over JSON text, before anything is built of it: is it JSON, and how much would be built?
+//!
+//! Strings are looked through many bytes at a time; nothing is unescaped and nothing is kept but where the
+//! fields of an outermost object are.
+
+use std::ops::Range;
+
+/// What one text may hold.
+#[derive(Clone, Debug)]
+pub struct Limits {
+    /// Containers in containers.
+    pub depth: usize,
+    /// Values of all kinds, the numbers of `number_fields` apart.
+    pub values: usize,
+    /// Members of one object, or elements of one array, those numbers apart.
+    pub items: usize,
+    /// Numbers in arrays of `number_fields`, all together.
+    pub numbers: usize,
+    /// Bytes of a name in an object.
+    pub key_bytes: usize,
+    /// Bytes of a number.
+    pub number_bytes: usize,
+    /// Fields of the outermost object, and with a dot of an object in it, that hold lists of token ids.
+    pub number_fields: Vec<Vec<u8>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    Syntax(&'static str),
+    NotFinite,
+    Depth,
+    Values,
+    Items,
+    Numbers,
+    KeyBytes,
+    NumberBytes,
+}
+
+/// Why a text is refused, the byte where that showed, and the path of the field: `messages[2].content`.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Refused {
+    pub fault: Fault,
+    pub at: usize,
+    pub path: String,
+}
+
+/// What a text holds. Fields of the outermost object are in the order of the text, as they are written.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Scanned {
+    pub values: usize,
+    pub numbers: usize,
+    pub fields: Vec<(Range<usize>, Range<usize>)>,
+}
+
+const PATH_BYTES_MAX: usize = 300;
+
+pub fn scan(text: &[u8], limits: &Limits) -> Result<Scanned, Refused> {
+    if let Err(error) = std::str::from_utf8(text) {
+        let (fault, at) = (Fault::Syntax("this is not UTF-8"), error.valid_up_to());
+        return Err(Refused { fault, at, path: String::new() });
+    }
+    let mut scanner =
+        Scanner { text, limits, at: 0, frames: Vec::new(), in_numbers: false, found: Scanned::default() };
+    match scanner.run() {
+        Ok(()) => Ok(scanner.found),
+        Err(fault) => Err(Refused { fault, at: scanner.at, path: scanner.path(fault) }),
+    }
+}
+
+struct Frame {
+    is_object: bool,
+    /// Members or elements that began.
+    begun: usize,
+    /// Those of them that count as items.
+    items: usize,
+    key: Range<usize>,
+}
+
+struct Scanner<'a> {
+    text: &'a [u8],
+    limits: &'a Limits,
+    at: usize,
+    frames: Vec<Frame>,
+    in_numbers: bool,
+    found: Scanned,
+}
+
+impl Scanner<'_> {
+    fn run(&mut self) -> Result<(), Fault> {
+        self.skip_space();
+        let mut is_open = self.value()?;
+        // Each turn a value has ended, or a container has just been opened.
+        while let Some(is_object) = self.frames.last().map(|frame| frame.is_object) {
+            self.skip_space();
+            let close = if is_object { b'}' } else { b']' };
+            match self.peek() {
+                Some(byte) if byte == close => {
+                    self.at += 1;
+                    self.frames.pop();
+                    self.end_field();
+                    is_open = false;
+                    continue;
+                }
+                Some(b',') if !is_open => {
+                    self.at += 1;
+                    self.skip_space();
+                }
+                Some(_) if is_open => {}
+                Some(_) => return Err(Fault::Syntax("a comma or the end of the list or object is missing")),
+                None => return Err(Fault::Syntax("it ends too early")),
+            }
+            if is_object {
+                self.key()?;
+            }
+            is_open = self.value()?;
+            if !is_open {
+                self.end_field();
+            }
+        }
+        self.skip_space();
+        if self.at < self.text.len() {
+            return Err(Fault::Syntax("something follows the end"));
+        }
+        Ok(())
+    }
+
+    fn peek(&self) -> Option<u8> {
+        self.text.get(self.at).copied()
+    }
+
+    #[inline]
+    fn skip_space(&mut self) {
+        while let Some(b' ' | b'\n' | b'\r' | b'\t') = self.peek() {
+            self.at += 1;
+        }
+    }
+
+    /// Takes one value, or the beginning of a container; returns whether it is one.
+    fn value(&mut self) -> Result<bool, Fault> {
+        let Some(first) = self.peek() else { return Err(Fault::Syntax("it ends too early")) };
+        self.count(first)?;
+        match first {
+            b'{' | b'[' => {
+                if self.frames.len() >= self.limits.depth {
+                    return Err(Fault::Depth);
+                }
+                self.at += 1;
+                self.frames.push(Frame { is_object: first == b'{', begun: 0, items: 0, key: 0..0 });
+                return Ok(true);
+            }
+            b'"' => self.string()?,
+            b'-' | b'0'..=b'9' => self.number()?,
+            b't' => self.word(b"true")?,
+            b'f' => self.word(b"false")?,
+            b'n' => self.word(b"null")?,
+            b'N' if self.text[self.at..].starts_with(b"NaN") => return Err(Fault::NotFinite),
+            b'I' if self.text[self.at..].starts_with(b"Infinity") => return Err(Fault::NotFinite),
+            _ => return Err(Fault::Syntax("a value is missing")),
+        }
+        Ok(false)
+    }
+
+    #[inline]
+    fn count(&mut self, first: u8) -> Result<(), Fault> {
+        let is_number = matches!(first, b'-' | b'0'..=b'9');
+        if let Some(frame) = self.frames.last_mut() {
+            frame.begun += 1;
+            if is_number && self.in_numbers && !frame.is_object {
+                self.found.numbers += 1;
+                return if self.found.numbers > self.limits.numbers { Err(Fault::Numbers) } else { Ok(()) };
+            }
+            frame.items += 1;
+            if frame.items > self.limits.items {
+                return Err(Fault::Items);
+            }
+        }
+        self.found.values += 1;
+        if self.found.values > self.limits.values {
+            return Err(Fault::Values);
+        }
+        Ok(())
+    }
+
+    fn key(&mut self) -> Result<(), Fault> {
+        if self.peek() != Some(b'"') {
+            return Err(Fault::Syntax("a name in quotes is missing"));
+        }
+        let begin = self.at + 1;
+        self.string()?;
+        let key = begin..self.at - 1;
+        if key.len() > self.limits.key_bytes {
+            return Err(Fault::KeyBytes);
+        }
+        self.skip_space();
+        if self.peek() != Some(b':') {
+            return Err(Fault::Syntax("a colon is missing"));
+        }
+        self.at += 1;
+        self.skip_space();
+        if self.frames.len() == 1 {
+            let name = &self.text[key.clone()];
+            self.in_numbers = self.limits.number_fields.iter().any(|field| field == name);
+            self.found.fields.push((key.clone(), self.at..self.at));
+        } else if let [Frame { is_object: true, key: outer, .. }, _] = &self.frames[..] {
+            let (outer, name) = (&self.text[outer.clone()], &self.text[key.clone()]);
+            if self.limits.number_fields.iter().all(|field| field != outer) {
+                self.in_numbers = self.limits.number_fields.iter().any(|field| is_dotted(field, outer, name));
+            }
+        }
+        if let Some(frame) = self.frames.last_mut() {
+            frame.key = key;
+        }
+        Ok(())
+    }
+
+    /// A value has ended; in the outermost object that is a field.
+    #[inline]
+    fn end_field(&mut self) {
+        if self.frames.len() == 1 && self.frames[0].is_object {
+            if let Some((_, value)) = self.found.fields.last_mut() {
+                value.end = self.at;
+            }
+        }
+    }
+
+    fn string(&mut self) -> Result<(), Fault> {
+        self.at += 1;
+        loop {
+            self.at += plain_bytes(&self.text[self.at..]);
+            match self.peek() {
+                Some(b'"') => {
+                    self.at += 1;
+                    return Ok(());
+                }
+                Some(b'\\') => self.escape()?,
+                Some(_) => return Err(Fault::Syntax("a control character in a string is not escaped")),
+                None => return Err(Fault::Syntax("a string does not end")),
+            }
+        }
+    }
+
+    fn escape(&mut self) -> Result<(), Fault> {
+        while self.peek() == Some(b'\\') {
+            let escaped = self.text.get(self.at + 1);
+            match escaped {
+                Some(b'"' | b'\\' | b'/' | b'b' | b'f' | b'n' | b'r' | b't') => self.at += 2,
+                Some(b'u') => {
+                    let digits = self.text.get(self.at + 2..self.at + 6);
+                    if !digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_hexdigit)) {
+                        return Err(Fault::Syntax("an escape in a string is none"));
+                    }
+                    self.at += 6;
+                }
+                _ => return Err(Fault::Syntax("an escape in a string is none")),
+            }
+        }
+        Ok(())
+    }
+
+    fn number(&mut self) -> Result<(), Fault> {
+        let begin = self.at;
+        if self.peek() == Some(b'-') {
+            self.at += 1;
+            if self.text[self.at..].starts_with(b"Infinity") {
+                return Err(Fault::NotFinite);
+            }
+        }
+        if self.peek() == Some(b'0') {
+            self.at += 1;
+        } else {
+            self.digits()?;
+        }
+        if self.peek() == Some(b'.') {
+            self.at += 1;
+            self.digits()?;
+        }
+        if let Some(b'e' | b'E') = self.peek() {
+            self.at += 1;
+            if let Some(b'+' | b'-') = self.peek() {
+                self.at += 1;
+            }
+            self.digits()?;
+        }
+        if self.at - begin > self.limits.number_bytes {
+            return Err(Fault::NumberBytes);
+        }
+        Ok(())
+    }
+
+    fn digits(&mut self) -> Result<(), Fault> {
+        let begin = self.at;
+        while let Some(b'0'..=b'9') = self.peek() {
+            self.at += 1;
+        }
+        if self.at == begin {
+            return Err(Fault::Syntax("a number is none"));
+        }
+        Ok(())
+    }
+
+    fn word(&mut self, word: &[u8]) -> Result<(), Fault> {
+        if !self.text[self.at..].starts_with(word) {
+            return Err(Fault::Syntax("a value is missing"));
+        }
+        self.at += word.len();
+        Ok(())
+    }
+
+    /// The path of what is refused: of the list or object that is too long or too deep, of the outermost
+    /// field for what is counted over all, else of the value itself.
+    fn path(&self, fault: Fault) -> String {
+        let frames = match fault {
+            Fault::Values | Fault::Numbers => &self.frames[..self.frames.len().min(1)],
+            Fault::Items | Fault::KeyBytes => &self.frames[..self.frames.len().saturating_sub(1)],
+            _ => &self.frames[..],
+        };
+        let mut path = Vec::new();
+        for frame in frames {
+            if frame.is_object {
+                if !path.is_empty() {
+                    path.push(b'.');
+                }
+                path.extend_from_slice(&self.text[frame.key.clone()]);
+            } else {
+                path.extend_from_slice(format!("[{}]", frame.begun.saturating_sub(1)).as_bytes());
+            }
+            if path.len() > PATH_BYTES_MAX {
+                break;
+            }
+        }
+        let mut path = String::from_utf8_lossy(&path).into_owned();
+        if let Some((cut, _)) = path.char_indices().find(|(at, _)| *at >= PATH_BYTES_MAX) {
+            path.truncate(cut);
+            path.push('…');
+        }
+        path
+    }
+}
+
+fn is_dotted(field: &[u8], outer: &[u8], name: &[u8]) -> bool {
+    field.strip_prefix(outer).and_then(|rest| rest.strip_prefix(b".")) == Some(name)
+}
+
+/// How many of the first bytes of a string stand for themselves.
+#[inline]
+fn plain_bytes(bytes: &[u8]) -> usize {
+    const BLOCK: usize = 32;
+    let mut at = 0;
+    for block in bytes.chunks_exact(BLOCK) {
+        if block.iter().fold(false, |found, &byte| found | ends_plain(byte)) {
+            break;
+        }
+        at += BLOCK;
+    }
+    at + bytes[at..].iter().position(|&byte| ends_plain(byte)).unwrap_or(bytes.len() - at)
+}
+
+#[inline]
+fn ends_plain(byte: u8) -> bool {
+    (byte == b'"') | (byte == b'\\') | (byte < 0x20)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits {
+            depth: 4,
+            values: 20,
+            items: 5,
+            numbers: 6,
+            key_bytes: 8,
+            number_bytes: 10,
+            number_fields: vec![b"prompt".to_vec(), b"x.ids".to_vec()],
+        }
+    }
+
+    fn refused(text: &str) -> (Fault, String) {
+        let refused = scan(text.as_bytes(), &limits()).unwrap_err();
+        (refused.fault, refused.path)
+    }
+
+    #[test]
+    fn fields_are_where_they_are() {
+        let text = br#" {"a" : [1, 2] ,"b":"x\"]", "c":{"a":null}} "#;
+        let found = scan(text, &limits()).unwrap();
+        let fields: Vec<_> =
+            found.fields.iter().map(|(key, value)| (&text[key.clone()], &text[value.clone()])).collect();
+        assert_eq!(
+            fields,
+            [(b"a".as_slice(), b"[1, 2]".as_slice()), (b"b", br#""x\"]""#), (b"c", br#"{"a":null}"#)]
+        );
+        assert_eq!(found.values, 7);
+    }
+
+    #[test]
+    fn each_bound_names_its_field() {
+        assert_eq!(refused(r#"{"m":[{"n":[[1]]}]}"#), (Fault::Depth, "m[0].n[0]".into()));
+        assert_eq!(refused(r#"{"m":[1,2,3,4,5,6]}"#), (Fault::Items, "m".into()));
+        assert_eq!(refused(r#"{"m":{"a":1,"b":1,"c":1,"d":1,"e":1,"f":1}}"#), (Fault::Items, "m".into()));
+        assert_eq!(
+            refused(r#"{"m":[[1,2,3,4],[1,2,3,4],[1,2,3,4],[1,2,3,4],[1,2]]}"#),
+            (Fault::Values, "m".into())
+        );
+        assert_eq!(refused(r#"{"prompt":[[1,2,3],[4,5,6],[7]]}"#), (Fault::Numbers, "prompt".into()));
+        assert_eq!(refused(r#"{"m":[1,{"x":NaN}]}"#), (Fault::NotFinite, "m[1].x".into()));
+        assert_eq!(refused(r#"{"m":-Infinity}"#), (Fault::NotFinite, "m".into()));
+        assert_eq!(refused(r#"{"m":{"123456789":1}}"#), (Fault::KeyBytes, "m".into()));
+        assert_eq!(refused(r#"{"m":12345678901}"#), (Fault::NumberBytes, "m".into()));
+        assert_eq!(refused(r#"{"x":{"ids":[1,2,3,4,5,6,7]}}"#), (Fault::Numbers, "x".into()));
+        assert_eq!(refused(r#"{"x":{"ids":1,"id":[1,2,3,4,5,6]}}"#), (Fault::Items, "x.id".into()));
+        assert!(scan(br#"{"prompt":[1,2,3,4,5,6]}"#, &limits()).is_ok());
+    }
+
+    #[test]
+    fn what_is_no_json_is_refused() {
+        for text in [
+            "",
+            " ",
+            "{",
+            "[",
+            "[1",
+            "[1,",
+            "[1,]",
+            "[,1]",
+            "{\"a\"}",
+            "{\"a\":}",
+            "{\"a\":1,}",
+            "{a:1}",
+            "tru",
+            "nul",
+            "01",
+            "1.",
+            "-",
+            ".5",
+            "1e",
+            "+1",
+            "\"",
+            "\"\\x\"",
+            "\"\\u12g4\"",
+            "\"\n\"",
+            "[1 2]",
+            "{\"a\" 1}",
+            "1 1",
+            "]",
+            "[}",
+            "{]",
+            "[1}",
+            "{\"a\":1]",
+        ] {
+            assert!(matches!(refused(text).0, Fault::Syntax(_)), "{text}");
+        }
+        assert!(scan(b"\"\xff\"", &limits()).is_err());
+    }
+
+    #[test]
+    fn strings_end_where_they_end_whatever_their_length() {
+        for size in 0..100 {
+            for escape in ["", "\\\"", "\\n", "\\u00e9", "é"] {
+                let text = format!("[\"{}{escape}{}\", 1]", "x".repeat(size), "y".repeat(size / 2));
+                assert_eq!(scan(text.as_bytes(), &limits()).unwrap().values, 3, "{text}");
+            }
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! `JsonBounds`: JSON looked through before anything is built of it.
+
+use kvrouter_core::json::{self, Fault, Refused};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString};
+
+pyo3::import_exception!(kvrouter.core.json_bounds, JsonRefused);
+
+/// From this size on a scan takes longer than giving the interpreter up and waiting to get it back.
+const DETACHED_BYTES: usize = 64 * 1024;
+
+#[pyclass(frozen, module = "kvrouter._native")]
+pub struct JsonBounds(json::Limits);
+
+#[pymethods]
+impl JsonBounds {
+    #[new]
+    #[pyo3(signature = (*, depth, values, items, numbers, key_bytes, number_bytes, number_fields))]
+    fn new(
+        depth: usize,
+        values: usize,
+        items: usize,
+        numbers: usize,
+        key_bytes: usize,
+        number_bytes: usize,
+        number_fields: Vec<String>,
+    ) -> Self {
+        let number_fields = number_fields.into_iter().map(String::into_bytes).collect();
+        JsonBounds(json::Limits { depth, values, items, numbers, key_bytes, number_bytes, number_fields })
+    }
+
+    /// The fields of the outermost object, by their names, and how many values there are.
+    fn scan<'py>(&self, py: Python<'py>, text: &[u8]) -> PyResult<(Bound<'py, PyDict>, usize)> {
+        let found = if text.len() < DETACHED_BYTES {
+            json::scan(text, &self.0)
+        } else {
+            py.detach(|| json::scan(text, &self.0))
+        };
+        let found = found.map_err(|refused| refusal(&refused))?;
+        let fields = PyDict::new(py);
+        for (key, value) in found.fields {
+            let name = PyString::new(py, std::str::from_utf8(&text[key]).expect("checked by the scan"));
+            fields.set_item(name, (value.start, value.end))?;
+        }
+        Ok((fields, found.values))
+    }
+}
+
+fn refusal(refused: &Refused) -> PyErr {
+    let (kind, what) = match refused.fault {
+        Fault::Syntax(what) => ("syntax", what),
+        Fault::NotFinite => ("not_finite", ""),
+        Fault::Depth => ("depth", ""),
+        Fault::Values => ("values", ""),
+        Fault::Items => ("items", ""),
+        Fault::Numbers => ("numbers", ""),
+        Fault::KeyBytes => ("key_bytes", ""),
+        Fault::NumberBytes => ("number_bytes", ""),
+    };
+    JsonRefused::new_err((kind, refused.path.clone(), refused.at, what))
+}

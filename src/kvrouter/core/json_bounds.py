@@ -1,0 +1,24 @@
+"""JSON that is looked through before anything is built of it, by the native core.
+
+Text of a few megabytes can stand for a million objects, which take seconds to build and a hundred times the
+memory. The scan holds no object and gives the interpreter up, so other work goes on meanwhile.
+"""
+
+from kvrouter._native import JsonBounds
+
+__all__ = ["JsonBounds", "JsonRefused"]
+
+
+class JsonRefused(ValueError):
+    """Text that is no JSON, or would become more than its bounds allow.
+
+    ``kind`` is ``syntax`` (``what`` says more), ``not_finite`` (NaN or an infinity), or the name of a bound.
+    ``path`` is that of the field, such as ``messages[2].content``, empty for the whole; ``at`` a byte.
+    """
+
+    def __init__(self, kind: str, path: str, at: int, what: str) -> None:
+        super().__init__(f"{kind} at byte {at}, {path!r} {what}")
+        self.kind = kind
+        self.path = path
+        self.at = at
+        self.what = what

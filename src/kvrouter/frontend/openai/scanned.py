@@ -1,0 +1,119 @@
+"""Bodies that were looked through: JSON of which no more is built than its bounds allow.
+
+Every decoder of this package takes a :class:`ScannedBody`, so nothing can be built of a body unbounded.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json_bounds import JsonBounds, JsonRefused
+
+DEPTH_MAX = 64
+VALUES_MAX = 65_536
+ITEMS_MAX = 8_192
+NUMBERS_MIN = 262_144
+"""As many token ids are decoded whatever the contexts are, so that the error can say how many they were."""
+
+KEY_BYTES_MAX = 4_096
+NUMBER_BYTES_MAX = 512
+SHOWN_BYTES_MAX = 16
+TOKEN_FIELDS = ("prompt", "token_ids", "nvext.token_data")
+
+_NAME = msgspec.json.Decoder(str)
+
+
+class BodyOverBounds(InvalidRequest):
+    """The body is JSON, and would become more objects than a request needs."""
+
+    code = "body_over_bounds"
+
+    def __init__(self, message: str, *, param: str | None, bound: str) -> None:
+        super().__init__(message, param=param)
+        self.bound = bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyBounds:
+    """What one body may hold. The scan itself takes about a millisecond a megabyte, whatever it holds."""
+
+    depth: int = DEPTH_MAX
+    """Lists and objects inside each other."""
+    values: int = VALUES_MAX
+    """Values of all kinds, token ids apart."""
+    items: int = ITEMS_MAX
+    """Elements of one list, token ids apart, or fields of one object."""
+    numbers: int = NUMBERS_MIN
+    """Token ids."""
+
+
+class ScannedBody(NamedTuple):
+    """A body that is JSON within its bounds. ``fields`` says where those of the outermost object are."""
+
+    data: bytes
+    fields: Mapping[str, tuple[int, int]]
+
+    def raw(self, field: str) -> memoryview | None:
+        """The JSON of a field, None where it is absent."""
+        span = self.fields.get(field)
+        return None if span is None else memoryview(self.data)[span[0] : span[1]]
+
+
+def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
+    """Look through a body; others run meanwhile, if it is long.
+
+    Raises :class:`InvalidRequest` with the field's path as ``param``, :class:`BodyOverBounds` for one that
+    holds too much.
+    """
+    try:
+        fields, _ = _native(bounds).scan(data)
+    except JsonRefused as refused:
+        raise _told(refused, bounds, data) from None
+    if any("\\" in name for name in fields):
+        fields = {_unescaped(name): span for name, span in fields.items()}
+    return ScannedBody(data, fields)
+
+
+def _unescaped(name: str) -> str:
+    """The name that is meant; one with half a surrogate pair, which no decoder takes, as it is written."""
+    try:
+        return _NAME.decode(f'"{name}"')
+    except msgspec.DecodeError:
+        return name
+
+
+@lru_cache(maxsize=64)
+def _native(bounds: BodyBounds) -> JsonBounds:
+    return JsonBounds(
+        depth=bounds.depth,
+        values=bounds.values,
+        items=bounds.items,
+        numbers=bounds.numbers,
+        key_bytes=KEY_BYTES_MAX,
+        number_bytes=NUMBER_BYTES_MAX,
+        number_fields=TOKEN_FIELDS,
+    )
+
+
+def _told(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRequest:
+    path = refused.path
+    if refused.kind == "syntax":
+        found = data[refused.at : refused.at + SHOWN_BYTES_MAX].decode("utf-8", "replace")
+        where = f"at byte {refused.at}, {found!r}" if found else "at the end"
+        return InvalidRequest(f"the body is not valid JSON: {refused.what} ({where})")
+    if refused.kind == "not_finite":
+        what = "must be a finite number"
+        return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+    over = {
+        "depth": f"more than {bounds.depth} lists and objects inside each other (KVROUTER_BODY_MAX_DEPTH)",
+        "values": f"with it the body holds more than {bounds.values} values (KVROUTER_BODY_MAX_VALUES)",
+        "items": f"more than {bounds.items} elements or fields (KVROUTER_BODY_MAX_ITEMS)",
+        "numbers": f"more than {bounds.numbers} token ids (KVROUTER_BODY_MAX_TOKEN_IDS)",
+        "key_bytes": f"a field's name is longer than {KEY_BYTES_MAX} bytes",
+        "number_bytes": f"a number is longer than {NUMBER_BYTES_MAX} bytes",
+    }[refused.kind]
+    return BodyOverBounds(f"{path}: {over}" if path else over, param=path or None, bound=refused.kind)

@@ -1,0 +1,26 @@
+"""Parsers of bodies that look through them first, as the front door does."""
+
+from kvrouter.core.requests import CallRoute
+from kvrouter.frontend.openai import parse, passed
+from kvrouter.frontend.openai.nvext import NvextReader
+from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall
+from kvrouter.frontend.openai.passed import PassedCall
+from kvrouter.frontend.openai.scanned import BodyBounds, scanned
+
+BOUNDS = BodyBounds()
+
+
+def parse_chat(data: bytes, nvext: NvextReader = READER) -> ChatCall:
+    return parse.parse_chat(scanned(data, BOUNDS), nvext)
+
+
+def parse_completion(data: bytes, nvext: NvextReader = READER) -> CompletionCall:
+    return parse.parse_completion(scanned(data, BOUNDS), nvext)
+
+
+def parse_either(data: bytes, nvext: NvextReader = READER) -> ChatCall | CompletionCall:
+    return parse.parse_either(scanned(data, BOUNDS), nvext)
+
+
+def parse_passed(route: CallRoute, data: bytes, nvext: NvextReader = READER) -> PassedCall:
+    return passed.parse_passed(route, scanned(data, BOUNDS), nvext)
