@@ -1,6 +1,8 @@
 """Every metric family moves when what it tells of happens, as ``/metrics`` shows it."""
 
 import asyncio
+import threading
+from array import array
 
 import pytest
 
@@ -71,6 +73,8 @@ ASSERTED_HERE = {
     "kvrouter_http_events_total",
     "kvrouter_http_upload_bytes",
     "kvrouter_bodies_refused_total",
+    "kvrouter_prompts_refused_total",
+    "kvrouter_tokenize_bytes",
     "kvrouter_build_info",
 }
 
@@ -178,6 +182,26 @@ async def test_what_bodies_that_hold_too_much_move() -> None:
         for body, bound in (("[" * 100, "depth"), ('{"prompt":[' + '"",' * 9_000 + '""]}', "items")):
             assert (await here.http.post("/v1/completions", content=body)).status_code == 400
             assert (await here.metrics()).value("bodies_refused_total", bound=bound) == 1
+
+
+async def test_what_prompts_that_are_too_long_move() -> None:
+    async with served(alike(replicas=1)) as here:
+        reply = await here.http.post("/v1/completions", json={"model": MODEL, "prompt": "x" * 3_000_000})
+        assert reply.status_code == 400
+        assert (await here.metrics()).value("prompts_refused_total", code="context_length_exceeded") == 1
+        pool = here.system.fleet.encode_pool
+        begun, go_on = threading.Event(), threading.Event()
+
+        def wait(_: str) -> "array[int]":
+            begun.set()
+            assert go_on.wait(PATIENT_S)
+            return array("I")
+
+        encoding = asyncio.create_task(pool.encode(wait, "x" * 10_000, field="prompt"))
+        assert await asyncio.to_thread(begun.wait, PATIENT_S)
+        assert (await here.metrics()).value("tokenize_bytes") == pool.held_bytes > 10_000
+        go_on.set()
+        await encoding
 
 
 async def test_what_running_requests_hold() -> None:

@@ -268,6 +268,18 @@ async def test_a_body_over_the_limit_is_a_413() -> None:
     assert error_of(response)["code"] == "request_too_large"
 
 
+async def test_a_text_longer_than_a_context_can_hold_is_refused_by_its_length() -> None:
+    long = "x" * (mock_text().prompt_max_chars + 1)
+    async with open_house(card(1), script=says("ok")) as house:
+        completion, chat = await house.complete(long), await house.chat(long)
+        counted = house.bench.telemetry.prompts_refused.value("context_length_exceeded")
+    for response, field in ((completion, "prompt"), (chat, "messages")):
+        assert (response.status_code, error_of(response)["param"]) == (400, field)
+        assert error_of(response)["code"] == "context_length_exceeded"
+        assert "characters" in str(error_of(response)["message"])
+    assert counted == 2
+
+
 async def test_a_prompt_of_a_whole_context_has_no_room_for_an_answer() -> None:
     async with open_house(card(1), script=says("ok")) as house:
         full = await house.complete([1] * CONTEXT_TOKENS, max_tokens=1)

@@ -11,7 +11,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from tests.support.fleets import MODEL, card
-from tests.support.front import House, open_house, token_ids
+from tests.support.front import House, mock_text, open_house, token_ids
 from tests.support.parsed import parse_passed
 from tests.support.planes import ScriptedStream
 
@@ -240,6 +240,23 @@ async def test_tokens_that_are_none_are_refused_here(prompt: list[object]) -> No
         response = await house.complete(prompt)
         assert house.plane.opened == []
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_whether_a_text_is_too_long_is_the_engines_to_judge(path: str) -> None:
+    whole = b'{"id":"theirs"}'
+
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(EngineChunk(raw=whole, finish=FinishReason.STOP))
+
+    long = "x" * (2_000_000 if "chat" in path else mock_text().prompt_max_chars + 1)
+    prompt = {"messages": [{"role": "user", "content": long}]} if "chat" in path else {"prompt": long}
+    async with open_house(taking(1), script=script) as house:
+        response = await house.http.post(path, json={"model": MODEL, **prompt})
+        assert (response.status_code, response.content) == (200, whole)
+        request = (await house.plane.wait_for(Leg.AGGREGATED)).request
+        assert request.call is not None
+        assert not request.call.resumable
 
 
 async def test_a_fleet_of_both_kinds_answers_with_tokens() -> None:

@@ -5,15 +5,22 @@ import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from kvrouter.core.errors import ConfigError, InvalidRequest
-from kvrouter.text.encode_pool import EncodePool, EncodePoolFull
+from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
+from kvrouter.text.encode_pool import (
+    BYTES_PER_BYTE,
+    EncodeLimits,
+    EncodePool,
+    EncodePoolFull,
+    PromptOverBudget,
+)
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import Tokenizer
 from kvrouter.text.words import FIRST_WORD_ID, MOCK_FOLDER, mock_words
+from tests.support.waits import until
 
 
 class Gate:
@@ -23,9 +30,11 @@ class Gate:
         self.begun = threading.Event()
         self.open = threading.Event()
         self.threads: list[str] = []
+        self.lengths: list[int] = []
 
     def encode(self, text: str) -> "array[int]":
         self.threads.append(threading.current_thread().name)
+        self.lengths.append(len(text))
         self.begun.set()
         if not self.open.wait(timeout=10):
             raise TimeoutError
@@ -47,8 +56,8 @@ async def test_a_chat_of_words_has_an_exact_number_of_tokens() -> None:
 async def test_on_and_off_the_loop_the_tokens_are_the_same() -> None:
     text = "".join(f" {word}" for word in mock_words())
     chat = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-    inline = TextModel.load_mock(pool=EncodePool(off_loop_chars=2 * len(text)))
-    threaded = TextModel.load_mock(pool=EncodePool(off_loop_chars=0))
+    inline = TextModel.load_mock(pool=EncodePool(EncodeLimits(off_loop_chars=2 * len(text))))
+    threaded = TextModel.load_mock(pool=EncodePool(EncodeLimits(off_loop_chars=0)))
     assert await inline.encode_chat(chat) == await threaded.encode_chat(chat)
     assert await inline.encode_prompt(text) == await threaded.encode_prompt(text)
     threaded.pool.close()
@@ -63,7 +72,7 @@ async def test_a_long_chat_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPa
         return prepare_chat(self, messages, **options)
 
     monkeypatch.setattr(TextModel, "prepare_chat", noted)
-    model = TextModel.load_mock(pool=EncodePool(off_loop_chars=256))
+    model = TextModel.load_mock(pool=EncodePool(EncodeLimits(off_loop_chars=256)))
     await model.encode_chat([{"role": "user", "content": "x" * 200}])
     await model.encode_chat([{"role": "user", "content": "x" * 256}])
     await model.encode_chat([{"role": "user", "content": "x"}] * 32)
@@ -76,33 +85,99 @@ async def test_a_long_chat_is_rendered_off_the_loop(monkeypatch: pytest.MonkeyPa
 
 
 async def test_only_long_prompts_leave_the_loop_and_the_loop_goes_on() -> None:
-    pool = EncodePool(off_loop_chars=4, threads=1)
+    pool = EncodePool(EncodeLimits(off_loop_chars=4), threads=1)
     gate = Gate()
-    long = asyncio.create_task(pool.encode(gate.encode, "12345", chars=5))
+    long = asyncio.create_task(pool.encode(gate.encode, "12345", field="prompt"))
     assert await asyncio.to_thread(gate.begun.wait, 10)
     assert gate.threads[0].startswith("kvrouter-encode")
     gate.open.set()
-    assert await pool.encode(gate.encode, "1234", chars=4) == array("I", [4])
+    assert await pool.encode(gate.encode, "1234", field="prompt") == array("I", [4])
     assert gate.threads[1] == threading.current_thread().name
     assert await long == array("I", [5])
     pool.close()
 
 
 async def test_a_full_pool_refuses_and_takes_prompts_again_later() -> None:
-    pool = EncodePool(off_loop_chars=0, threads=1, prompts_max=2)
+    pool = EncodePool(EncodeLimits(off_loop_chars=0, waiting_max=1), threads=1)
     gate = Gate()
-    tasks = [asyncio.create_task(pool.encode(gate.encode, "x", chars=1)) for _ in range(2)]
+    tasks = [asyncio.create_task(pool.encode(gate.encode, "x", field="prompt")) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(EncodePoolFull) as refused:
-        await pool.encode(gate.encode, "x", chars=1)
+        await pool.encode(gate.encode, "x", field="prompt")
     assert refused.value.status_hint == 503
     tasks[1].cancel()
     await asyncio.wait(tasks[1:])
-    tasks[1] = asyncio.create_task(pool.encode(gate.encode, "yy", chars=2))
+    tasks[1] = asyncio.create_task(pool.encode(gate.encode, "yy", field="prompt"))
     gate.open.set()
     assert await asyncio.gather(*tasks) == [array("I", [1]), array("I", [2])]
     assert len(gate.threads) == 2, "a cancelled prompt that had not begun is never encoded"
     pool.close()
+
+
+async def test_prompts_wait_in_line_for_memory() -> None:
+    pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * BYTES_PER_BYTE), threads=2)
+    gate = Gate()
+    first = asyncio.create_task(pool.encode(gate.encode, "x" * 6, field="prompt"))
+    assert await asyncio.to_thread(gate.begun.wait, 10)
+    large = asyncio.create_task(pool.encode(gate.encode, "x" * 10, field="prompt"))
+    small = asyncio.create_task(pool.encode(gate.encode, "xx", field="prompt"))
+    await asyncio.sleep(0)
+    assert pool.held_bytes == 6 * BYTES_PER_BYTE
+    gate.open.set()
+    assert [list(ids) for ids in await asyncio.gather(first, large, small)] == [[6], [10], [2]]
+    assert gate.lengths == [6, 10, 2], "the small one, for which there was room, did not pass the large one"
+    await until(lambda: pool.held_bytes == 0)
+    pool.close()
+
+
+async def test_a_prompt_that_can_never_be_tokenized_is_refused_at_once() -> None:
+    pool = EncodePool(EncodeLimits(off_loop_chars=0, bytes_max=10 * BYTES_PER_BYTE))
+    gate = Gate()
+    for text in ("x" * 11, "é" * 6, "\N{GRINNING FACE}" * 3):
+        with pytest.raises(PromptOverBudget, match="KVROUTER_TOKENIZE_MAX_BYTES") as refused:
+            await pool.encode(gate.encode, text, field="messages")
+        assert (refused.value.status_hint, refused.value.param) == (413, "messages")
+        assert len(pool.fits(text).encode()) <= 10
+    gate.open.set()
+    assert await pool.encode(gate.encode, "é" * 5, field="messages") == array("I", [5])
+    pool.close()
+
+
+async def test_a_prompt_that_waits_too_long_is_refused_and_one_that_leaves_holds_nothing() -> None:
+    pool = EncodePool(EncodeLimits(off_loop_chars=0, wait_s=0.01), threads=1)
+    gate = Gate()
+    begun = asyncio.create_task(pool.encode(gate.encode, "x", field="prompt"))
+    assert await asyncio.to_thread(gate.begun.wait, 10)
+    with pytest.raises(EncodePoolFull, match="waited") as refused:
+        await pool.encode(gate.encode, "x", field="prompt")
+    assert refused.value.status_hint == 503
+    begun.cancel()
+    await asyncio.wait([begun])
+    assert pool.held_bytes == BYTES_PER_BYTE, "what has begun holds its memory until it ends"
+    gate.open.set()
+    await until(lambda: pool.held_bytes == 0)
+    assert await pool.encode(gate.encode, "xx", field="prompt") == array("I", [2])
+    pool.close()
+
+
+async def test_a_text_that_the_context_cannot_hold_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TextModel.load_mock(context_length_tokens=100)
+    long = "x" * (model.prompt_max_chars + 1)
+
+    def never(self: Tokenizer, text: str) -> NoReturn:
+        raise AssertionError(len(text))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tokenizer, "encode", never)
+        for encode in (
+            model.encode_prompt(long),
+            model.encode_chat([{"role": "user", "content": long}]),
+            model.encode_chat([{"role": "user", "content": "x" * 2_000_000}]),
+        ):
+            with pytest.raises(ContextLengthExceeded, match="KVROUTER_TOKEN_MAX_CHARS"):
+                await encode
+    assert len(await model.encode_prompt(long[1:])) > 100
+    model.pool.close()
 
 
 def test_text_that_is_no_text_is_the_clients_fault() -> None:

@@ -20,7 +20,7 @@ from kvrouter.assembly.pod_fleet import PodPolicy
 from kvrouter.assembly.pods_followed import EnginePods, account_of, pods_followed, policy_of
 from kvrouter.assembly.router import build_service
 from kvrouter.assembly.serve import serve_until
-from kvrouter.assembly.texts import AnnouncedTexts
+from kvrouter.assembly.texts import AnnouncedTexts, encode_pool
 from kvrouter.assembly.tls import doubts
 from kvrouter.config import Settings
 from kvrouter.config.version import installed_version
@@ -31,7 +31,6 @@ from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.requests.memory import MemoryRequestPlane
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.text.encode_pool import EncodePool
 
 _log = logging.getLogger("kvrouter.up")
 _worker_log = logging.getLogger("kvrouter.worker")
@@ -87,7 +86,7 @@ async def pods_served(
     telemetry.build_info.set(1, installed_version())
     discovery = PodsDiscovery()
     planes = MemoryPlanes(discovery, MemoryEventPlane(), MemoryRequestPlane())
-    pool = EncodePool(off_loop_chars=front.tokenize_inline_max_chars)
+    pool = encode_pool(front)
     async with AsyncExitStack() as stack:
         sockets = await stack.enter_async_context(claimed(front.http_host, front.http_port))
         stack.callback(pool.close)

@@ -14,7 +14,7 @@ from kvrouter.assembly.lifetime import allow_many_files, told_to_stop
 from kvrouter.assembly.router import build_service, new_router_id
 from kvrouter.assembly.router_wires import router_wires
 from kvrouter.assembly.serve import serve_until
-from kvrouter.assembly.texts import AnnouncedTexts
+from kvrouter.assembly.texts import AnnouncedTexts, encode_pool
 from kvrouter.assembly.told import SyncGauges
 from kvrouter.config import Settings
 from kvrouter.config.version import installed_version
@@ -27,7 +27,6 @@ from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.text.encode_pool import EncodePool
 from kvrouter.topology import LinkTable
 
 logger = logging.getLogger("kvrouter.frontend")
@@ -54,7 +53,7 @@ async def frontend(
     front = settings.frontend
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
-    pool = EncodePool(off_loop_chars=front.tokenize_inline_max_chars)
+    pool = encode_pool(front)
     texts = AnnouncedTexts(folders, pool)
     try:
         async with (

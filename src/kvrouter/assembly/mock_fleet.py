@@ -16,6 +16,7 @@ from kvrouter.assembly.described import (
     worker_card,
 )
 from kvrouter.assembly.mock_account import tell_mock_account
+from kvrouter.assembly.texts import encode_pool
 from kvrouter.config import FleetFile, WorkerGroup
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
@@ -24,7 +25,6 @@ from kvrouter.mock import Peer
 from kvrouter.planes.discovery.memory import MemoryDiscovery
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.text.encode_pool import EncodePool
 from kvrouter.worker import Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv
@@ -50,7 +50,7 @@ class MockFleet:
         self.discovery = MemoryDiscovery()
         self.events = MemoryEventPlane()
         self.requests = MemoryRequestPlane()
-        self.encode_pool = EncodePool(off_loop_chars=fleet.frontend.tokenize_inline_max_chars)
+        self.encode_pool = encode_pool(fleet.frontend)
         self.texts = load_texts(fleet, self.encode_pool)
         self.cluster = MockCluster(speedup=fleet.speedup, links=mock_links(fleet))
         self.workers: dict[WorkerId, Worker] = {}

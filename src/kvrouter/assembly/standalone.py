@@ -17,7 +17,7 @@ from kvrouter.assembly.lifetime import allow_many_files, told_to_stop
 from kvrouter.assembly.router import build_service, new_router_id
 from kvrouter.assembly.router_wires import router_wires
 from kvrouter.assembly.serve import serve_until
-from kvrouter.assembly.texts import AnnouncedTexts
+from kvrouter.assembly.texts import AnnouncedTexts, encode_pool
 from kvrouter.config import Settings
 from kvrouter.config.version import installed_version
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
@@ -29,7 +29,6 @@ from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.prefills import Prefills
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.text.encode_pool import EncodePool
 from kvrouter.topology import LinkTable
 
 logger = logging.getLogger("kvrouter.standalone")
@@ -85,7 +84,7 @@ async def standalone(
     front, router = settings.frontend, settings.router
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
-    pool = EncodePool(off_loop_chars=front.tokenize_inline_max_chars)
+    pool = encode_pool(front)
     texts = AnnouncedTexts(folders, pool)
     try:
         async with (

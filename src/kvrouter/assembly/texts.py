@@ -5,12 +5,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.telemetry import Event, log_event
-from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.encode_pool import EncodeLimits, EncodePool
 from kvrouter.text.model import TextModel
 from kvrouter.text.words import MOCK_FOLDER
 
@@ -21,6 +22,19 @@ TEXTS_MAX = 256
 """How many models one frontend holds tokenizers of."""
 
 _log = logging.getLogger("kvrouter.frontend")
+
+
+def encode_pool(front: FrontendSettings) -> EncodePool:
+    """Return the threads that tokenize for one front door, with the limits of its settings."""
+    return EncodePool(
+        EncodeLimits(
+            off_loop_chars=front.tokenize_inline_max_chars,
+            bytes_max=front.tokenize_max_bytes,
+            waiting_max=front.tokenize_waiting_max,
+            wait_s=front.tokenize_wait_s,
+            token_max_chars=front.token_max_chars,
+        )
+    )
 
 
 class AnnouncedTexts(Mapping[ModelName, TextModel]):

@@ -146,7 +146,7 @@ async def mock_worker(
     model = fleet.model_of(group)
     topology = _topology(group, environ)
     domains = group.domains if topology is None else (await wait_for_topology(topology)).domains
-    pool = EncodePool(off_loop_chars=0)
+    pool = EncodePool()
     text = load_texts(fleet, pool)[ModelName(model.name)]
     cluster = _cluster(settings, fleet)
     component = "prefill" if bootstraps(group) or group.role.value == "prefill" else "backend"

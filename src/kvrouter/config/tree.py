@@ -280,6 +280,53 @@ class FrontendSettings(Section):
     ] = 8192
     """Longer prompts are tokenized in a thread, so that streams do not wait for them."""
 
+    token_max_chars: Annotated[
+        PositiveCount | None,
+        Setting(
+            flag="--token-max-chars",
+            variable="KVROUTER_TOKEN_MAX_CHARS",
+            group=Group.FRONT_DOOR,
+            unit="characters",
+        ),
+    ] = None
+    """How many characters of a prompt one token is counted on to hold: a text that is longer than the context
+    can hold is refused before it is tokenized. Unset: those of the longest token of the vocabulary, and 128
+    where a token can stand for any number of them."""
+
+    tokenize_max_bytes: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--tokenize-max-bytes",
+            variable="KVROUTER_TOKENIZE_MAX_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 512 * 1024 * 1024
+    """The memory that tokenizing may hold, all threads together, counted as 400 bytes for each byte of text.
+    Longer texts wait for each other; one that needs more by itself is answered with 413."""
+
+    tokenize_waiting_max: Annotated[
+        Count,
+        Setting(
+            flag="--tokenize-waiting-max",
+            variable="KVROUTER_TOKENIZE_WAITING_MAX",
+            group=Group.FRONT_DOOR,
+            unit="prompts",
+        ),
+    ] = 256
+    """How many long prompts may wait to be tokenized; one more is answered with 503."""
+
+    tokenize_wait_s: Annotated[
+        Positive,
+        Setting(
+            flag="--tokenize-wait-s",
+            variable="KVROUTER_TOKENIZE_WAIT_S",
+            group=Group.FRONT_DOOR,
+            unit="seconds",
+        ),
+    ] = 10.0
+    """How long a prompt may wait to be tokenized before it is answered with 503."""
+
     drain_limit_s: Annotated[
         NonNegative,
         Setting(

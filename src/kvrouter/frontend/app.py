@@ -46,9 +46,11 @@ class FrontDoor(Door):
             observed=observed,
         )
         self._bodies = bodies
-        self._end = telemetry.before_scrape(Gauges(telemetry, service).refresh)
+        gauges = (Gauges(telemetry, service).refresh, hall.tell)
+        self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]
 
     def close(self) -> None:
         """Refresh no gauge and read no body any more."""
-        self._end()
+        for end in self._ends:
+            end()
         self._bodies.close()

@@ -34,6 +34,14 @@ class FrontObserved:
         """One prompt was templated and tokenized."""
         self._telemetry.tokenization_duration.observe(seconds, model)
 
+    def prompt_refused(self, code: str) -> None:
+        """A prompt was not tokenized, or not to its end."""
+        self._telemetry.prompts_refused.inc(code)
+
+    def tokenizing(self, held_bytes: int) -> None:
+        """What the prompts that are being tokenized are counted to hold."""
+        self._telemetry.tokenize_bytes.set(held_bytes)
+
     def thresholds_set(self, *, model: str, decode_blocks: float | None, prefill_tokens: int | None) -> None:
         """A model's busy thresholds were set."""
         log_event(

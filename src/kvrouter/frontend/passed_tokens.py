@@ -51,8 +51,8 @@ async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
             template_kwargs=body.chat_template_kwargs,
         )
     except InvalidRequest:
-        # Whether these messages are wrong is the engine's to say: it may have another template.
-        return PassedTokens(await text.encode_prompt(_texts(known)), is_exact=False, has_media=has_media)
+        # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
+        return PassedTokens(await text.encode_beginning(_texts(known)), is_exact=False, has_media=has_media)
     return PassedTokens(token_ids, is_exact, has_media)
 
 
@@ -64,7 +64,11 @@ async def _prompt_tokens(body: PassedBody, text: TextModel) -> PassedTokens:
         is_exact = is_exact and len(prompt) == 1
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return PassedTokens(await text.encode_prompt(prompt), is_exact)
+        try:
+            return PassedTokens(await text.encode_prompt(prompt), is_exact)
+        except InvalidRequest:
+            # Too long is what its engine calls too long: it may cut prompts.
+            return PassedTokens(await text.encode_beginning(prompt), is_exact=False)
     if isinstance(prompt, list):
         try:
             return PassedTokens(array("I", prompt), is_exact)

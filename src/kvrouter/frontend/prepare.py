@@ -2,7 +2,8 @@
 
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from kvrouter.frontend.openai.passed import PassedCall, model_of
 from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.passed_tokens import passed_tokens
 from kvrouter.service.router import RouterService
+from kvrouter.text.encode_pool import EncodePoolFull, PromptOverBudget
 from kvrouter.text.model import TextModel
 
 
@@ -105,7 +107,8 @@ class Hall:
         that stand for pictures; no other worker could go on with the answer.
         """
         began_s = time.perf_counter()
-        token_ids, is_exact, has_media = await passed_tokens(passed, text)
+        with self._counting_refusals():
+            token_ids, is_exact, has_media = await passed_tokens(passed, text)
         call, written = passed.call, passed.client_call
         model, adapter = self.named(call.model)
         self._observed.tokenized(model=model, seconds=time.perf_counter() - began_s)
@@ -130,9 +133,23 @@ class Hall:
     ) -> GenerateRequest:
         """Template, tokenize and check the lengths; long texts are tokenized off the event loop."""
         began_s = time.perf_counter()
-        token_ids, field = await _token_ids(parsed, text)
+        with self._counting_refusals():
+            token_ids, field = await _token_ids(parsed, text)
         self._observed.tokenized(model=parsed.call.model, seconds=time.perf_counter() - began_s)
         return _request(parsed.call, token_ids, text, request_id, field=field)
+
+    def tell(self) -> None:
+        """Tell what the prompts that are being tokenized are counted to hold."""
+        pools = {text.pool for text in self._texts.values()}
+        self._observed.tokenizing(sum(pool.held_bytes for pool in pools))
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except (ContextLengthExceeded, EncodePoolFull, PromptOverBudget) as refused:
+            self._observed.prompt_refused(refused.code)
+            raise
 
 
 def _with_adapter(constraints: RoutingConstraints, adapter: str) -> RoutingConstraints:

@@ -150,6 +150,17 @@ class Telemetry(MetricsPage):
         bounds=_TOKENIZATION_S,
     )
 
+    prompts_refused = counter(
+        "kvrouter_prompts_refused",
+        "Prompts that were not tokenized, by the error's code: context_length_exceeded for a text that is "
+        "longer than the context can hold, prompt_over_budget, or encode_pool_full.",
+        "code",
+    )
+    tokenize_bytes = gauge(
+        "kvrouter_tokenize_bytes",
+        "What long prompts are counted to hold while they are tokenized, by --tokenize-max-bytes.",
+    )
+
     decisions = counter(
         "kvrouter_decisions",
         "Decisions, by router mode and by shape: aggregated, bootstrap, synchronous, or prefill alone.",

@@ -1,56 +1,210 @@
-"""Encoding beside the event loop: a long prompt takes milliseconds, and streams must not wait for it."""
+"""Encoding beside the event loop, within a budget of memory: streams must not wait for a long prompt, and
+many of them must not fill the process.
+"""
 
 import asyncio
+import ctypes
+import sys
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import TypeVar
 
-from kvrouter.core.errors import Unavailable
+from kvrouter.core.errors import BodyTooLarge, Unavailable
 from kvrouter.core.requests import TokenBuffer
 
 OFF_LOOP_CHARS = 8_192
 """About one millisecond of encoding; a hop to a thread and back costs a tenth of that."""
 
+TOKEN_CHARS_UNKNOWN = 128
+"""What a token is counted on to hold at most, where it could hold any number of characters."""
+
+BYTES_PER_BYTE = 400
+"""What encoding holds for each byte of text: 140 to 190 of prose, code or one letter again and again, 400
+where each character is a token and a word of its own.
+"""
+
+TRIMMED_BYTES = 64 * 1024 * 1024
+"""After an encoding of this size memory goes back to the system: much of it stays with the allocator else."""
+
+_COUNTED_ON_LOOP_CHARS = 256 * 1024
+
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class EncodePoolFull(Unavailable):
-    """More long prompts wait for a thread than the pool admits."""
+    """More long prompts wait to be tokenized than may, or one waited too long."""
 
     code = "encode_pool_full"
 
 
-class EncodePool:
-    """A few threads that encode long prompts; shared by all models of a process."""
+class PromptOverBudget(BodyTooLarge):
+    """To tokenize this prompt alone would take more memory than all may."""
 
-    def __init__(
-        self, *, off_loop_chars: int = OFF_LOOP_CHARS, threads: int = 2, prompts_max: int = 256
-    ) -> None:
-        """Prompts above ``off_loop_chars`` go to a thread, at most ``prompts_max`` at once."""
-        self._off_loop_chars = off_loop_chars
-        self._prompts_max = prompts_max
-        self._prompts = 0
+    code = "prompt_over_budget"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeLimits:
+    """What tokenizing may hold, and how long prompts wait for it."""
+
+    off_loop_chars: int = OFF_LOOP_CHARS
+    """Longer prompts are encoded in a thread."""
+    bytes_max: int = 512 * 1024 * 1024
+    """The memory of all encodings that run, counted as ``BYTES_PER_BYTE``."""
+    waiting_max: int = 256
+    """Prompts that wait for a thread or for memory."""
+    wait_s: float = 10.0
+    """How long one waits."""
+    token_max_chars: int | None = None
+    """The characters of one token at most; None: as the vocabulary says."""
+
+
+class EncodePool:
+    """A few threads that encode long prompts; shared by all models of a process.
+
+    What runs is within the budget; what comes then waits in one line, so that the largest comes to its turn.
+    """
+
+    def __init__(self, limits: EncodeLimits | None = None, *, threads: int = 2) -> None:
+        self.limits = EncodeLimits() if limits is None else limits
+        self.held_bytes = 0
+        """What encodings that run are counted to hold."""
+        self._free_threads = threads
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvrouter-encode")
 
     def leaves_loop(self, chars: int) -> bool:
         """Whether a prompt of so many characters is encoded in a thread."""
-        return chars > self._off_loop_chars
+        return chars > self.limits.off_loop_chars
 
-    async def encode(self, encode: Callable[[T], TokenBuffer], prompt: T, *, chars: int) -> TokenBuffer:
-        """Return ``encode(prompt)``, of ``chars`` characters; ``EncodePoolFull`` if too many long ones wait.
+    def fits(self, text: str) -> str:
+        """Return as much of the beginning of ``text`` as can be encoded within the budget."""
+        return text[: self.limits.bytes_max // (BYTES_PER_BYTE * _char_bytes_max(text))]
 
-        A caller that is cancelled gives its place up; encoding that has begun ends unheard.
+    async def encode(self, encode: Callable[[str], TokenBuffer], text: str, *, field: str) -> TokenBuffer:
+        """Return ``encode(text)``; ``field`` is where the text came from.
+
+        Raises PromptOverBudget, which names the field, for a text that can never be encoded here, and
+        EncodePoolFull when too many wait, or it waited too long. A caller that is cancelled gives its place
+        up; encoding that has begun ends unheard, and holds its memory until then.
         """
-        if not self.leaves_loop(chars):
-            return encode(prompt)
-        if self._prompts >= self._prompts_max:
-            raise EncodePoolFull(f"{self._prompts} long prompts wait to be encoded")
-        self._prompts += 1
+        if not self.leaves_loop(len(text)):
+            return encode(text)
+        need_bytes = BYTES_PER_BYTE * await self._utf8_bytes(text)
+        if need_bytes > self.limits.bytes_max:
+            raise PromptOverBudget(
+                f"{field}: to tokenize {len(text)} characters may take {need_bytes} bytes of memory, and all "
+                f"prompts together may take {self.limits.bytes_max} (KVROUTER_TOKENIZE_MAX_BYTES)",
+                param=field,
+            )
+        return await self.run(partial(_then_trim, encode, need_bytes), text, need_bytes=need_bytes)
+
+    async def run(self, work: Callable[[T], R], what: T, *, need_bytes: int = 0) -> R:
+        """Return ``work(what)``, done in a thread once one is free and the memory that it needs."""
+        await self._admit(need_bytes)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, encode, prompt)
-        finally:
-            self._prompts -= 1
+            done = self._threads.submit(work, what)
+        except BaseException:
+            self._release(need_bytes)
+            raise
+        loop = asyncio.get_running_loop()
+        done.add_done_callback(partial(self._release_soon, loop, need_bytes))
+        return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         """Take no more prompts and end the threads once what they hold is encoded."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _utf8_bytes(self, text: str) -> int:
+        if text.isascii():
+            return len(text)
+        if len(text) <= _COUNTED_ON_LOOP_CHARS:
+            return _utf8_bytes(text)
+        return await self.run(_utf8_bytes, text)
+
+    async def _admit(self, need_bytes: int) -> None:
+        limits = self.limits
+        if not self._waiting and self._has_room(need_bytes):
+            self._take(need_bytes)
+            return
+        if len(self._waiting) >= limits.waiting_max:
+            raise EncodePoolFull(
+                f"{len(self._waiting)} long prompts wait to be tokenized (KVROUTER_TOKENIZE_WAITING_MAX)"
+            )
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        place = (need_bytes, turn)
+        self._waiting.append(place)
+        try:
+            async with asyncio.timeout(limits.wait_s):
+                await turn
+        except BaseException as error:
+            if place in self._waiting:
+                self._waiting.remove(place)
+                self._let_in()
+            elif turn.done() and not turn.cancelled():
+                self._release(need_bytes)
+            if isinstance(error, TimeoutError):
+                raise EncodePoolFull(
+                    f"a long prompt waited {limits.wait_s:g} s to be tokenized (KVROUTER_TOKENIZE_WAIT_S)"
+                ) from None
+            raise
+
+    def _has_room(self, need_bytes: int) -> bool:
+        return self._free_threads > 0 and self.held_bytes + need_bytes <= self.limits.bytes_max
+
+    def _take(self, need_bytes: int) -> None:
+        self._free_threads -= 1
+        self.held_bytes += need_bytes
+
+    def _release_soon(self, loop: asyncio.AbstractEventLoop, need_bytes: int, _: "Future[R]") -> None:
+        with suppress(RuntimeError):  # the loop ended first, and nobody waits any more
+            loop.call_soon_threadsafe(self._release, need_bytes)
+
+    def _release(self, need_bytes: int) -> None:
+        self._free_threads += 1
+        self.held_bytes -= need_bytes
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0][0]):
+            need_bytes, turn = self._waiting.popleft()
+            if not turn.done():
+                self._take(need_bytes)
+                turn.set_result(None)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _char_bytes_max(text: str) -> int:
+    """How many bytes of UTF-8 the widest character of a text may have, by what the text is stored as."""
+    if text.isascii():
+        return 1
+    return 2 if sys.getsizeof(text) < 2 * len(text) else 4
+
+
+def _then_trim(encode: Callable[[str], TokenBuffer], need_bytes: int, text: str) -> TokenBuffer:
+    try:
+        return encode(text)
+    finally:
+        if need_bytes >= TRIMMED_BYTES:
+            _trim()
+
+
+def _trim() -> None:
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's own; other allocators give memory back by themselves."""
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found

@@ -5,16 +5,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvrouter.core.errors import ConfigError, InvalidRequest
+from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.chat import ChatTemplate
 from kvrouter.text.detokenizer import Detokenizer, make_detokenizer
-from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.encode_pool import TOKEN_CHARS_UNKNOWN, EncodePool
 from kvrouter.text.messages import text_chars
 from kvrouter.text.tokenizer import Tokenizer
 from kvrouter.text.words import MOCK_FOLDER
 
 MOCK_CONTEXT_TOKENS = 131_072
+
+RENDERED_ANYWAY_CHARS = 1_000_000
+"""So many characters of messages are rendered however short the context is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,12 @@ class TextModel:
     template: ChatTemplate | None
     context_length_tokens: int
     pool: EncodePool
+
+    @property
+    def prompt_max_chars(self) -> int:
+        """How many characters a text may have whose tokens fit into the context."""
+        per_token = self.pool.limits.token_max_chars or self.tokenizer.token_max_chars or TOKEN_CHARS_UNKNOWN
+        return per_token * self.context_length_tokens
 
     @classmethod
     def load(cls, folder: Path, *, context_length_tokens: int, pool: EncodePool) -> "TextModel":
@@ -75,8 +84,8 @@ class TextModel:
     ) -> TokenBuffer:
         """Return the ids of a chat, whose special tokens the template writes; raise as ``prepare_chat`` does.
 
-        A long chat is rendered in the thread that encodes it: over many short messages the template takes as
-        long as the tokenizer.
+        A long chat is rendered in a thread, too: over many short messages the template takes as long as the
+        tokenizer. Raises ContextLengthExceeded for a text that is longer than the context can hold.
         """
         render = partial(
             self.prepare_chat,
@@ -85,21 +94,34 @@ class TextModel:
             template_kwargs=template_kwargs,
         )
         chars = text_chars(messages) + text_chars(tools or ())
-        if self.pool.leaves_loop(chars):
-            return await self.pool.encode(partial(self._encode_rendered, render), messages, chars=chars)
-        text = render(messages)
-        return await self.pool.encode(self.tokenizer.encode, text, chars=len(text))
-
-    def _encode_rendered(
-        self,
-        render: Callable[[Sequence[Mapping[str, object]]], str],
-        messages: Sequence[Mapping[str, object]],
-    ) -> TokenBuffer:
-        return self.tokenizer.encode(render(messages))
+        # A template may leave text out, such as what a model once thought.
+        self._refuse_chars(chars, max(2 * self.prompt_max_chars, RENDERED_ANYWAY_CHARS), "messages")
+        text = await self.pool.run(render, messages) if self.pool.leaves_loop(chars) else render(messages)
+        return await self._encoded(self.tokenizer.encode, text, "messages")
 
     async def encode_prompt(self, text: str) -> TokenBuffer:
-        """Return the ids of a completion's prompt, begun as the tokenizer's post-processor begins a text."""
-        return await self.pool.encode(self.tokenizer.encode_prompt, text, chars=len(text))
+        """Return the ids of a completion's prompt, begun as the tokenizer's post-processor begins a text.
+
+        Raises ContextLengthExceeded for a text that is longer than the context can hold.
+        """
+        return await self._encoded(self.tokenizer.encode_prompt, text, "prompt")
+
+    async def encode_beginning(self, text: str) -> TokenBuffer:
+        """Return the first ids of a prompt that may be too long, as many as can be had."""
+        text = self.pool.fits(text[: self.prompt_max_chars])
+        return await self._encoded(self.tokenizer.encode_prompt, text, "prompt")
+
+    async def _encoded(self, encode: Callable[[str], TokenBuffer], text: str, field: str) -> TokenBuffer:
+        self._refuse_chars(len(text), self.prompt_max_chars, field)
+        return await self.pool.encode(encode, text, field=field)
+
+    def _refuse_chars(self, chars: int, chars_max: int, field: str) -> None:
+        if chars > chars_max:
+            raise ContextLengthExceeded(
+                f"{field}: {chars} characters are more than {self.context_length_tokens} tokens, the model's "
+                f"context, can hold: those are at most {self.prompt_max_chars} (KVROUTER_TOKEN_MAX_CHARS)",
+                param=field,
+            )
 
     def detokenizer(self, *, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for the ids that follow ``context``."""

@@ -11,6 +11,7 @@ from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.folder import read_json_object, token_content
 from kvrouter.text.pieces import TokenPieces
+from kvrouter.text.token_lengths import longest_token_chars
 
 EOS_FILES = ("generation_config.json", "config.json")
 
@@ -35,6 +36,8 @@ class Tokenizer:
         """Ids after which the model has nothing more to say."""
         self.bos_ids = _ids_before_text(backend)
         """Ids that the post-processor puts before a text; usually one or none."""
+        self.token_max_chars = longest_token_chars(backend)
+        """How many characters of a text one token stands for at most; None where that has no bound."""
         self.pieces = None
         """The text of each token, for models whose decoder is byte-level; None for all others."""
         if isinstance(backend.decoder, decoders.ByteLevel):

@@ -61,6 +61,7 @@ class StandaloneDoor(Door):
         self._ends = (
             telemetry.before_scrape(Gauges(telemetry, service).refresh),
             telemetry.before_scrape(self._refresh),
+            telemetry.before_scrape(hall.tell),
         )
 
     def close(self) -> None:

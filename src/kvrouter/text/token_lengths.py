@@ -1,0 +1,93 @@
+"""How much text one token can stand for: what bounds the text of a prompt before it is tokenized."""
+
+import json
+from collections.abc import Mapping
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+from tokenizers.normalizers import Normalizer
+from tokenizers.pre_tokenizers import PreTokenizer
+
+from kvrouter.text.pieces import byte_alphabet
+
+_COMPOSED_CHARS = 4
+"""A character that is composed (NFC) stood as no more than four."""
+
+_KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength"})
+_SHORTENS: Mapping[str, int] = {
+    "NFC": _COMPOSED_CHARS,
+    "NFKC": _COMPOSED_CHARS,
+    "NFD": 1,
+    "NFKD": 1,
+    "Lowercase": 1,
+    "Prepend": 1,
+    "ByteLevel": 1,
+}
+
+
+def longest_token_chars(backend: Backend) -> int | None:
+    """Return how many characters of a text one token stands for at most; None where that has no bound.
+
+    It has none where a tokenizer leaves characters out (spaces, accents), or makes one token of any number of
+    them: an unknown word, or an added token that takes the spaces beside it.
+    """
+    vocabulary = backend.get_vocab()
+    added = backend.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    before = _parts(backend.normalizer)
+    cuts = _parts(backend.pre_tokenizer)
+    shortened = 1
+    for part in before:
+        factor = _shortened_by(part)
+        if factor is None:
+            return None
+        shortened *= factor
+    if not all(map(_keeps_all, cuts)):
+        return None
+    in_bytes = any(part.get("type") == "ByteLevel" for part in (*before, *cuts))
+    if not _knows_all(backend, vocabulary, in_bytes=in_bytes):
+        return None
+    return shortened * max(map(len, vocabulary), default=1)
+
+
+def _knows_all(backend: Backend, vocabulary: Mapping[str, int], *, in_bytes: bool) -> bool:
+    """Whether any text becomes tokens of the vocabulary, with nothing unknown in it."""
+    if not isinstance(backend.model, models.BPE):
+        return False
+    if in_bytes:
+        return all(char in vocabulary for char in byte_alphabet())
+    return backend.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _parts(stage: Normalizer | PreTokenizer | None) -> list[Mapping[str, object]]:
+    """Return the steps of a normalizer or pre-tokenizer, as ``tokenizer.json`` has them."""
+    if stage is None:
+        return []
+    written = json.loads(bytes(stage.__getstate__()))
+    found: list[Mapping[str, object]] = []
+    left = [written]
+    while left:
+        part = left.pop()
+        inner = part.get("normalizers") or part.get("pretokenizers")
+        if part.get("type") == "Sequence":
+            left.extend(inner or ())
+        else:
+            found.append(part)
+    return found
+
+
+def _shortened_by(part: Mapping[str, object]) -> int | None:
+    if part.get("type") != "Replace":
+        return _SHORTENS.get(str(part.get("type")))
+    pattern, content = part.get("pattern"), part.get("content")
+    text = pattern.get("String") if isinstance(pattern, Mapping) else None
+    if not isinstance(text, str) or not isinstance(content, str) or not content:
+        return None
+    return max(1, -(-len(text) // len(content)))
+
+
+def _keeps_all(part: Mapping[str, object]) -> bool:
+    if part.get("type") in ("Split", "Punctuation"):
+        return part.get("behavior") != "Removed"
+    return part.get("type") in _KEEPS_ALL
