@@ -56,7 +56,7 @@ async def operator_as_deployed(plane: ControlPlane, namespace: str, name: str) -
             *argv, "--kubeconfig", str(account), stdout=output, stderr=output, env=environ
         )
         replica = Operator(process, log)
-        stack.push_async_callback(replica.end, at_once=True)
+        stack.push_async_callback(replica.end)
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"{DOOR}:{port}"))
 
         async def is_ready() -> bool:

@@ -1,10 +1,9 @@
 """One control plane for the whole run, with nodes in three zones; a namespace for each test."""
 
-import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,24 +14,20 @@ from kubernetes.aio.config import new_client_from_config
 from tests.cluster.control_plane import AS_1_35, AS_BEFORE_1_35, ControlPlane
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import add_nodes
-from tests.support.processes import eventually
+from tests.support.transports import opened
 
 KEPT_LOGS = pytest.StashKey[list[Path]]()
 
 
 @pytest_asyncio.fixture(autouse=True)
 async def _connections_end() -> AsyncIterator[None]:
-    """Close a test's loop after its last connection: both sides end TLS by a word that nobody awaits."""
-    watched = asyncio.get_running_loop()._selector.get_map()  # type: ignore[attr-defined]
-    at_first = len(watched)
-    yield
-    await asyncio.sleep(0)  # what was closed just now is closed in the loop's next round
+    """Close a test's loop after its last connection: both sides end TLS by a word that nobody awaits.
 
-    async def have_ended() -> bool:
-        return len(watched) <= at_first
-
-    with suppress(AssertionError):  # one that does not end is told as whose loop was closed before
-        await eventually(have_ended)
+    One that nobody closes fails the test that opened it, by name.
+    """
+    with opened() as transports:
+        yield
+        await transports.until_ended()
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,11 @@ API_SERVER = "kube-apiserver"
 LOOK_EVERY_S = 0.05
 LOG_TAIL_CHARS = 2000
 KUBECTL_WITHIN_S = 300.0
+APPEARS_WITHIN_S = 120.0
+WAITING = ("wait", "rollout")
+NOT_YET = ("(NotFound)", "no matching resources found", "accessor error")
+"""What these say of an object that is not there yet, and of one that nobody has written a condition into."""
+
 ADMINISTRATORS = "system:masters"
 _POLICIES = "admissionregistration.k8s.io/v1/mutatingadmissionpolicies=false"
 _NO_POLICIES = f"--runtime-config={_POLICIES},{_POLICIES.replace('policies', 'policybindings')}"
@@ -147,9 +152,19 @@ class ControlPlane:
     def kubectl(self, *arguments: str, stdin: str = "", kubeconfig: Path | None = None) -> str:
         """What kubectl wrote; with the administrator's rights unless told otherwise.
 
-        Raises KubectlError when it ends with an error.
+        ``wait`` and ``rollout status`` wait for what is not there yet, too, which kubectl alone does not. But
+        a set, as ``pods --all``, is what is there with the first of it: who needs a Deployment's pods waits
+        for its rollout. Raises KubectlError when it ends with an error.
         """
-        return self._kubectl(*arguments, stdin=stdin, kubeconfig=kubeconfig).stdout
+        deadline = time.monotonic() + APPEARS_WITHIN_S
+        while True:
+            try:
+                return self._kubectl(*arguments, stdin=stdin, kubeconfig=kubeconfig).stdout
+            except KubectlError as error:
+                is_to_come = arguments[0] in WAITING and any(words in error.said for words in NOT_YET)
+                if not is_to_come or time.monotonic() > deadline:
+                    raise
+            time.sleep(LOOK_EVERY_S)
 
     def apply(self, *manifests: Mapping[str, object]) -> list[str]:
         """Create these objects, or change them: server-side, as the field manager ``kubectl``.

@@ -67,11 +67,19 @@ class Operator:
         return bool(told) and "operator_leads" in told[-1]
 
     async def end(self, *, at_once: bool = False) -> int:
-        """End it, in good order unless ``at_once``; answers with its exit code."""
+        """End it, in good order unless ``at_once``; answers with its exit code.
+
+        One that ends in good order gives its lease back: whoever comes next need not wait until it runs out.
+        """
         if self.process.returncode is None:
             (self.process.kill if at_once else self.process.terminate)()
-        async with asyncio.timeout(ENDS_WITHIN_S):
-            return await self.process.wait()
+        try:
+            async with asyncio.timeout(ENDS_WITHIN_S):
+                return await self.process.wait()
+        finally:
+            if self.process.returncode is None:
+                self.process.kill()
+                await self.process.wait()
 
 
 @asynccontextmanager
@@ -93,7 +101,7 @@ async def operator(
             env={**os.environ, "POD_NAME": name},
         )
         replica = Operator(process, log)
-        stack.push_async_callback(replica.end, at_once=True)
+        stack.push_async_callback(replica.end)
         yield replica
 
 

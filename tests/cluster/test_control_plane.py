@@ -3,8 +3,10 @@
 import asyncio
 import json
 import ssl
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -21,6 +23,8 @@ from tests.cluster.nodes import RACK, REGION, ZONE, ZONES
 from tests.cluster.pods import BY_HAND, bound, bound_by_hand, pod, pod_spec
 from tests.support.processes import eventually
 
+FAILS_WITHIN_S = 60.0
+
 
 def test_both_features_for_labels_at_binding_are_on(plane: ControlPlane) -> None:
     assert plane.features() == Features(mutating_admission_policy=True, copies_binding_labels=True)
@@ -31,6 +35,41 @@ def test_a_clean_up_that_fails_is_told_unless_the_test_failed_before(plane: Cont
         raise ZeroDivisionError
     with pytest.raises(KubectlError, match='nodes "absent" not found'), plane.deleting("node", "absent"):
         pass
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        ("wait", "--for=condition=Ready", "pods", "--all"),
+        ("wait", "--for=condition=Ready", "pod", "--selector", "app=many"),
+        ("wait", "--for=condition=Available", "deployment/many"),
+        ("rollout", "status", "deployment/many"),
+    ],
+)
+def test_what_is_not_there_yet_is_waited_for(
+    plane: ControlPlane, namespace: str, waits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_failed = threading.Event()
+    asked = plane._kubectl
+
+    def heard(*arguments: str, **more: Any) -> Any:
+        try:
+            return asked(*arguments, **more)
+        except KubectlError:
+            has_failed.set()
+            raise
+
+    monkeypatch.setattr(plane, "_kubectl", heard)
+    with ThreadPoolExecutor(1) as pool:
+        waited = pool.submit(plane.kubectl, *waits, "--namespace", namespace, "--timeout=120s")
+        assert has_failed.wait(FAILS_WITHIN_S)
+        plane.apply(_deployment(namespace, replicas=2))
+        waited.result()
+
+
+def test_what_cannot_be_waited_for_is_told_at_once(plane: ControlPlane, namespace: str) -> None:
+    with pytest.raises(KubectlError, match="unrecognized condition"):
+        plane.kubectl("wait", "--for=nothing", "pods", "--all", "--namespace", namespace)
 
 
 def test_a_deployments_pods_become_ready_in_three_zones(plane: ControlPlane, namespace: str) -> None:

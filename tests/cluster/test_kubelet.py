@@ -10,9 +10,11 @@ import pytest
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.kubelet import Kubelet, PlayedPod
+from tests.cluster.kubelet.api import Api
 from tests.cluster.kubelet.fields import NotPlayedError, Outside, expanded, field
 from tests.cluster.kubelet.volumes import exchange
 from tests.cluster.pods import BY_HAND
+from tests.support.transports import opened
 from tests.support.waits import until
 
 POD = {"metadata": {"name": "p", "labels": {"a.b/c": "here"}}, "spec": {"nodeName": "n"}}
@@ -70,6 +72,18 @@ def test_files_are_exchanged_at_one_moment(tmp_path: Path) -> None:
     assert not before.exists()
     assert (tmp_path / "..data").is_symlink()
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("..")] == ["zone"]
+
+
+async def test_a_call_that_is_cancelled_leaves_no_connection_open(plane: ControlPlane) -> None:
+    for turns in (*range(0, 20), *range(20, 400, 20)):
+        with opened() as transports:
+            async with Api(plane) as api:
+                asking = asyncio.create_task(api.read("/api/v1/namespaces/default/pods"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asking.cancel()
+                await asyncio.wait([asking])
+            await transports.until_ended()
 
 
 async def test_a_pod_waits_for_its_files_fails_is_started_again_and_ends_in_order(

@@ -121,8 +121,12 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     assert one in told["message"]
     row = await flight.kubectl("get", "dgd", NAME, "--no-headers")
     assert f"{one} {PREFILLS}/0, {other} {PREFILLS}/{DECODES}" in row
-    events = (await flight.read("events"))["items"]
-    assert "DomainWithoutDecode" in {event["reason"] for event in events}
+
+    async def is_an_event() -> bool:  # it is written after the status
+        events = (await flight.read("events"))["items"]
+        return "DomainWithoutDecode" in {event["reason"] for event in events}
+
+    await eventually(is_an_event)
     assert set(zones(await flight.ask_often(8))) == {(other, other)}
 
     await flight.lose("prefill", other)

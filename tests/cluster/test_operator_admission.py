@@ -82,7 +82,7 @@ async def test_where_the_cluster_labels_pods_itself_a_webhook_on_bindings_adds_n
 
 async def answers(replica: Operator) -> set[str]:
     """What the replica answered about Bindings."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}", timeout=60.0) as client:
         page = (await client.get("/metrics")).text
     return set(re.findall(r'^kvrouter_operator_bindings_total\{answer="(\w+)"\} [1-9]', page, re.MULTILINE))
 

@@ -91,7 +91,9 @@ async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
             wait(plane, namespace, "DomainBalanced=True")
             assert one.log.count("pod_labelled") == late
             assert "operator_leads" not in two.log
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{two.port('http')}") as client:
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{two.port('http')}", timeout=60.0
+            ) as client:
                 page = (await client.get("/metrics")).text
             for answer in ("labelled", "left"):
                 assert f'kvrouter_operator_bindings_total{{answer="{answer}"}}' in page

@@ -4,6 +4,7 @@ from pydantic import JsonValue
 
 from kvrouter.operator.plan import plan
 from tests.cluster.control_plane import ControlPlane
+from tests.cluster.operators import WAIT
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 REQUIRED: dict[str, JsonValue] = {"labelKey": "topology.kubernetes.io/zone", "domain": "zone"}
@@ -14,9 +15,7 @@ def test_a_plan_is_applied_twice_without_effect_and_another_policy_rolls_whom_it
     plane: ControlPlane, namespace: str
 ) -> None:
     first = _applied(plane, namespace, REQUIRED)
-    plane.kubectl(
-        "wait", "--for=condition=Available", "deployments", "--all", *_in(namespace), "--timeout=120s"
-    )
+    plane.kubectl("wait", "--for=condition=Available", "deployments", "--all", *_in(namespace), WAIT)
     assert _applied(plane, namespace, REQUIRED) == first == dict.fromkeys(first, 1)
     changed = _applied(plane, namespace, PREFERRED)
     assert changed == {"llm-frontend": 2, "llm-prefill": 2, "llm-worker": 2, "llm-decode": 1}
@@ -24,7 +23,7 @@ def test_a_plan_is_applied_twice_without_effect_and_another_policy_rolls_whom_it
 
 def test_the_service_leads_to_the_frontends(plane: ControlPlane, namespace: str) -> None:
     _applied(plane, namespace, None)
-    plane.kubectl("wait", "--for=condition=Ready", "pods", "--all", *_in(namespace), "--timeout=120s")
+    plane.kubectl("rollout", "status", "deployment/llm-frontend", *_in(namespace), WAIT)
     selector = plane.read("service", "llm-frontend", *_in(namespace))["spec"]["selector"]
     query = ",".join(f"{key}={value}" for key, value in selector.items())
     found = plane.read("pods", "--selector", query, *_in(namespace))["items"]

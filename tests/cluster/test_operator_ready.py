@@ -43,7 +43,7 @@ async def test_it_is_ready_when_it_may_answer_at_admission(plane: ControlPlane, 
 
             await eventually(is_ready)
             assert "ready kind=admission" in one.log
-            async with httpx.AsyncClient(verify=False) as client:
+            async with httpx.AsyncClient(verify=False, timeout=60.0) as client:
                 assert (await client.get(f"https://127.0.0.1:{port}/readyz")).text == "ok\n"
             assert await one.end() == 0
         finally:
@@ -51,6 +51,6 @@ async def test_it_is_ready_when_it_may_answer_at_admission(plane: ControlPlane, 
 
 
 async def told(replica: Operator, path: str) -> tuple[int, str]:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}", timeout=60.0) as client:
         answer = await client.get(path)
     return answer.status_code, answer.text

@@ -301,7 +301,9 @@ async def test_the_roles_that_are_shipped_suffice_and_its_page_tells_of_it(
         plane.kubectl("replace", "--filename", "-", stdin=json.dumps(spec))
         plane.kubectl("wait", "--for=delete", "deployment/llm-prefill", "--namespace", namespace, WAIT)
         assert "forbidden" not in replica.log
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}") as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{replica.port('http')}", timeout=60.0
+        ) as client:
             assert (await client.get("/healthz")).text == "ok\n"
             assert (await client.get("/readyz")).status_code == 200
             lines = (await client.get("/metrics")).text.splitlines()

@@ -5,6 +5,7 @@ import os
 
 from tests.engines.install import HERE, engines_dir
 from tests.engines.real_engine import MODEL, RealEngine
+from tests.support.engine_flushed import flushed
 
 PAGE_SIZE = 16
 
@@ -60,4 +61,4 @@ class SglangServer(RealEngine):
 
     async def forget(self) -> None:
         """Empty its cache; it tells so at once."""
-        (await self.http.post("/flush_cache")).raise_for_status()
+        await flushed(self.http)

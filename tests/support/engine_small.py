@@ -83,8 +83,8 @@ class Tongue(Protocol):
     def page(self, path: str, engine: "SmallEngine") -> bytes | None:
         """What it answers to a question; None where it knows none of it."""
 
-    def polled(self, path: str) -> bytes | None:
-        """What it answers where ``path`` asks for its events; None for a call."""
+    async def commanded(self, path: str, engine: "SmallEngine") -> tuple[int, bytes] | None:
+        """The status and the answer where ``path`` asks for no tokens; None for a call."""
 
     def asked(self, path: str, headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         """Read a call; an error of the core tree for one at fault."""
@@ -117,6 +117,7 @@ class SmallEngine:
         self.loads: dict[DpRank, LoadReport] = {}
         self.publishers = {DpRank(rank): Publisher() for rank in range(config.dp_size)}
         self._tongue = tongue
+        self._cluster = cluster
         self.rank = WorkerRank(WorkerId(next(_worker_ids)), R0)
         self._handle: MockEngineHandle = cluster.add(config, worker_id=self.rank.worker_id, domain="a")
         self._model = TokenModel(
@@ -153,6 +154,19 @@ class SmallEngine:
         for publisher in self.publishers.values():
             publisher.stop()
         await self._handle.stop()
+
+    async def forget(self, told: dict[str, object]) -> bool:
+        """Empty the cache, and tell so by this event of the wire; False where a request is still here."""
+        if not self._handle.idle:
+            return False
+        self._cluster.deliver()
+        await self._handle.stop()
+        await self._handle.start(self._on_events, self._on_load)
+        for dp_rank in self.publishers:
+            payload = self._tongue.told([told], dp_rank)
+            if payload is not None:
+                self._unpublished.put_nowait((dp_rank, payload))
+        return True
 
     async def open_door(self) -> None:
         """Answer; again where it did before."""
@@ -221,9 +235,10 @@ class SmallEngine:
         return web.Response(body=body, content_type=JSON)
 
     async def _call(self, request: web.Request) -> web.StreamResponse:
-        polled = self._tongue.polled(request.path)
-        if polled is not None:
-            return web.Response(body=polled, content_type=JSON)
+        commanded = await self._tongue.commanded(request.path, self)
+        if commanded is not None:
+            status, body = commanded
+            return web.Response(body=body, status=status, content_type=JSON)
         try:
             asked = self._tongue.asked(request.path, request.headers, await request.read(), self.config)
             self._learn(asked.request)

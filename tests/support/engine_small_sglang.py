@@ -23,6 +23,11 @@ from tests.support.engine_small_vllm import (
     refusal_of,
 )
 
+FLUSHED = (
+    b"Cache flushed. (When there are running or waiting requests, the operation will not be performed.)\n"
+)
+"""It says so either way; the status tells."""
+
 _MODES = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 _LEGS = {Role.BOTH: Leg.AGGREGATED, Role.PREFILL: Leg.PREFILL, Role.DECODE: Leg.DECODE}
 
@@ -44,8 +49,10 @@ class SglangTongue:
                 return json.dumps({"loads": [_load(engine)]}).encode()
         return None
 
-    def polled(self, _path: str) -> bytes | None:
-        return None
+    async def commanded(self, path: str, engine: SmallEngine) -> tuple[int, bytes] | None:
+        if path != "/flush_cache":
+            return None
+        return (200 if await engine.forget({"type": "AllBlocksCleared"}) else 400), FLUSHED
 
     def asked(self, path: str, _headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)

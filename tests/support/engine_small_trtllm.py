@@ -54,11 +54,11 @@ class TrtllmTongue:
                 return f'{CONFIG_METRIC}{{max_model_len="{self._context_tokens}"}} 1.0\n'.encode()
         return None
 
-    def polled(self, path: str) -> bytes | None:
+    async def commanded(self, path: str, _engine: SmallEngine) -> tuple[int, bytes] | None:
         if path != EVENTS:
             return None
         told, self._untold = self._untold, []
-        return json.dumps(told).encode()
+        return 200, json.dumps(told).encode()
 
     def asked(self, path: str, _headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:
         said = json.loads(body)

@@ -42,7 +42,7 @@ class VllmTongue:
                 return _metrics(engine).encode()
         return None
 
-    def polled(self, _path: str) -> bytes | None:
+    async def commanded(self, _path: str, _engine: SmallEngine) -> tuple[int, bytes] | None:
         return None
 
     def asked(self, path: str, headers: Mapping[str, str], body: bytes, config: MockConfig) -> Asked:

@@ -35,6 +35,7 @@ class Proxy:
         self._passes.set()
         self._listener: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._connecting: set[asyncio.Task[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = set()
         self._change = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -62,21 +63,22 @@ class Proxy:
         self._passes.set()
 
     def cut(self) -> None:
-        """Reset every connection; what waited in them is lost."""
+        """Reset every connection, those that are being made included; what waited in them is lost."""
         for writer in tuple(self._writers):
             writer.transport.abort()
-        for task in tuple(self._tasks):
+        for task in (*self._connecting, *self._tasks):
             task.cancel()
 
     async def close(self) -> None:
         """Cut, and listen no longer."""
-        if self._listener is not None:
-            self._listener.close()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
         self.cut()
-        if self._tasks:
-            await asyncio.wait(tuple(self._tasks))
-        if self._listener is not None:
-            await self._listener.wait_closed()
+        if tasks := {*self._connecting, *self._tasks}:
+            await asyncio.wait(tasks)
+        if listener is not None:
+            await listener.wait_closed()
 
     def target(self) -> tuple[str, int]:
         """Where the next connection is led. Raises OSError when it is led nowhere."""
@@ -93,18 +95,29 @@ class Proxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.n_accepted += 1
+        if self._listener is None:  # it was accepted just before the proxy was closed
+            writer.transport.abort()
+            return
         self._writers.add(writer)
+        connecting = asyncio.create_task(self._connect())
+        self._connecting.add(connecting)
+        await asyncio.wait([connecting])
+        self._connecting.discard(connecting)
         try:
-            there_reader, there_writer = await asyncio.open_connection(*self.target())
-        except OSError:
+            there_reader, there_writer = connecting.result()
+        except (OSError, asyncio.CancelledError):
             writer.transport.abort()
             self._writers.discard(writer)
             return
-        self._writers.add(there_writer)
         for one_end, other_end in ((reader, there_writer), (there_reader, writer)):
             task = asyncio.create_task(self._pass(one_end, other_end))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(*self.target())
+        self._writers.add(writer)
+        return reader, writer
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

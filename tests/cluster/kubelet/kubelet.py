@@ -4,16 +4,14 @@ import asyncio
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from itertools import count
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
-import httpx
-
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.kubelet.api import Api, Object
+from tests.cluster.kubelet.api import Api, ApiError, Object
 from tests.cluster.kubelet.pod import AGAIN_S, Machine, PlayedPod
 from tests.cluster.pods import BY_HAND
 from tests.cluster.together import Together
@@ -91,7 +89,7 @@ class Kubelet:
         while True:
             try:
                 await self._look()
-            except httpx.HTTPError:
+            except ApiError:
                 await asyncio.sleep(AGAIN_S)
 
     async def _look(self) -> None:
@@ -103,13 +101,15 @@ class Kubelet:
         for uid in [uid for uid in self.pods if uid not in uids]:
             await self.pods.pop(uid).close()
         version = found["metadata"]["resourceVersion"]
-        async for kind, thing in self._machine.api.watch(self._path, version, labelSelector=SELECTOR):
-            if kind == "ERROR":
-                return
-            if kind != "DELETED":
-                self._see(thing)
-            elif (gone := self.pods.pop(thing["metadata"]["uid"], None)) is not None:
-                await gone.close()
+        watch = self._machine.api.watch(self._path, version, labelSelector=SELECTOR)
+        async with aclosing(watch):
+            async for kind, thing in watch:
+                if kind == "ERROR":
+                    return
+                if kind != "DELETED":
+                    self._see(thing)
+                elif (gone := self.pods.pop(thing["metadata"]["uid"], None)) is not None:
+                    await gone.close()
 
     def _see(self, stored: Object) -> None:
         uid = stored["metadata"]["uid"]

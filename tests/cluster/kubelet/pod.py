@@ -11,9 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
-
-from tests.cluster.kubelet.api import Api, Object
+from tests.cluster.kubelet.api import GONE, Api, ApiError, Object
 from tests.cluster.kubelet.container import Container, Launch, argv_of, now
 from tests.cluster.kubelet.fields import NotPlayedError, Outside, expanded, field
 from tests.cluster.kubelet.probes import probe
@@ -157,7 +155,7 @@ class PlayedPod:
     async def _launch(self, container: Container, words: Sequence[str] = ()) -> Launch:
         """What the container's own words, or these, come to here.
 
-        Raises httpx.HTTPError when a Secret is not there.
+        Raises ApiError when a Secret is not there.
         """
         spec = container.spec
         mounts = spec.get("volumeMounts", [])
@@ -218,8 +216,8 @@ class PlayedPod:
         body = {"metadata": {"uid": self.uid}, "status": status}
         try:
             await self._machine.api.patch(f"{self._path}/status", body)
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code not in (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT):
+        except ApiError as error:
+            if error.status not in GONE:
                 raise
 
     def _status(self) -> Object:
@@ -256,6 +254,6 @@ async def _again(call: Callable[[], Awaitable[T]]) -> T:
     while True:
         try:
             return await call()
-        except httpx.HTTPError:
+        except ApiError:
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MAX_S)

@@ -56,7 +56,7 @@ class Volumes:
     async def mount(self, pod: Object, *, holds_fields: bool) -> None:
         """Make every volume; those of the Downward API stay empty while their files are held.
 
-        Raises httpx.HTTPError when something that they show is not there yet.
+        Raises ApiError when something that they show is not there yet.
         """
         for volume in pod["spec"].get("volumes", []):
             name = volume["name"]

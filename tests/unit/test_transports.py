@@ -1,0 +1,41 @@
+"""What a test leaves open is told by name, and what ends by itself is waited for."""
+
+import asyncio
+import sys
+
+import pytest
+
+from tests.support.transports import opened
+
+PROGRAM = (sys.executable, "-c", "input()")
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+    writer.close()
+
+
+async def test_a_connection_that_nobody_closes_is_told_with_who_opened_it() -> None:
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with opened() as transports:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert isinstance(writer.transport, asyncio.ReadTransport)
+        writer.transport.pause_reading()  # the loop watches it no more: only who opened it knows of it
+        with pytest.raises(AssertionError, match="_SelectorSocketTransport") as told:
+            await transports.until_ended(limit_s=0.2)
+        assert __file__ in str(told.value)
+        writer.close()
+        await transports.until_ended()
+    server.close()
+
+
+async def test_a_process_that_ends_is_waited_for() -> None:
+    with opened() as transports:
+        process = await asyncio.create_subprocess_exec(*PROGRAM, stdin=asyncio.subprocess.PIPE)
+        assert len(transports.left()) == 1
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        await transports.until_ended()
+        assert await process.wait() == 0
