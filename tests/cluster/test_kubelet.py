@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvrouter.config.service_links import without_service_links
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.kubelet import Kubelet, PlayedPod
 from tests.cluster.kubelet.api import Api
@@ -113,6 +114,45 @@ async def test_a_pod_waits_for_its_files_fails_is_started_again_and_ends_in_orde
         assert main.log.endswith("bye\n")
         assert not main.is_running
         await until(lambda: not kubelet.pods)
+
+
+@pytest.mark.parametrize("links", [None, True, False])
+async def test_containers_are_told_of_services_unless_their_pod_wants_none_and_of_the_api_server_always(
+    plane: ControlPlane, namespace: str, links: bool | None
+) -> None:
+    ports = [{"name": "http", "port": 8000}]
+    of = {"namespace": namespace, "name": "kvrouter-x"}
+    plane.apply(
+        {"apiVersion": "v1", "kind": "Service", "metadata": of, "spec": {"ports": ports}},
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {**of, "name": "headless"},
+            "spec": {"ports": ports, "clusterIP": "None"},
+        },
+    )
+    address = plane.read("service", "kvrouter-x", "--namespace", namespace)["spec"]["clusterIP"]
+    tells = {"name": "main", "image": "example.com/sh:1", "command": ["/bin/sh", "-c"]}
+    spec: dict[str, Any] = {"containers": [{**tells, "args": ["env; while :; do sleep 0.1; done"]}]}
+    if links is not None:
+        spec["enableServiceLinks"] = links
+    metadata = {"namespace": namespace, "name": f"tells-{namespace}", "labels": BY_HAND}
+    async with Kubelet(plane, namespace) as kubelet:
+        plane.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
+        await until(lambda: any(pod.is_ready for pod in kubelet.pods.values()))
+        (pod,) = kubelet.pods.values()
+        await until(lambda: "KUBERNETES_PORT=" in pod.containers[0].log)
+        environ = dict(line.split("=", 1) for line in pod.containers[0].log.splitlines())
+    assert environ["KUBERNETES_SERVICE_PORT_HTTPS"] == environ["KUBERNETES_SERVICE_PORT"]
+    assert not [name for name in environ if name.startswith("HEADLESS")]
+    told = {name: value for name, value in environ.items() if name.startswith("KVROUTER_X")}
+    if links is False:
+        assert told == {}
+    else:
+        assert len(told) == 8
+        assert told["KVROUTER_X_PORT"] == told["KVROUTER_X_PORT_8000_TCP"] == f"tcp://{address}:8000"
+        assert without_service_links(environ).keys().isdisjoint(told)
+    plane.kubectl("delete", f"pod/tells-{namespace}", "--namespace", namespace, "--grace-period=0", "--force")
 
 
 async def test_what_still_runs_ends_with_the_test(plane: ControlPlane, namespace: str) -> None:

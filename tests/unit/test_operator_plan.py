@@ -320,6 +320,14 @@ def test_users_settings_of_planes_probes_and_time_win() -> None:
     assert at(of_kind(found, "Service")["llm-frontend"], "spec", "ports", 0, "targetPort") == 9000
 
 
+def test_pods_are_told_of_no_services_unless_their_template_says_so() -> None:
+    engine: JsonValue = {"name": "main", "image": "mine"}
+    found = planned(deployment(pods={"worker": pod(engine, enableServiceLinks=True), "decode": pod(engine)}))
+    links = {name: at(each, "spec", "enableServiceLinks") for name, each in templates(found).items()}
+    assert links.pop("worker") is True
+    assert set(links.values()) == {False}
+
+
 def test_a_plane_token_is_read_from_a_secret() -> None:
     defaults = PlanDefaults(image="i", plane_token=SecretKey("planes", "token"))
     template = templates(planned(deployment(), defaults=defaults))["worker"]

@@ -17,6 +17,7 @@ from kvrouter.config.problems import (
     problem_of,
     raise_problems,
 )
+from kvrouter.config.service_links import without_service_links
 from kvrouter.config.setting import SettingSpec, SettingValue
 from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.config.variables import (
@@ -55,10 +56,11 @@ def load_settings(
 
     ``flags`` maps YAML keys (``router.router_mode``), and further names of flags (``--router-ttl-secs``), to
     what was given on the command line; ``environ`` is the whole environment, of which a blank variable counts
-    as unset; ``document`` holds the sections. A setting that one source gives under two names that differ is
-    a mistake.
+    as unset, and what kubelets tell of Services is no setting; ``document`` holds the sections. A setting
+    that one source gives under two names that differ is a mistake.
     Raises ConfigError with one line per mistake, each with its origin and its field.
     """
+    environ = without_service_links(environ)
     _refuse_unknown_variables(environ)
     merged: dict[str, object] = {}
     origins: dict[Path, str] = {}

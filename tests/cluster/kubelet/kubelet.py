@@ -15,6 +15,7 @@ from tests.cluster.kubelet.api import Api, ApiError, Object
 from tests.cluster.kubelet.pod import AGAIN_S, Machine, PlayedPod
 from tests.cluster.pods import BY_HAND
 from tests.cluster.together import Together
+from tests.support.service_links import Service, ServicePort
 
 SELECTOR = ",".join(f"{key}={value}" for key, value in BY_HAND.items())
 
@@ -50,7 +51,7 @@ class Kubelet:
             folder=folder,
             logs=self._plane.folder / "logs",
             group=together.group,
-            server=(str(url.hostname), str(url.port)),
+            server=Service("kubernetes", str(url.hostname), (ServicePort(url.port or 443, "https"),)),
             files_come=self._files_come,
         )
         self._following = asyncio.create_task(self._follow())

@@ -16,6 +16,7 @@ from tests.cluster.kubelet.container import Container, Launch, argv_of, now
 from tests.cluster.kubelet.fields import NotPlayedError, Outside, expanded, field
 from tests.cluster.kubelet.probes import probe
 from tests.cluster.kubelet.volumes import Volumes
+from tests.support.service_links import Service, links
 
 AGAIN_S = 0.2
 """After so long, and ever later, what failed is tried again."""
@@ -36,8 +37,8 @@ class Machine:
     folder: Path
     logs: Path
     group: int
-    server: tuple[str, str]
-    """The API server's host and port, as containers are told them."""
+    server: Service
+    """The API server, as containers are told of it."""
 
     files_come: asyncio.Event
     """While it is not set, volumes of the Downward API are empty."""
@@ -168,19 +169,25 @@ class PlayedPod:
         words = [expanded(word, told) for word in given]
         if "envFrom" in spec or not words:
             raise NotPlayedError(f"{container.name}: envFrom, or what only an image says")
-        host, port = self._machine.server
         environ = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.root),
             "HOSTNAME": self.name,
-            "KUBERNETES_SERVICE_HOST": host,
-            "KUBERNETES_SERVICE_PORT": port,
+            **links([*await self._services(), self._machine.server]),
             **{name: outside.word(value) for name, value in told.items()},
         }
         if ACCOUNT in folders:
             environ.setdefault(ACCOUNT_VARIABLE, str(folders[ACCOUNT]))
         argv = argv_of([outside.word(word) for word in words])
         return Launch(argv, environ, self._machine.group)
+
+    async def _services(self) -> list[Service]:
+        """The Services that containers are told of, beside the API server's own."""
+        if not self.stored["spec"].get("enableServiceLinks", True):
+            return []
+        space = f"/api/v1/namespaces/{self.stored['metadata']['namespace']}"
+        found = await self._machine.api.read(f"{space}/services")
+        return [service for each in found["items"] if (service := Service.read(each)) is not None]
 
     async def _value(self, entry: Mapping[str, Any], told: Mapping[str, str]) -> str:
         if "valueFrom" not in entry:

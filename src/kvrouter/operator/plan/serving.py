@@ -81,6 +81,7 @@ def complete(
             _with_health(container, next(ports)) if is_sidecar(container) else container
             for container in draft.init_containers
         ]
+    draft.spec.setdefault("enableServiceLinks", False)  # a Service's variables would look like settings
     draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     return problems
 

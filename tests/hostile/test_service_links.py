@@ -1,0 +1,68 @@
+"""Processes among Services that are called as they are: kubelets tell every container of each of them."""
+
+import asyncio
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT
+from functools import partial
+
+import pytest
+
+from tests.support.clients import expected_text
+from tests.support.processes import Frontend, eventually, fleet
+from tests.support.served import word_ids
+from tests.support.service_links import Service, ServicePort, links
+
+HTTP = ServicePort(8000, "http")
+TOLD = links(
+    [
+        Service("kvrouter", "10.0.0.1", (HTTP, ServicePort(9090, "metrics"))),
+        Service("kvrouter-service", "10.0.0.2", (HTTP,)),
+        Service("kvrouter-frontend", "fd00::3", (HTTP,)),
+        Service("kvrouter-http", "10.0.0.4", (HTTP,)),
+        Service("kvrouter-health", "10.0.0.5", (HTTP,)),
+        Service("kvrouter-listen", "10.0.0.6", (ServicePort(53, "dns", "UDP"), ServicePort(53, "dns-tcp"))),
+        Service("dyn-http", "10.0.0.7", (HTTP,)),
+        Service("nats-server", "10.0.0.8", (ServicePort(4222),)),
+    ]
+)
+COMMANDS = (
+    ("frontend", "--http-port", "0"),
+    ("router", "--http-port", "0"),
+    ("up", "--http-port", "0"),
+    ("worker", "mock"),
+)
+
+
+async def test_a_fleet_serves_whatever_services_are_called() -> None:
+    prompt = word_ids(first=1, n=64)
+    body = {"model": "mock", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    async with fleet(TOLD) as processes:
+        await processes.worker()
+        router = await processes.router()
+        assert (await router.http.get("/health")).status_code == 200
+        for frontend in (await processes.frontend(), await processes.door("up")):
+            await eventually(partial(is_served, frontend))
+            answer = (await frontend.http.post("/v1/completions", json=body)).raise_for_status().json()
+            assert answer["choices"][0]["text"] == expected_text(prompt, 4)
+
+
+async def is_served(frontend: Frontend) -> bool:
+    return (await frontend.http.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+async def test_among_them_a_mistake_is_told_as_ever(command: tuple[str, ...]) -> None:
+    async with fleet(TOLD) as processes:
+        wrong = {"KVROUTER_RETRY_MAX": "1", "KVROUTER_FRONTEND_SERVICE_PORT_HTTPS": "443"}
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvrouter.cli", *command),
+            env={**processes.environ, **wrong},
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
+        )
+        said, _ = await process.communicate()
+    assert process.returncode
+    told = [line for line in said.decode().splitlines() if "unknown variable" in line]
+    assert [name for name in wrong if not any(name in line for line in told)] == []
+    assert len(told) == len(wrong)

@@ -1,0 +1,36 @@
+"""No pod that the repository renders is told of the Services there: some may be called as we are."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.chart import pods_of
+from tests.support.chart_shapes import SHAPES, shape
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("deploy/kustomize", "examples")
+    for path in (ROOT / folder).rglob("*.yaml")
+    if "kind: " in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_pods_of_the_chart_are_told_of_none(name: str) -> None:
+    pods = pods_of(shape(name))
+    assert pods
+    assert [pod for pod in pods if pod.get("enableServiceLinks") is not False] == []
+
+
+def test_pods_of_other_manifests_are_told_of_none() -> None:
+    pods = {file: pods_of([each for each in _documents(file) if "kind" in each]) for file in FILES}
+    assert sum(len(found) for found in pods.values()) == 8
+    for file, found in pods.items():
+        assert [pod for pod in found if pod.get("enableServiceLinks") is not False] == [], file
+
+
+def _documents(file: str) -> list[dict[str, object]]:
+    found = yaml.safe_load_all((ROOT / file).read_text())
+    return [each for each in found if isinstance(each, dict)]
