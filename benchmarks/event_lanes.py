@@ -147,7 +147,9 @@ async def _publish(lane: str, url: str, token: str, n_blocks: int, pipe: Connect
 @asynccontextmanager
 async def subscriber_of(lane: str, url: str, token: str) -> AsyncIterator[EventSubscriber]:
     if lane.startswith("zmq"):
-        plane = ZmqEventSubscriber(token=token if "token" in lane else None, on_malformed=fail)
+        plane = ZmqEventSubscriber(
+            token=token if "token" in lane else None, on_malformed=fail, on_foreign=fail
+        )
         yield plane
         await plane.close()
         return
@@ -157,7 +159,9 @@ async def subscriber_of(lane: str, url: str, token: str) -> AsyncIterator[EventS
     if lane == "jetstream":
         subscriber = JetStreamSubscriber(client, recovery, namespace=token, token=token, replica_name="bench")
     else:
-        heard = NatsEventSubscriber(client, recovery, namespace=token, token=token, on_malformed=fail)
+        heard = NatsEventSubscriber(
+            client, recovery, namespace=token, token=token, on_malformed=fail, on_foreign=fail
+        )
         await heard.start()
         subscriber = heard
     yield subscriber

@@ -80,7 +80,7 @@ class Loads:
 async def loads_of(folder: Path) -> AsyncIterator[Loads]:
     """Listen to the workers announced in ``folder`` as a router would."""
     loads = Loads()
-    heard = ZmqEventSubscriber(on_malformed=fail)
+    heard = ZmqEventSubscriber(on_malformed=fail, on_foreign=fail)
     heard.subscribe(_let_go, loads.hear)
     discovery = FileDiscovery(
         folder,

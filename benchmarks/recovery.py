@@ -155,7 +155,7 @@ class Bench:
         client = await nats.connect(self._url)
         recovery = NatsRecovery(client, namespace=NAMESPACE, token=TOKEN, on_malformed=fail)
         subscriber = NatsEventSubscriber(
-            client, recovery, namespace=NAMESPACE, token=TOKEN, on_malformed=fail
+            client, recovery, namespace=NAMESPACE, token=TOKEN, on_malformed=fail, on_foreign=fail
         )
         await subscriber.start()
         router = Router(subscriber, self._fleet)
@@ -169,7 +169,7 @@ class Bench:
         return took
 
     async def from_zmq(self) -> Took:
-        subscriber = ZmqEventSubscriber(on_malformed=fail)
+        subscriber = ZmqEventSubscriber(on_malformed=fail, on_foreign=fail)
         router = Router(subscriber, self._fleet)
         watch = Watch(self._clock)
         await router.learn(self._sources.zmq)

@@ -11,6 +11,7 @@ from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Removed, Stored
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
+from kvrouter.planes.events.channel import ForeignRank
 from tests.support.event_ends import ENDS, Ends
 from tests.support.waits import until
 
@@ -131,6 +132,42 @@ async def test_a_subscriber_may_end_another_while_a_batch_is_delivered(ends: End
     ends.publisher.publish(batch(1))
     await until(lambda: len(seen) == 2)
     assert batch(1) not in later[0].batches
+
+
+@pytest.mark.parametrize("name", [name for name, kind in ENDS.items() if kind.has_channels])
+async def test_what_a_worker_says_counts_only_for_its_own_ranks(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    kind = ENDS[name]
+    url = request.getfixturevalue("shared_nats").url if kind.needs_nats else ""
+    async with kind.open(url, f"test-{uuid4().hex}") as ends:
+        received = Received(ends)
+        cleared = KvBatch(RANK, EPOCH, EventId(1), (Cleared(),))
+        await ends.lie(OTHER, batch=cleared, load=LoadReport(RANK, 99, 100))
+        await until(lambda: len(ends.foreign) == 2)
+        ends.publisher.publish(batch(0))
+        ends.publisher.publish_load(LoadReport(RANK, 1, 100))
+        await until(lambda: bool(received.batches and received.loads))
+        assert (received.batches, received.loads) == ([batch(0)], [LoadReport(RANK, 1, 100)])
+        assert all(str(RANK) in why for why in ends.foreign)
+
+
+class Impostor(Source):
+    """Answers with what it knows of another worker's rank."""
+
+    def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        return super().recover_range(OTHER, first, last)
+
+    def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        return super().recover_snapshot(OTHER)
+
+
+async def test_an_answer_counts_only_for_the_rank_that_was_asked_for(ends: Ends) -> None:
+    ends.serve_recovery(RANK.worker_id, Impostor())
+    with pytest.raises(ForeignRank):
+        await ends.subscriber.recover_range(RANK, EventId(2), EventId(4))
+    with pytest.raises(ForeignRank):
+        await ends.subscriber.recover_snapshot(RANK)
 
 
 async def test_publishing_to_nobody_is_no_error(ends: Ends) -> None:

@@ -124,7 +124,8 @@ class Lanes:
             EventLane.ZMQ: self.zmq,
             EventLane.JETSTREAM: self.stream,
         }
-        self.both = LaneSubscriber(lanes)
+        self.foreign: list[tuple[EventLane, str]] = []
+        self.both = LaneSubscriber(lanes, on_foreign=lambda lane, why: self.foreign.append((lane, why)))
 
 
 def on(lane: EventLane, worker_id: int) -> WorkerCard:
@@ -149,6 +150,18 @@ async def test_each_worker_of_a_mixed_fleet_is_heard_and_asked_on_its_own_lane()
     end()
     lanes.stream.load(LoadReport(card(2).ranks()[0], 4, 9))
     assert len(loads) == 2
+
+
+async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
+    lanes = Lanes()
+    loads: list[LoadReport] = []
+    lanes.both.subscribe(lambda _batch: None, loads.append)
+    lanes.both.follow(on(EventLane.ZMQ, 1))
+    report = LoadReport(card(1).ranks()[0], 3, 9)
+    lanes.stream.load(report)
+    assert (loads, [lane for lane, _ in lanes.foreign]) == ([], [EventLane.JETSTREAM])
+    lanes.zmq.load(report)
+    assert (loads, len(lanes.foreign)) == ([report], 1)
 
 
 async def test_a_worker_on_a_lane_that_is_not_heard_is_told_of_and_used(

@@ -79,7 +79,9 @@ async def caches_of(fleet: Fleet) -> AsyncIterator[Caches]:
     needs_nats = fleet.environ["DYN_DISCOVERY_BACKEND"] == "nats" or fleet.environ.get(
         "DYN_EVENT_PLANE", "zmq"
     ) in ("nats", "jetstream")
-    zmq = ZmqEventSubscriber(token=fleet.environ.get("KVROUTER_PLANE_TOKEN"), on_malformed=_never)
+    zmq = ZmqEventSubscriber(
+        token=fleet.environ.get("KVROUTER_PLANE_TOKEN"), on_malformed=_never, on_foreign=_never
+    )
     client = await nats.connect(fleet.environ["NATS_SERVER"].split(",")) if needs_nats else None
     token = fleet.environ.get("KVROUTER_PLANE_TOKEN", "")
     recovery = None

@@ -5,7 +5,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
 from tests.support.event_ends_jetstream import jetstream_ends
 from tests.support.event_ends_memory import memory_ends
@@ -23,20 +25,29 @@ class Ends(Protocol):
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]: ...
 
+    @property
+    def foreign(self) -> list[str]:
+        """What the router was told of messages that spoke for somebody else's rank."""
+
+    async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
+        """An admitted worker says both on the channel that is ``channel``'s, whatever rank they name."""
+
 
 @dataclass(frozen=True)
 class EndsKind:
     """``open`` takes the URL of a nats-server, or "" where none is needed, and a namespace of its own.
 
-    Its router follows the workers 4 and 5.
+    Its router follows the workers 4 and 5. Without channels, within one process, a batch comes by nothing
+    but a call.
     """
 
     open: Callable[[str, str], AbstractAsyncContextManager[Ends]]
     needs_nats: bool = False
+    has_channels: bool = True
 
 
 ENDS: dict[str, EndsKind] = {
-    "memory": EndsKind(memory_ends),
+    "memory": EndsKind(memory_ends, has_channels=False),
     "zmq": EndsKind(zmq_ends),
     "nats": EndsKind(nats_ends, needs_nats=True),
     "jetstream": EndsKind(jetstream_ends, needs_nats=True),

@@ -1,14 +1,20 @@
 """Both ends of the JetStream event lane, each with a connection of its own, and what is heard from both."""
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from nats.aio.client import Client
 
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.planes.events.jetstream.words import LaneNames
 from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.subjects import loads_subject, seal_of
+from kvrouter.planes.events.wire import encode_batch, encode_load
 from tests.support.event_ends_nats import TOKEN, connect
 from tests.support.event_waits import card, until_heard
 
@@ -22,6 +28,7 @@ class Notes:
     def __init__(self) -> None:
         self.dropped_batches = 0
         self.refusals: list[str] = []
+        self.foreign: list[str] = []
         self.disturbances: list[str] = []
         self.resets: list[str] = []
 
@@ -30,6 +37,9 @@ class Notes:
 
     def refused(self, why: str) -> None:
         self.refusals.append(why)
+
+    def spoke_for_another(self, why: str) -> None:
+        self.foreign.append(why)
 
     def disturbed(self, component: str, why: str) -> None:
         self.disturbances.append(f"{component}: {why}")
@@ -41,6 +51,8 @@ class Notes:
 class JetStreamEnds:
     def __init__(self, worker: Client, router: Client, namespace: str) -> None:
         self.notes = Notes()
+        self.foreign = self.notes.foreign
+        self.worker, self.namespace = worker, namespace
         self.worker_end = JetStreamPublisher(
             worker,
             namespace=namespace,
@@ -60,6 +72,13 @@ class JetStreamEnds:
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         return self.server.serve_recovery(worker_id, source)
+
+    async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
+        seal = seal_of(TOKEN, self.namespace)
+        events = LaneNames(self.namespace, "backend").events(channel)
+        loads = loads_subject(self.namespace, "backend", channel)
+        await self.worker.publish(events, seal.seal(events, encode_batch(batch)))
+        await self.worker.publish(loads, seal.seal(loads, encode_load(load), number=time.time_ns()))
 
     async def close(self) -> None:
         await self.worker_end.close()

@@ -3,19 +3,25 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.memory import MemoryEventPlane
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
 
 
 class MemoryEnds:
     def __init__(self) -> None:
+        self.foreign: list[str] = []
         self.plane = MemoryEventPlane()
         self.publisher: EventPublisher = self.plane
         self.subscriber: EventSubscriber = self.plane
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         return self.plane.serve_recovery(worker_id, source)
+
+    async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
+        raise NotImplementedError("a call has no channel")
 
 
 @asynccontextmanager

@@ -1,15 +1,20 @@
 """Both ends of the NATS Core event plane, each with a connection of its own."""
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import nats
 from nats.aio.client import Client
 
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.nats import NatsEventPublisher, NatsEventSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.subjects import events_subject, loads_subject, seal_of
+from kvrouter.planes.events.wire import encode_batch, encode_load
 from tests.support.event_waits import card, until_heard
 
 TOKEN = "t0p"
@@ -21,6 +26,7 @@ PATIENT_S = 30.0
 class NatsEnds:
     def __init__(self, worker: Client, router: Client, namespace: str) -> None:
         self.malformed: list[str] = []
+        self.foreign: list[str] = []
         heard = self.malformed.append
         self.worker, self.router, self.namespace = worker, router, namespace
         self.dropped: list[tuple[int, str]] = []
@@ -37,7 +43,12 @@ class NatsEnds:
             router, namespace=namespace, token=TOKEN, on_malformed=heard, answer_timeout_s=PATIENT_S
         )
         self.nats_subscriber = NatsEventSubscriber(
-            router, self.asker, namespace=namespace, token=TOKEN, on_malformed=heard
+            router,
+            self.asker,
+            namespace=namespace,
+            token=TOKEN,
+            on_malformed=heard,
+            on_foreign=self.foreign.append,
         )
         self.publisher: EventPublisher = self.nats_publisher
         self.subscriber: EventSubscriber = self.nats_subscriber
@@ -48,6 +59,13 @@ class NatsEnds:
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         return self.server.serve_recovery(worker_id, source)
+
+    async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
+        seal = seal_of(TOKEN, self.namespace)
+        events = events_subject(self.namespace, "backend", channel)
+        loads = loads_subject(self.namespace, "backend", channel)
+        await self.worker.publish(events, seal.seal(events, encode_batch(batch)))
+        await self.worker.publish(loads, seal.seal(loads, encode_load(load), number=time.time_ns()))
 
     async def close(self) -> None:
         await self.nats_publisher.close()

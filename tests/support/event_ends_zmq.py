@@ -3,9 +3,13 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.wire import encode_batch, encode_load
 from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
+from kvrouter.planes.events.zmq.sockets import BATCH, LOAD, worker_topic
 from tests.support.event_waits import card, until_heard
 
 TOKEN = "a token that both ends share"
@@ -16,15 +20,24 @@ PATIENT_S = 30.0
 class ZmqEnds:
     def __init__(self) -> None:
         self.malformed: list[str] = []
+        self.foreign: list[str] = []
         self.zmq_publisher = ZmqEventPublisher("127.0.0.1", token=TOKEN, on_malformed=self.malformed.append)
         self.zmq_subscriber = ZmqEventSubscriber(
-            token=TOKEN, on_malformed=self.malformed.append, answer_timeout_s=PATIENT_S
+            token=TOKEN,
+            on_malformed=self.malformed.append,
+            on_foreign=self.foreign.append,
+            answer_timeout_s=PATIENT_S,
         )
         self.publisher: EventPublisher = self.zmq_publisher
         self.subscriber: EventSubscriber = self.zmq_subscriber
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         return self.zmq_publisher.serve_recovery(worker_id, source)
+
+    async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:
+        topic = worker_topic(channel.worker_id)
+        for message in (topic + BATCH + encode_batch(batch), topic + LOAD + encode_load(load)):
+            assert self.zmq_publisher._send(message)
 
 
 @asynccontextmanager

@@ -67,7 +67,10 @@ class Router(Side):
     def __init__(self, *, token: str | None = None, answer_timeout_s: float = 60.0) -> None:
         super().__init__()
         self.plane = ZmqEventSubscriber(
-            token=token, answer_timeout_s=answer_timeout_s, on_malformed=self.malformed.append
+            token=token,
+            answer_timeout_s=answer_timeout_s,
+            on_malformed=self.malformed.append,
+            on_foreign=self.malformed.append,
         )
         self.batches: list[KvBatch] = []
         self.loads: list[LoadReport] = []
@@ -101,6 +104,38 @@ async def test_who_has_another_token_hears_nothing_and_is_not_answered(
         await until(lambda: batch(5) in friend.batches)
         assert stranger.batches == []
         assert worker.malformed == [], "refused before it was read"
+
+
+async def test_a_process_is_heard_only_for_the_workers_whose_cards_name_it() -> None:
+    """It may send what nobody asked it for: here by libzmq's own option, to whoever did not subscribe."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    liar = context.socket(zmq.PUB)
+    liar.linger = 0
+    port = liar.bind_to_random_port("tcp://127.0.0.1")
+    honest = batch(3, OTHER)
+    other_topic = bytes([VERSION]) + OTHER.worker_id.to_bytes(8, "big")
+    worker, router = Worker(), Router()
+    try:
+        async with closing(worker, router):
+            source = EventSource(
+                EventLane.ZMQ, events=f"tcp://127.0.0.1:{port}", recovery=worker.plane.source.recovery
+            )
+            router.plane.follow(card(4, worker.plane.source))
+            router.plane.follow(card(5, source))
+            await until_heard(worker.plane, router.plane, RANK.worker_id)
+            while honest not in router.batches:
+                liar.send(other_topic + b"b" + encode_batch(honest))
+                await asyncio.sleep(0.01)
+            router.batches.clear()
+            liar.setsockopt(zmq.INVERT_MATCHING, 1)
+            liar.send(TOPIC + b"b" + encode_batch(batch(9)))
+            liar.setsockopt(zmq.INVERT_MATCHING, 0)
+            liar.send(other_topic + b"b" + encode_batch(honest))
+            await until(lambda: honest in router.batches)
+            assert batch(9) not in router.batches
+    finally:
+        liar.close()
+        context.term()
 
 
 async def test_what_cannot_be_read_is_counted_and_let_go() -> None:

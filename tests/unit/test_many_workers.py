@@ -36,14 +36,14 @@ async def test_more_worker_processes_can_be_asked_than_libzmq_has_sockets_for_by
     allow_many_files()
     files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert files_max >= FILES, f"{FILES} open files are needed, {files_max} allowed: raise ulimit -Hn"
-    subscriber = ZmqEventSubscriber(on_malformed=never)
+    subscriber = ZmqEventSubscriber(on_malformed=never, on_foreign=never)
     follow(subscriber, LIBZMQ_DEFAULT + 10)
     await subscriber.close()
 
 
 async def test_a_worker_too_many_is_told() -> None:
-    subscriber = ZmqEventSubscriber(on_malformed=never, sockets_max=5)
-    with pytest.raises(ConfigError, match="cannot be asked"):
+    subscriber = ZmqEventSubscriber(on_malformed=never, on_foreign=never, sockets_max=10)
+    with pytest.raises(ConfigError, match="cannot be connected to"):
         follow(subscriber, 10)
     await subscriber.close()
 

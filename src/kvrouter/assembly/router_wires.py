@@ -3,7 +3,7 @@
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from nats.aio.client import Client
 
 from kvrouter.assembly.nats import nats_connection, revealed
 from kvrouter.assembly.tls import Tls, tls_of
-from kvrouter.assembly.told import StreamTold, refusals_on, troubles_on
+from kvrouter.assembly.told import StreamTold, foreign_on, refusals_on, troubles_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import EventLane, WorkerCard
@@ -93,7 +93,7 @@ async def router_wires(
                 token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
             )
-        yield RouterWires(discovery, requests, LaneSubscriber(lanes), stream, sync)
+        yield RouterWires(discovery, requests, _all_lanes(lanes, telemetry), stream, sync)
 
 
 def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:
@@ -233,7 +233,11 @@ async def _lanes(
     """Every lane without a memory on which workers of this fleet may publish: the router hears all."""
     planes = settings.planes
     lanes: dict[EventLane, EventSubscriber] = {}
-    zmq = ZmqEventSubscriber(token=revealed(planes.plane_token), on_malformed=refusals_on("zmq", telemetry))
+    zmq = ZmqEventSubscriber(
+        token=revealed(planes.plane_token),
+        on_malformed=refusals_on("zmq", telemetry),
+        on_foreign=foreign_on("zmq", telemetry),
+    )
     stack.push_async_callback(zmq.close)
     lanes[EventLane.ZMQ] = zmq
     if nats is None:
@@ -242,11 +246,23 @@ async def _lanes(
     namespace, token = planes.namespace, token_of(planes)
     recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
-    core = NatsEventSubscriber(nats, recovery, namespace=namespace, token=token, on_malformed=on_malformed)
+    core = NatsEventSubscriber(
+        nats,
+        recovery,
+        namespace=namespace,
+        token=token,
+        on_malformed=on_malformed,
+        on_foreign=foreign_on("nats", telemetry),
+    )
     await core.start()
     stack.push_async_callback(core.close)
     lanes[EventLane.NATS] = core
     return lanes
+
+
+def _all_lanes(lanes: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> LaneSubscriber:
+    foreign = {lane: foreign_on(lane.value, telemetry) for lane in lanes}
+    return LaneSubscriber(lanes, on_foreign=lambda lane, why: foreign[lane](why))
 
 
 def _stream(

@@ -30,6 +30,21 @@ def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str
     return on_refused
 
 
+def foreign_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
+    """Return the sink of messages that spoke for another worker's rank: all are counted, the same one is
+    logged once a minute.
+    """
+    seldom = Seldom()
+
+    def on_foreign(why: str) -> None:
+        if telemetry is not None:
+            telemetry.events_foreign.inc(plane)
+        if seldom.allows(why):
+            log_event(_log, Event.EVENTS_FOREIGN, plane=plane, reason=why)
+
+    return on_foreign
+
+
 def troubles_on(plane: str) -> Callable[[str, str], None]:
     """Return the sink for what this process could not do: what it is, and why. It tries again for ever: the
     same thing is told once in a while.
@@ -58,6 +73,7 @@ class StreamTold:
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
         self._refused = refusals_on("jetstream", telemetry)
+        self._foreign = foreign_on("jetstream", telemetry)
         self._dropped = drops_on("jetstream")
         self._seldom = Seldom()
 
@@ -68,6 +84,10 @@ class StreamTold:
     def refused(self, why: str) -> None:
         """A message that is no batch or load was let go."""
         self._refused(why)
+
+    def spoke_for_another(self, why: str) -> None:
+        """A message that names a rank of another worker than its subject was let go."""
+        self._foreign(why)
 
     def disturbed(self, component: str, why: str) -> None:
         """The lane could not do what it wanted, and tries again: the same thing is told seldom."""

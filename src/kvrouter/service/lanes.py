@@ -5,26 +5,54 @@ from collections.abc import Callable, Mapping
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
+from kvrouter.planes.events.channel import foreign
 from kvrouter.planes.events.port import BatchSink, EventSubscriber, LoadSink
 
 
 class LaneSubscriber:
-    """Hears a mixed fleet. A question goes to the lane on which the worker is followed."""
+    """Hears a mixed fleet. A question goes to the lane on which the worker is followed, and what another lane
+    brings of that worker is let go: ``on_foreign`` is told.
+    """
 
-    def __init__(self, lanes: Mapping[EventLane, EventSubscriber]) -> None:
+    def __init__(
+        self, lanes: Mapping[EventLane, EventSubscriber], *, on_foreign: Callable[[EventLane, str], None]
+    ) -> None:
         self._lanes = lanes
+        self._on_foreign = on_foreign
         self._lane_of: dict[WorkerId, EventSubscriber] = {}
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
         """Begin to deliver what comes on every lane; return the function that ends it."""
-        ends = [lane.subscribe(on_batch, on_load) for lane in self._lanes.values()]
+        ends = [self._subscribe(name, lane, on_batch, on_load) for name, lane in self._lanes.items()]
 
         def end() -> None:
             for end_one in ends:
                 end_one()
 
         return end
+
+    def _subscribe(
+        self, name: EventLane, lane: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
+    ) -> Callable[[], None]:
+        def is_of_lane(rank: WorkerRank) -> bool:
+            """Whether the rank's worker is followed here; of one that is followed nowhere nothing counts."""
+            followed = self._lane_of.get(rank.worker_id)
+            if followed is not None and followed is not lane:
+                self._on_foreign(
+                    name, foreign(rank, f"the {name} lane, which its card does not name").message
+                )
+            return followed is lane
+
+        def batch_came(batch: KvBatch) -> None:
+            if is_of_lane(batch.rank):
+                on_batch(batch)
+
+        def load_came(report: LoadReport) -> None:
+            if is_of_lane(report.rank):
+                on_load(report)
+
+        return lane.subscribe(batch_came, load_came)
 
     def follow(self, card: WorkerCard) -> Callable[[], None]:
         """Listen to this worker on its lane. Raises ConfigError for a lane that this router does not hear."""

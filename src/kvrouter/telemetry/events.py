@@ -48,6 +48,7 @@ class Event(StrEnum):
     PLANE_REFUSED = "plane_refused"
     PLANE_DISTURBED = "plane_disturbed"
     EVENTS_DROPPED = "events_dropped"
+    EVENTS_FOREIGN = "events_foreign"
     STATES_RESET = "states_reset"
     TOKENIZER_FAILED = "tokenizer_failed"
     PROCESS_STARTED = "process_started"
@@ -253,6 +254,10 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.EVENTS_DROPPED: EventSpec(
         logging.WARNING, "KV events could not be published; routers see the gap and ask this worker."
+    ),
+    Event.EVENTS_FOREIGN: EventSpec(
+        logging.WARNING,
+        "A message spoke for a rank of another worker than the one whose channel it came by: it was let go.",
     ),
     Event.STATES_RESET: EventSpec(
         logging.WARNING, "The event stream and the saved index were cleared, as --router-reset-states asks."

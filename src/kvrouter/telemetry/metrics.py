@@ -339,6 +339,13 @@ class Telemetry(MetricsPage):
         "plane",
     )
 
+    events_foreign = counter(
+        "kvrouter_events_foreign",
+        "KV event batches, load reports and answers that spoke for a rank of another worker than the one "
+        "whose channel they came by. They are let go: a worker that sends them lies, or is broken.",
+        "plane",
+    )
+
     replicas = gauge(
         "kvrouter_replicas", "Other routers whose requests are counted here; 0 without replica sync."
     )

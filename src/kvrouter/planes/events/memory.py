@@ -6,6 +6,7 @@ from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.planes.events.port import BatchSink, LoadSink, RecoverySource
+from kvrouter.planes.events.recovery import answer_for
 
 
 class MemoryEventPlane:
@@ -64,9 +65,11 @@ class MemoryEventPlane:
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last`` (inclusive), or None when its worker no longer has it."""
         source = self._sources.get(rank.worker_id)
-        return None if source is None else source.recover_range(rank, first, last)
+        batch = None if source is None else source.recover_range(rank, first, last)
+        return None if batch is None else answer_for(rank, batch)
 
     async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         """The rank's whole state as its worker knows it, or None when there is no one to ask."""
         source = self._sources.get(rank.worker_id)
-        return None if source is None else source.recover_snapshot(rank)
+        snapshot = None if source is None else source.recover_snapshot(rank)
+        return None if snapshot is None else answer_for(rank, snapshot)

@@ -14,11 +14,19 @@ from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.planes.background import go_on
+from kvrouter.planes.events.channel import ForeignRank, foreign
 from kvrouter.planes.events.drops import TELL_EVERY_S, Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
-from kvrouter.planes.events.port import BatchSink, DropSink, LoadSink, MalformedSink, RecoveryClient
+from kvrouter.planes.events.port import (
+    BatchSink,
+    DropSink,
+    ForeignSink,
+    LoadSink,
+    MalformedSink,
+    RecoveryClient,
+)
 from kvrouter.planes.events.sealed_loads import OpenedLoads, SealedLoads
-from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, seal_of
+from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, is_said_by, seal_of
 from kvrouter.planes.events.wire import decode_batch, encode_parts
 from kvrouter.planes.nats_reasons import reason
 from kvrouter.planes.seal import SEAL_BYTES
@@ -126,7 +134,8 @@ class NatsEventPublisher:
 class NatsEventSubscriber:
     """Hears every worker of a namespace; questions go to ``recovery``. :meth:`start` before anything arrives.
 
-    ``on_malformed`` hears of strangers' messages too, which are not read.
+    ``on_malformed`` hears of strangers' messages too, which are not read; ``on_foreign`` of those that speak
+    for a rank on the subject of another one.
     The client subscribes again by itself after its connection broke; what was missed meanwhile shows as a
     gap at the latest with a worker's next heartbeat.
     """
@@ -139,6 +148,7 @@ class NatsEventSubscriber:
         namespace: str,
         token: str,
         on_malformed: MalformedSink,
+        on_foreign: ForeignSink,
     ) -> None:
         self._client = client
         self._recovery = recovery
@@ -146,6 +156,7 @@ class NatsEventSubscriber:
         self._seal = seal_of(token, namespace)
         self._opened_loads = OpenedLoads(self._seal)
         self._on_malformed = on_malformed
+        self._on_foreign = on_foreign
         self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._subscriptions: list[Subscription] = []
 
@@ -199,6 +210,11 @@ class NatsEventSubscriber:
     async def _on_events(self, message: Msg) -> None:
         try:
             batch = decode_batch(self._seal.opened(message.subject, message.data))
+            if not is_said_by(message.subject, batch.rank):
+                raise foreign(batch.rank, message.subject)
+        except ForeignRank as error:
+            self._on_foreign(error.message)
+            return
         except ProtocolError as error:
             self._on_malformed(error.message)
             return
@@ -208,6 +224,9 @@ class NatsEventSubscriber:
     async def _on_load(self, message: Msg) -> None:
         try:
             report = self._opened_loads.opened(message.subject, message.data)
+        except ForeignRank as error:
+            self._on_foreign(error.message)
+            return
         except ProtocolError as error:
             self._on_malformed(error.message)
             return

@@ -13,6 +13,9 @@ LoadSink = Callable[[LoadReport], None]
 MalformedSink = Callable[[str], None]
 """Told of each frame that could not be read, and why; the frame is let go."""
 
+ForeignSink = Callable[[str], None]
+"""Told of each message that spoke for a rank of another worker than its channel's; it is let go."""
+
 DropSink = Callable[[int, str], None]
 """Told of batches that were not published: how many since the last time, and why the last was not."""
 
@@ -45,7 +48,10 @@ class RecoveryClient(Protocol):
 
 
 class EventSubscriber(RecoveryClient, Protocol):
-    """A router's end. Sinks are called in the order of arrival and must not block."""
+    """A router's end. Sinks are called in the order of arrival and must not block.
+
+    What comes by a worker's channel is delivered only if it names a rank of that worker.
+    """
 
     def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
         """Begin to deliver; return the function that ends it."""

@@ -10,10 +10,12 @@ import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from secrets import randbits
+from typing import TypeVar
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.planes.events.channel import foreign
 from kvrouter.planes.events.port import RecoverySource
 from kvrouter.planes.events.wire import (
     SNAPSHOT_MAX_BYTES,
@@ -53,6 +55,8 @@ TRANSFER_IDLE_S = 10.0
 """An answer whose next piece nobody asked for in this time is given up."""
 
 BUSY_RETRY_S = 0.1
+
+Told = TypeVar("Told", KvBatch, KvSnapshot)
 
 Ask = Callable[[bytes], Awaitable[bytes | None]]
 """Carries a question to a worker and its answer back; None when there is no one to ask."""
@@ -143,7 +147,8 @@ async def recover_range(
 ) -> KvBatch | None:
     """Ask for the events ``first`` to ``last``; None when they are gone or the worker falls silent."""
     body = await _recover(ask, RangeQuestion(rank, first, last), timeout_s)
-    return None if body is None else decode_range(body)
+    batch = None if body is None else decode_range(body)
+    return None if batch is None else answer_for(rank, batch)
 
 
 async def recover_snapshot(
@@ -154,7 +159,15 @@ async def recover_snapshot(
     if body is None:
         return None
     await asyncio.sleep(0)  # putting a large one together took a while, and so does reading it
-    return decode_snapshot(body)
+    snapshot = decode_snapshot(body)
+    return None if snapshot is None else answer_for(rank, snapshot)
+
+
+def answer_for(rank: WorkerRank, answer: Told) -> Told:
+    """Return ``answer`` to a question about ``rank``; raise ForeignRank when it tells of another one."""
+    if answer.rank != rank:
+        raise foreign(answer.rank, f"an answer about rank {rank}")
+    return answer
 
 
 async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | None:

@@ -3,7 +3,8 @@
 import time
 
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.subjects import loads_subject
+from kvrouter.planes.events.channel import foreign
+from kvrouter.planes.events.subjects import is_said_by, loads_subject
 from kvrouter.planes.events.wire import decode_load, encode_load
 from kvrouter.planes.seal import Newest, Seal
 
@@ -34,6 +35,13 @@ class OpenedLoads:
         self._newest = Newest()
 
     def opened(self, subject: str, message: bytes) -> LoadReport | None:
-        """Return what came on ``subject``; None when a newer report came before. Raises ProtocolError."""
+        """Return what came on ``subject``; None when a newer report came before. Raises ProtocolError, or
+        ForeignRank for the load of a rank whose subject is another one.
+        """
         number, body = self._seal.numbered(subject, message)
-        return decode_load(body) if self._newest.takes(subject, number) else None
+        if not self._newest.takes(subject, number):
+            return None
+        report = decode_load(body)
+        if not is_said_by(subject, report.rank):
+            raise foreign(report.rank, subject)
+        return report

@@ -21,6 +21,12 @@ def loads_subject(namespace: str, component: str, rank: WorkerRank) -> str:
     return f"{_prefix(namespace)}.{subject_name(component)}.loads.{rank.worker_id}.{rank.dp_rank}"
 
 
+def is_said_by(subject: str, rank: WorkerRank) -> bool:
+    """Whether events or loads on ``subject`` are those of ``rank``, of whatever component."""
+    tokens = subject.split(".")
+    return tokens[-2:] == [str(rank.worker_id), str(rank.dp_rank)]
+
+
 def all_events(namespace: str) -> str:
     """The KV events of every worker of the namespace."""
     return f"{_prefix(namespace)}.*.events.*.*"

@@ -23,6 +23,7 @@ from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.planes.background import go_on
+from kvrouter.planes.events.channel import ForeignRank, foreign
 from kvrouter.planes.events.jetstream.delivery import Delivery
 from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
 from kvrouter.planes.events.jetstream.shelf import Claim, Overtaken, SnapshotShelf
@@ -359,6 +360,9 @@ class ComponentLane:
     async def _on_load(self, message: Msg) -> None:
         try:
             report = self._opened_loads.opened(message.subject, message.data)
+        except ForeignRank as error:
+            self._parts.observer.spoke_for_another(error.message)
+            return
         except ProtocolError as error:
             self._parts.observer.refused(error.message)
             return
@@ -366,9 +370,17 @@ class ComponentLane:
             self._parts.on_load(report)
 
     def _decode(self, subject: str, payload: bytes) -> KvBatch | None:
-        """Return a message's batch; None for a stranger's, and for one that cannot be read."""
+        """Return a message's batch; None for a stranger's, for one that cannot be read, and for one that
+        speaks for a rank on the subject of another.
+        """
         try:
-            return decode_batch(self._parts.seal.opened(subject, payload))
+            batch = decode_batch(self._parts.seal.opened(subject, payload))
+            if subject != self.names.events(batch.rank):
+                raise foreign(batch.rank, subject)
+            return batch
+        except ForeignRank as error:
+            self._parts.observer.spoke_for_another(error.message)
+            return None
         except ProtocolError as error:
             self._parts.observer.refused(error.message)
             return None

@@ -1,12 +1,14 @@
 """A router's end of the lane: one stream for each component whose workers publish there."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from nats.aio.client import Client
 
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, WorkerCard
+from kvrouter.planes.events.channel import foreign
 from kvrouter.planes.events.jetstream.delivery import HEARTBEAT_S
 from kvrouter.planes.events.jetstream.lane import ComponentLane, LaneParts
 from kvrouter.planes.events.jetstream.taking import LEASE_S, Taker
@@ -163,17 +165,29 @@ class JetStreamSubscriber:
                 replica_name=self._replica_name,
                 limits=self._limits,
                 observer=self._observer,
-                on_batch=self._hand,
-                on_load=self._hand_load,
+                on_batch=partial(self._hand, component),
+                on_load=partial(self._hand_load, component),
                 heartbeat_s=self._heartbeat_s,
                 resets=self._resets_states,
             )
         )
 
-    def _hand(self, batch: KvBatch) -> None:
+    def _is_foreign(self, component: str, rank: WorkerRank) -> bool:
+        """Whether the rank's worker is one of another component."""
+        lane = self._lane_of.get(rank.worker_id)
+        if lane is None or lane.names.component == component:
+            return False
+        self._observer.spoke_for_another(foreign(rank, f"component {component}").message)
+        return True
+
+    def _hand(self, component: str, batch: KvBatch) -> None:
+        if self._is_foreign(component, batch.rank):
+            return
         for on_batch, _ in tuple(self._sinks.values()):
             on_batch(batch)
 
-    def _hand_load(self, report: LoadReport) -> None:
+    def _hand_load(self, component: str, report: LoadReport) -> None:
+        if self._is_foreign(component, report.rank):
+            return
         for _, on_load in tuple(self._sinks.values()):
             on_load(report)

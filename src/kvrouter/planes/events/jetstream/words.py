@@ -73,6 +73,9 @@ class LaneObserver(Protocol):
     def refused(self, why: str) -> None:
         """A message that is no batch or load was let go."""
 
+    def spoke_for_another(self, why: str) -> None:
+        """A message that names a rank of another worker than its subject was let go."""
+
     def disturbed(self, component: str, why: str) -> None:
         """The lane could not do what it wanted, and tries again."""
 
@@ -87,6 +90,9 @@ class Unobserved:
         """Nobody counts."""
 
     def refused(self, why: str) -> None:
+        """Nobody counts."""
+
+    def spoke_for_another(self, why: str) -> None:
         """Nobody counts."""
 
     def disturbed(self, component: str, why: str) -> None:

@@ -21,6 +21,7 @@ from kvrouter.planes.events.zmq.sockets import (
     TOPIC_BYTES,
     Inlet,
     TokenKeys,
+    Turns,
     new_socket,
     worker_topic,
 )
@@ -71,7 +72,7 @@ class ZmqEventPublisher:
         except ConfigError:
             self._context.destroy(linger=0)
             raise
-        self._questions = Inlet(self._answers, self._asked)
+        self._questions = Inlet(self._answers, self._asked, Turns())
 
     @property
     def source(self) -> EventSource:

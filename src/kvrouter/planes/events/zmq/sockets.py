@@ -27,9 +27,19 @@ RECONNECT_MS = 100
 RECONNECT_MAX_MS = 5_000
 
 
+MESSAGES_PER_SOCKET = 16
+"""How many of those come from one socket before the others have their turn."""
+
+
 def worker_topic(worker_id: WorkerId) -> bytes:
     """Return what every message of the worker begins with; one byte for its kind follows."""
     return bytes([VERSION]) + worker_id.to_bytes(WORKER_BYTES, "big")
+
+
+def topic_of(message: bytes) -> tuple[int, bytes]:
+    """Return whose topic a message of a followed worker came by, and its kind."""
+    worker_id = int.from_bytes(message[1 : 1 + WORKER_BYTES], "big")
+    return worker_id, message[TOPIC_BYTES - 1 : TOPIC_BYTES]
 
 
 class TokenKeys:
@@ -76,46 +86,83 @@ def new_socket(
     return socket
 
 
+class Turns:
+    """Reads the sockets of one end, on the event loop: so many messages in a turn of it, over all sockets."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready: dict[Inlet, None] = {}
+        self._turn: asyncio.Handle | None = None
+
+    def add(self, inlet: "Inlet") -> None:
+        """Read what the socket has, soon."""
+        self._ready[inlet] = None
+        self._schedule()
+
+    def remove(self, inlet: "Inlet") -> None:
+        """Read nothing more of the socket."""
+        self._ready.pop(inlet, None)
+
+    def _schedule(self) -> None:
+        if self._turn is None and self._ready:
+            self._turn = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._turn = None
+        left = MESSAGES_PER_TURN
+        try:
+            while left > 0 and self._ready:
+                inlet = next(iter(self._ready))
+                del self._ready[inlet]
+                left -= 1
+                for _ in range(MESSAGES_PER_SOCKET):
+                    if not inlet.read_one():
+                        break
+                    left -= 1
+                else:
+                    self._ready[inlet] = None
+        finally:
+            self._schedule()
+
+
 class Inlet:
-    """Hands every message that arrives on a socket to ``on_message``, on the event loop.
+    """Hands every message that arrives on a socket to ``on_message``, when ``turns`` has its turn.
 
     ZeroMQ tells of arrivals once, and any other call on the socket may eat the notice: :meth:`look` after
     each.
     """
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", on_message: Callable[[list[bytes]], None], turns: Turns
+    ) -> None:
         self._socket = socket
         self._on_message = on_message
-        self._loop = asyncio.get_running_loop()
+        self._turns = turns
         self._fd = socket.fileno()
-        self._looks: asyncio.Handle | None = None
-        self._loop.add_reader(self._fd, self._read)
+        asyncio.get_running_loop().add_reader(self._fd, self.look)
         self.look()
 
     def look(self) -> None:
         """Read what is there, soon."""
-        if self._looks is None:
-            self._looks = self._loop.call_soon(self._read)
+        self._turns.add(self)
+
+    def read_one(self) -> bool:
+        """Hand over one message; False when there is none, or the socket is closed."""
+        if self._socket.closed:
+            return False
+        try:
+            message = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        try:
+            self._on_message(message)
+        except BaseException:
+            self.look()  # the notice of what follows may be eaten
+            raise
+        return not self._socket.closed
 
     def close(self) -> None:
         """Read nothing any more, and close the socket."""
-        if self._looks is not None:
-            self._looks.cancel()
-        self._loop.remove_reader(self._fd)
+        self._turns.remove(self)
+        asyncio.get_running_loop().remove_reader(self._fd)
         self._socket.close(linger=0)
-
-    def _read(self) -> None:
-        if self._looks is not None:
-            self._looks.cancel()
-            self._looks = None
-        is_empty = False
-        try:
-            for _ in range(MESSAGES_PER_TURN):
-                self._on_message(self._socket.recv_multipart(zmq.NOBLOCK))
-                if self._socket.closed:
-                    return
-        except zmq.Again:
-            is_empty = True
-        finally:
-            if not is_empty and not self._socket.closed:
-                self.look()

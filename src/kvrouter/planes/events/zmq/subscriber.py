@@ -1,4 +1,7 @@
-"""The router's end: one socket that hears every followed worker, and one for questions to each process."""
+"""The router's end: for each worker process a socket that hears it, and one for questions to it.
+
+A process is heard on a socket of its own, so that it speaks for nobody but the workers whose cards name it.
+"""
 
 import asyncio
 from collections import Counter
@@ -11,7 +14,8 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, WorkerCard
-from kvrouter.planes.events.port import BatchSink, LoadSink, MalformedSink
+from kvrouter.planes.events.channel import ForeignRank, foreign
+from kvrouter.planes.events.port import BatchSink, ForeignSink, LoadSink, MalformedSink
 from kvrouter.planes.events.recovery import ANSWER_TIMEOUT_S, recover_range, recover_snapshot
 from kvrouter.planes.events.wire import BATCH_MAX_BYTES, decode_batch, decode_load
 from kvrouter.planes.events.zmq.sockets import (
@@ -20,7 +24,9 @@ from kvrouter.planes.events.zmq.sockets import (
     TOPIC_BYTES,
     Inlet,
     TokenKeys,
+    Turns,
     new_socket,
+    topic_of,
     worker_topic,
 )
 
@@ -29,20 +35,20 @@ ANSWER_MAX_BYTES = 2 * 1024 * 1024
 
 NUMBER_BYTES = 8
 
-SOCKETS_MAX = 16_384
-"""How many worker processes one router can ask, with a few to spare; libzmq's own limit is 1,023."""
+SOCKETS_MAX = 32_768
+"""Two for each worker process that one router hears, with a few to spare; libzmq's own limit is 1,023."""
 
 
 class _Questions:
     """The questions to one worker process: each has a number, and its answer carries that number back."""
 
-    def __init__(self, socket: "zmq.Socket[bytes]", on_malformed: MalformedSink) -> None:
+    def __init__(self, socket: "zmq.Socket[bytes]", on_malformed: MalformedSink, turns: Turns) -> None:
         self.followers = 0
         self._socket = socket
         self._on_malformed = on_malformed
         self._numbers = count()
         self._open: dict[bytes, asyncio.Future[bytes | None]] = {}
-        self._inlet = Inlet(socket, self._answered)
+        self._inlet = Inlet(socket, self._answered, turns)
 
     async def ask(self, question: bytes) -> bytes | None:
         """Return the answer; None when it is certain that none will come."""
@@ -74,6 +80,36 @@ class _Questions:
             future.set_result(frames[1])
 
 
+class _Heard:
+    """What one worker process publishes, for the workers that are followed there."""
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", on_message: Callable[[bytes], None], turns: Turns
+    ) -> None:
+        self.topics: Counter[bytes] = Counter()
+        self._socket = socket
+        self._inlet = Inlet(socket, lambda frames: on_message(frames[0]), turns)
+
+    def follow(self, topic: bytes) -> None:
+        """Hear the worker from now on."""
+        self.topics[topic] += 1
+        if self.topics[topic] == 1:
+            self._socket.subscribe(topic)
+            self._inlet.look()
+
+    def unfollow(self, topic: bytes) -> None:
+        """Take back one :meth:`follow`."""
+        self.topics[topic] -= 1
+        if not self.topics[topic]:
+            del self.topics[topic]
+            self._socket.unsubscribe(topic)
+            self._inlet.look()
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        self._inlet.close()
+
+
 class ZmqEventSubscriber:
     """Hears the workers that it follows, and asks them. Make it on the event loop.
 
@@ -85,21 +121,23 @@ class ZmqEventSubscriber:
         self,
         *,
         on_malformed: MalformedSink,
+        on_foreign: ForeignSink,
         token: str | None = None,
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         batch_max_bytes: int = BATCH_MAX_BYTES,
         sockets_max: int = SOCKETS_MAX,
     ) -> None:
         self._on_malformed = on_malformed
+        self._on_foreign = on_foreign
+        self._batch_max_bytes = batch_max_bytes
         self._answer_timeout_s = answer_timeout_s
         self._keys = None if token is None else TokenKeys(token)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, sockets_max)
-        self._in = self._new_socket(zmq.SUB, batch_max_bytes)
-        self._inlet = Inlet(self._in, self._arrived)
+        self._turns = Turns()
         self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
-        self._connected: Counter[str] = Counter()
-        self._topics: Counter[bytes] = Counter()
+        self._heard: dict[str, _Heard] = {}
+        self._is_closed = False
         self._questions: dict[str, _Questions] = {}
         self._asked_at: dict[WorkerId, str] = {}
 
@@ -123,23 +161,18 @@ class ZmqEventSubscriber:
             raise ConfigError(
                 f"event_source: worker {worker_id} names no endpoints to connect to", param="event_source"
             )
-        self._connect(source.events)
-        topic = worker_topic(worker_id)
+        self._begin_hearing(source.events, worker_topic(worker_id))
         try:
             self._begin_questions(source.recovery)
         except ConfigError:
-            self._disconnect(source.events)
+            self._end_hearing(source.events, worker_topic(worker_id))
             raise
-        self._topics[topic] += 1
-        if self._topics[topic] == 1:
-            self._in.subscribe(topic)
         self._asked_at[worker_id] = source.recovery
-        self._inlet.look()
         is_over = False
 
         def end() -> None:
             nonlocal is_over
-            if is_over or self._in.closed:
+            if is_over or self._is_closed:
                 return
             is_over = True
             self._unfollow(card)
@@ -162,7 +195,10 @@ class ZmqEventSubscriber:
 
     async def close(self) -> None:
         """Hear and ask nothing any more."""
-        self._inlet.close()
+        self._is_closed = True
+        for heard in self._heard.values():
+            heard.close()
+        self._heard.clear()
         for questions in self._questions.values():
             questions.close()
         self._questions.clear()
@@ -176,74 +212,81 @@ class ZmqEventSubscriber:
             self._keys.join(socket)
         return socket
 
-    def _connect(self, endpoint: str) -> None:
-        if not self._connected[endpoint]:
-            _connect(self._in, endpoint)
-        self._connected[endpoint] += 1
+    def _connected(self, kind: int, endpoint: str, message_max_bytes: int) -> "zmq.Socket[bytes]":
+        """Return a socket that is connected to the worker process; raise ConfigError."""
+        try:
+            socket = self._new_socket(kind, message_max_bytes)
+        except zmq.ZMQError as error:  # no more sockets, or no more open files
+            raise ConfigError(
+                f"event_source: {endpoint} cannot be connected to: {error}", param="event_source"
+            ) from error
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"event_source: {endpoint!r}: {error}", param="event_source") from None
+        return socket
 
-    def _disconnect(self, endpoint: str) -> None:
-        self._connected[endpoint] -= 1
-        if not self._connected[endpoint]:
-            del self._connected[endpoint]
-            self._in.disconnect(endpoint)
-            self._inlet.look()
+    def _begin_hearing(self, endpoint: str, topic: bytes) -> None:
+        heard = self._heard.get(endpoint)
+        if heard is None:
+            socket = self._connected(zmq.SUB, endpoint, self._batch_max_bytes)
+            heard = self._heard[endpoint] = _Heard(socket, self._arrived, self._turns)
+        heard.follow(topic)
+
+    def _end_hearing(self, endpoint: str, topic: bytes) -> None:
+        heard = self._heard[endpoint]
+        heard.unfollow(topic)
+        if not heard.topics:
+            del self._heard[endpoint]
+            heard.close()
 
     def _begin_questions(self, endpoint: str) -> None:
         questions = self._questions.get(endpoint)
         if questions is None:
-            try:
-                socket = self._new_socket(zmq.DEALER, ANSWER_MAX_BYTES)
-            except zmq.ZMQError as error:  # no more sockets, or no more open files
-                raise ConfigError(
-                    f"event_source: {endpoint} cannot be asked: {error}", param="event_source"
-                ) from error
-            try:
-                _connect(socket, endpoint)
-            except ConfigError:
-                socket.close(linger=0)
-                raise
-            questions = self._questions[endpoint] = _Questions(socket, self._on_malformed)
+            socket = self._connected(zmq.DEALER, endpoint, ANSWER_MAX_BYTES)
+            questions = self._questions[endpoint] = _Questions(socket, self._on_malformed, self._turns)
         questions.followers += 1
 
     def _unfollow(self, card: WorkerCard) -> None:
         source, topic = card.event_source, worker_topic(card.worker_id)
-        self._topics[topic] -= 1
-        if not self._topics[topic]:
-            del self._topics[topic]
-            self._in.unsubscribe(topic)
-        self._disconnect(source.events)
+        self._end_hearing(source.events, topic)
         questions = self._questions[source.recovery]
         questions.followers -= 1
         if not questions.followers:
             del self._questions[source.recovery]
             questions.close()
-        if not self._topics[topic] and self._asked_at.get(card.worker_id) == source.recovery:
+        is_followed = any(topic in heard.topics for heard in self._heard.values())
+        if not is_followed and self._asked_at.get(card.worker_id) == source.recovery:
             del self._asked_at[card.worker_id]
 
     def _questions_to(self, rank: WorkerRank) -> _Questions | None:
         endpoint = self._asked_at.get(rank.worker_id)
         return None if endpoint is None else self._questions.get(endpoint)
 
-    def _arrived(self, frames: list[bytes]) -> None:
-        message = frames[0]
-        kind, body = message[TOPIC_BYTES - 1 : TOPIC_BYTES], memoryview(message)[TOPIC_BYTES:]
+    def _arrived(self, message: bytes) -> None:
+        worker_id, kind = topic_of(message)
+        body = memoryview(message)[TOPIC_BYTES:]
         try:
             if kind == BATCH:
                 batch = decode_batch(body)
+                _check_speaker(batch.rank, worker_id)
                 for on_batch, _ in tuple(self._sinks.values()):
                     on_batch(batch)
             elif kind == LOAD:
                 report = decode_load(body)
+                _check_speaker(report.rank, worker_id)
                 for _, on_load in tuple(self._sinks.values()):
                     on_load(report)
             else:
                 raise ProtocolError(f"topic: unknown kind {kind!r}", param="topic")
+        except ForeignRank as error:
+            self._on_foreign(error.message)
         except ProtocolError as error:
             self._on_malformed(error.message)
 
 
-def _connect(socket: "zmq.Socket[bytes]", endpoint: str) -> None:
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError as error:
-        raise ConfigError(f"event_source: {endpoint!r}: {error}", param="event_source") from None
+def _check_speaker(rank: WorkerRank, worker_id: int) -> None:
+    """Raise ForeignRank where the topic is another worker's than the rank's."""
+    if rank.worker_id != worker_id:
+        raise foreign(rank, f"worker {worker_id}")
