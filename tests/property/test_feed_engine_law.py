@@ -112,6 +112,7 @@ class Worker:
             epoch=epoch,
             block_size=config.block_size,
             snapshot=self.snapshot,
+            held_blocks=self.held_blocks,
             ring_events_max=RING_EVENTS,
         )
         self.end_recovery = wire.desk.serve(WORKER, self.publisher)
@@ -120,6 +121,10 @@ class Worker:
     def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
         self.tell()
         return self.engine.snapshot(dp_rank)
+
+    def held_blocks(self, dp_rank: DpRank) -> int:
+        self.tell()
+        return self.engine.held_blocks(dp_rank)
 
     def serve(self, rank: WorkerRank, prompt: list[int], max_tokens: int, *, for_s: float) -> None:
         """Let the engine run a request for a while; some events are told before others happen."""

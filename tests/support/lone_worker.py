@@ -61,6 +61,9 @@ class Engine:
     def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
         return (STORED,)
 
+    def held_blocks(self, dp_rank: DpRank) -> int | None:
+        return STORED.n_blocks
+
     async def stop(self) -> None:
         self.stops += 1
 

@@ -323,3 +323,50 @@ def test_a_snapshot_older_than_what_was_applied_is_no_answer() -> None:
     commands = feed.on_snapshot(3, snapshot(2), now_s=1.0)
     assert counts(commands) == {FeedCount.ANSWERS_USELESS: 1, FeedCount.HISTORY_LOST: 1}
     assert state(feed) is FeedState.PARTIAL
+
+
+def live_at(next_event_id: int) -> RankFeed:
+    """A feed that has loaded a snapshot with that id, at the time 0."""
+    feed = RankFeed(RANK)
+    (ask,) = deeds(feed.on_new_epoch(OLD, now_s=0.0))
+    assert isinstance(ask, AskSnapshot)
+    feed.on_asked(ask.ticket, now_s=0.0)
+    feed.on_snapshot(ask.ticket, snapshot(next_event_id), now_s=0.0)
+    assert state(feed) is FeedState.LIVE
+    return feed
+
+
+def asked_snapshot(commands: list[Command]) -> AskSnapshot:
+    (ask,) = deeds(commands)
+    assert isinstance(ask, AskSnapshot)
+    return ask
+
+
+def test_a_worker_that_goes_on_naming_ids_below_what_was_applied_never_published_it() -> None:
+    feed = live_at(10)
+    assert feed.on_batch(batch(4), now_s=20.0) == []
+    asked = feed.on_batch(batch(4), now_s=25.0)
+    assert counts(asked)[FeedCount.CONTRADICTIONS] == 1
+    ask = asked_snapshot(asked)
+    assert state(feed) is FeedState.RECOVERING
+    assert deeds(feed.on_snapshot(ask.ticket, snapshot(4), now_s=25.1)) == [Load(snapshot(4))]
+    assert state(feed) is FeedState.LIVE
+    assert deeds(feed.on_batch(stores(4, 1), now_s=26.0)) == [Apply((stored(4),))], "no longer taken as known"
+
+
+def test_a_heartbeat_that_an_answer_overtook_contradicts_nothing() -> None:
+    feed = live_at(10)
+    assert feed.on_batch(batch(4), now_s=0.1) == []
+    assert feed.on_batch(batch(10), now_s=0.2) == []
+    assert feed.on_batch(batch(4), now_s=20.0) == []
+    assert state(feed) is FeedState.LIVE
+
+
+def test_an_id_that_its_worker_never_comes_to_is_asked_about_twice_and_let_go() -> None:
+    feed = live_at(10)
+    first = asked_snapshot(feed.on_batch(batch(2**40), now_s=1.0))
+    second = asked_snapshot(feed.on_snapshot(first.ticket, snapshot(10), now_s=1.1)[1:])
+    told = feed.on_snapshot(second.ticket, snapshot(10), now_s=1.2)
+    assert counts(told)[FeedCount.CONTRADICTIONS] == 1
+    assert state(feed) is FeedState.LIVE
+    assert deeds(feed.on_batch(stores(10, 1), now_s=1.3)) == [Apply((stored(10),))]

@@ -253,3 +253,23 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
     reading = dict(bench.pump.feed_readings())[SLOT]
     assert (reading.is_missing, reading.silent_s < 1000.0) == (False, True), "a heartbeat is enough"
     bench.pump.close()
+
+
+async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_asked_for_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    await bench.join()
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored(0, 3),)))
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=3))
+    assert bench.state() is FeedState.LIVE
+    now_s = asyncio.get_running_loop().time() + 60.0  # its last snapshot is a while ago
+    monkeypatch.setattr(bench.pump, "_now_s", lambda: now_s)
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=4))
+    assert bench.state() is FeedState.RECOVERING
+    assert bench.overlap()[SLOT] == 0
+    held = Held(pack_hashes([1]), pack_hashes([2]))
+    (await bench.asked_snapshot()).set_result(KvSnapshot(RANK, EPOCH, EventId(1), (held,)))
+    await until(lambda: bench.state() is FeedState.LIVE)
+    assert bench.index.held(SLOT) == 1
+    bench.pump.close()

@@ -261,3 +261,12 @@ async def test_a_load_is_of_the_workers_own_rank_and_a_closed_publisher_tells_no
         LoadReport(rank, active_blocks=3, total_blocks=8, running_requests=1),
         LoadReport(RANK, active_blocks=3, total_blocks=8, kv_transfers=fetched),
     ]
+
+
+async def test_a_heartbeat_counts_what_the_rank_holds() -> None:
+    wire = Wire()
+    publisher = publisher_on(wire)
+    publisher.publish_stored(TOKENS, [1, 2, 3])
+    publisher.publish_removed([3])
+    publisher.heartbeat([DpRank(0)])
+    assert [(batch.next_event_id, batch.held_blocks) for batch in wire.batches] == [(2, None), (2, 2)]

@@ -101,11 +101,13 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 KvEvent = Stored | Removed | Cleared
 
 
-class KvBatch(msgspec.Struct, frozen=True):
+class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker rank publishes at once: event ``i`` has the id ``first_event_id + i``.
 
     Ids count from 0 within an ``epoch``; a new epoch means that the publisher started anew and holds nothing.
-    ``published_s`` is the sender's wall clock and feeds metrics only.
+    ``published_s`` is the sender's wall clock and feeds metrics only. A heartbeat, which has no events, tells
+    in ``held_blocks`` how many blocks the rank holds before ``first_event_id``, over all media; None where
+    its worker cannot count them.
     """
 
     rank: WorkerRank
@@ -113,6 +115,7 @@ class KvBatch(msgspec.Struct, frozen=True):
     first_event_id: EventId
     events: tuple[KvEvent, ...]
     published_s: float = 0.0
+    held_blocks: int | None = None
 
     @property
     def next_event_id(self) -> EventId:

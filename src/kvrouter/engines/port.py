@@ -47,6 +47,9 @@ class TellingEngine(Engine, Protocol):
     def snapshot(self, dp_rank: DpRank) -> tuple[KvEvent, ...]:
         """The blocks that the rank holds now, as stores with parents first."""
 
+    def held_blocks(self, dp_rank: DpRank) -> int | None:
+        """How many blocks the rank holds now; None while nobody can tell."""
+
 
 @runtime_checkable
 class WatchedEngine(Engine, Protocol):

@@ -108,6 +108,23 @@ class Inbox:
             start = max(start, batch.next_event_id)
         return start
 
+    def first_after(self, epoch: Epoch, last: EventId) -> EventId | None:
+        """The first id above ``last`` with which a held batch of ``epoch`` begins."""
+        shelf = self._shelves.get(epoch)
+        firsts = (batch.first_event_id for batch in shelf.batches) if shelf else iter(())
+        return next((first for first in firsts if first > last), None)
+
+    def drop_from(self, epoch: Epoch, first: EventId) -> None:
+        """Let go of the batches of ``epoch`` that begin with ``first`` or later."""
+        shelf = self._shelves.get(epoch)
+        if shelf is None:
+            return
+        at = bisect_left(shelf.batches, first, key=_first_id)
+        self._forget(shelf.batches[at:])
+        del shelf.batches[at:]
+        if not shelf.batches:
+            del self._shelves[epoch]
+
     def is_gapless(self, epoch: Epoch, start: EventId) -> bool:
         """Whether everything held of ``epoch`` carries on from ``start``."""
         shelf = self._shelves.get(epoch)

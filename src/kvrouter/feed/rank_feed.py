@@ -116,6 +116,10 @@ class RankFeed:
         """The engine's own answers contradict the index."""
         return self._handle(Orphaned(FeedCount.DOUBTS), now_s)
 
+    def on_contradiction(self, *, now_s: float) -> list[Command]:
+        """A heartbeat tells of another number of blocks than the index has at the same id."""
+        return self._handle(Orphaned(FeedCount.CONTRADICTIONS), now_s)
+
     def on_timeout(self, *, now_s: float) -> list[Command]:
         """Time passed; harmless when nothing is due."""
         return self._handle(Ticked(), now_s)
@@ -135,6 +139,8 @@ def _ignore(track: Track, _event: Input) -> None:
 def _batch_live(track: Track, batch: KvBatch) -> None:
     if batch.epoch != track.epoch or batch.first_event_id > track.next_event_id:
         track.break_off(batch)
+    elif track.is_contradicted_by(batch):
+        track.begin_anew()
     else:
         track.advance(batch)
 
@@ -142,6 +148,9 @@ def _batch_live(track: Track, batch: KvBatch) -> None:
 def _batch_partial(track: Track, batch: KvBatch) -> None:
     if batch.epoch != track.epoch or batch.first_event_id > track.next_event_id:
         track.break_off(batch)
+        return
+    if track.is_contradicted_by(batch):
+        track.begin_anew()
         return
     if track.ask is not None and track.inbox.add(batch, ticket=track.tickets) is Added.KEPT_AND_FULL:
         track.count(FeedCount.INBOX_FULL)

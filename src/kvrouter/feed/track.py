@@ -47,11 +47,14 @@ class Track:
     so only a snapshot mends. ``confirmed``: the epoch that discovery named; ``verified``: the one that it or
     a snapshot named last. ``retired``: epochs that are over; what still arrives from them is stale. While an
     ask is open the inbox keeps every batch that arrives, also those that a partial feed applies at once: the
-    answer may be older than they are. Without an ask it is empty.
+    answer may be older than they are. Without an ask it is empty. ``behind_since_s``: since when the worker's
+    heartbeats name ids below the position. ``unreached``: the first id held that the last snapshot did not
+    lead up to.
     """
 
     __slots__ = (
         "ask",
+        "behind_since_s",
         "confirmed",
         "epoch",
         "inbox",
@@ -66,6 +69,7 @@ class Track:
         "retry_s",
         "state",
         "tickets",
+        "unreached",
         "verified",
     )
 
@@ -83,6 +87,8 @@ class Track:
         self.orphans_rest_until_s = float("-inf")
         self.ask: Ask | None = None
         self.tickets = 0
+        self.behind_since_s: float | None = None
+        self.unreached: EventId | None = None
         self.retry_s = float("inf")
         self.now_s = 0.0
         self.out: list[Command] = []
@@ -136,6 +142,30 @@ class Track:
             self.ask_gap()
         else:
             self.ask_snapshot()
+
+    def is_contradicted_by(self, batch: KvBatch) -> bool:
+        """Whether ``batch`` shows that not all that was applied was the worker's.
+
+        A heartbeat on its way may be overtaken by an answer; one that comes ``behind_s`` later was not.
+        """
+        if batch.events:
+            return False
+        if batch.first_event_id == self.next_event_id:
+            self.behind_since_s = None
+            return False
+        if self.behind_since_s is None:
+            self.behind_since_s = self.now_s
+        return self.now_s - self.behind_since_s >= self.limits.behind_s
+
+    def begin_anew(self) -> None:
+        """Trust nothing of what was applied: only a snapshot tells, whatever id that has."""
+        self.count(FeedCount.CONTRADICTIONS)
+        self.behind_since_s = None
+        self.next_event_id = EventId(0)
+        self.is_complete, self.is_orphaned = False, True
+        self.state = FeedState.RECOVERING
+        self.inbox.clear()
+        self.ask_snapshot()
 
     def can_carry_on(self) -> bool:
         """Whether the inbox mends everything by itself, so that no answer is needed."""
@@ -191,7 +221,23 @@ class Track:
         self.verified = snapshot.epoch
         self.is_complete, self.is_orphaned = True, False
         self.orphans_rest_until_s = self.now_s + self.limits.snapshot_retry_s
+        self.behind_since_s = None
+        self._drop_unreachable()
         self.carry_on()
+
+    def _drop_unreachable(self) -> None:
+        """Let go of batches up to which two snapshots in a row do not lead: the worker never published what
+        would come before them.
+        """
+        if self.epoch is None:
+            return
+        reach = self.inbox.reach(self.epoch, self.next_event_id)
+        unreached = self.inbox.first_after(self.epoch, reach)
+        if unreached is not None and unreached == self.unreached:
+            self.count(FeedCount.CONTRADICTIONS)
+            self.inbox.drop_from(self.epoch, unreached)
+            unreached = None
+        self.unreached = unreached
 
     def go_without_snapshot(self) -> None:
         """No one can tell the whole state. A partial feed goes on; a recovering one is emptied first."""

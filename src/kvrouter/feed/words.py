@@ -37,6 +37,7 @@ class FeedCount(StrEnum):
     HISTORY_LOST = "history_lost"
     ORPHANS = "orphans"
     DOUBTS = "doubts"
+    CONTRADICTIONS = "contradictions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class FeedLimits:
     from when its question went out, is taken for none; who asks gives up earlier when nothing comes any more.
     ``snapshot_retry_s``: how long a partial feed waits before it asks again, and the least time between two
     snapshots for orphans. ``epochs_max``: how many ended epochs are remembered, and how many unconfirmed ones
-    are kept apart.
+    are kept apart. ``behind_s``: a worker whose heartbeats name ids below what was applied for so long never
+    published all of that; less than the time between two heartbeats.
     """
 
     inbox_events_max: int = 8192
@@ -58,6 +60,7 @@ class FeedLimits:
     snapshot_timeout_s: float = 60.0
     snapshot_retry_s: float = 10.0
     epochs_max: int = 8
+    behind_s: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,8 @@ class NewEpoch:
 @dataclass(frozen=True, slots=True)
 class Orphaned:
     """The index met a store whose parent it does not know, and did not place it; or, counted as ``DOUBTS``,
-    the engine's own answers contradict the index. Either way an event was lost unseen.
+    the engine's own answers contradict the index; or, as ``CONTRADICTIONS``, its worker's heartbeat does.
+    Either way an event was lost unseen, or was never the worker's.
     """
 
     count: FeedCount = FeedCount.ORPHANS

@@ -220,6 +220,10 @@ class MockEngine:
         """Return the blocks that the rank holds now, as stores with parents first."""
         return self._ranks[dp_rank].kv.snapshot()
 
+    def held_blocks(self, dp_rank: DpRank) -> int:
+        """Return how many blocks the rank holds now."""
+        return self._ranks[dp_rank].kv.cached_blocks
+
     @property
     def idle(self) -> bool:
         """True when no leg runs or waits here and no KV waits to be pulled."""

@@ -89,6 +89,11 @@ class PagedKv:
         """Blocks that somebody holds."""
         return self.total_blocks - self.free_blocks - self.idle_blocks
 
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks whose content others can use, idle or held."""
+        return self.stored_blocks - self.evicted_blocks
+
     def match(self, block_hashes: Sequence[int], blocks_max: int) -> list[Block]:
         """Return the cached blocks that begin this sequence, at most ``blocks_max`` of them."""
         found: list[Block] = []
@@ -211,6 +216,8 @@ class PagedKv:
             problems.append(f"{len(holders)} held blocks are not in the cache")
         if n_idle != self.idle_blocks:
             problems.append(f"{n_idle} cached blocks are idle, the books say {self.idle_blocks}")
+        if n_cached != self.cached_blocks:
+            problems.append(f"{n_cached} blocks are cached, the books say {self.cached_blocks}")
         free = self.total_blocks - n_cached - n_private
         if free != self.free_blocks or free < 0:
             problems.append(f"{free} blocks are free, the books say {self.free_blocks}")

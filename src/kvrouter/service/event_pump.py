@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot
+from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot, Medium
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
 from kvrouter.feed.words import (
@@ -134,10 +134,10 @@ class EventPump:
             return
         if batch.published_s:
             entrance.lag_s = max(0.0, time.time() - batch.published_s)
-        entrance.heard_s = now_s = self._now_s()
+        entrance.heard_s = self._now_s()
         entrance.is_missing = False
         if entrance.idle.is_set():
-            self._after(entrance, entrance.feed.on_batch(batch, now_s=now_s))
+            self._after(entrance, self._taken(entrance, batch))
         elif not entrance.waiting.add(batch):
             self._observed.feed_counted(FeedCount.INBOX_FULL, 1)
 
@@ -256,7 +256,19 @@ class EventPump:
                 n_events = 0
             batch = entrance.waiting.take()
             n_events += 1 + len(batch.events)
-            commands = entrance.feed.on_batch(batch, now_s=self._now_s())
+            commands = self._taken(entrance, batch)
+
+    def _taken(self, entrance: Entrance, batch: KvBatch) -> list[Command]:
+        """What the feed says to a batch, and to a heartbeat whose count of blocks is not the index's."""
+        feed, now_s = entrance.feed, self._now_s()
+        commands = feed.on_batch(batch, now_s=now_s)
+        is_here = feed.state is FeedState.LIVE and feed.next_event_id == batch.next_event_id
+        if commands or not is_here or batch.held_blocks is None or self._held(entrance) == batch.held_blocks:
+            return commands
+        return feed.on_contradiction(now_s=now_s)
+
+    def _held(self, entrance: Entrance) -> int:
+        return sum(self._index.held(entrance.slot, medium) for medium in Medium)
 
     def _apply(self, entrance: Entrance, events: tuple[KvEvent, ...]) -> int:
         """Apply what one step is enough for; return how many blocks have no parent."""

@@ -1,6 +1,6 @@
 """The local indexer: what one rank holds, kept from its own events, for snapshots."""
 
-from kvrouter.core.events import Held, KvEvent
+from kvrouter.core.events import Held, KvEvent, Medium
 from kvrouter.core.ids import DpRank, Slot
 from kvrouter.index.native import BlockIndex
 
@@ -22,6 +22,10 @@ class RankMirror:
     def apply(self, events: tuple[KvEvent, ...]) -> None:
         """Follow ``events``, in order. Raises ValueError when one of them is malformed."""
         self._index.apply(self._slot, events)
+
+    def n_held(self) -> int:
+        """How many blocks there are, over all media."""
+        return sum(self._index.held(self._slot, medium) for medium in Medium)
 
     def held(self) -> tuple[Held, ...]:
         """All blocks, as a snapshot names them: a block that was stored ``n`` times is listed ``n`` times."""

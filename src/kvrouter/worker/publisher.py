@@ -20,6 +20,7 @@ RING_EVENTS_MAX = 1024
 PENDING_EVENTS_MAX = 1024
 
 Snapshot = Callable[[DpRank], tuple[KvEvent, ...]]
+HeldBlocks = Callable[[DpRank], int | None]
 
 
 class _Rank:
@@ -40,8 +41,9 @@ class KvPublisher:
 
     Events gather until the loop's next turn, so that a step of the engine becomes one batch per rank; at
     ``pending_events_max`` they are sent at once. The last ``ring_events_max`` events of each rank are kept
-    for :meth:`recover_range`. ``snapshot`` is the engine's own account of a rank (stores, parents first);
-    without one a mirror of the published events answers :meth:`recover_snapshot`.
+    for :meth:`recover_range`. ``snapshot`` is the engine's own account of a rank (stores, parents first), and
+    ``held_blocks`` its count of them; without one a mirror of the published events answers
+    :meth:`recover_snapshot`, and counts.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class KvPublisher:
         epoch: Epoch,
         block_size: int,
         snapshot: Snapshot | None = None,
+        held_blocks: HeldBlocks | None = None,
         ring_events_max: int = RING_EVENTS_MAX,
         pending_events_max: int = PENDING_EVENTS_MAX,
         wall_clock: Callable[[], float] = time.time,
@@ -61,6 +64,7 @@ class KvPublisher:
         self._events = events
         self._block_size = block_size
         self._snapshot = snapshot
+        self._held_blocks = held_blocks
         self._ring_events_max = ring_events_max
         self._pending_events_max = pending_events_max
         self._wall_clock = wall_clock
@@ -155,13 +159,18 @@ class KvPublisher:
             self._flush(rank)
 
     def heartbeat(self, dp_ranks: Sequence[DpRank]) -> None:
-        """Tell how far the ids of each rank have come, so that routers notice a lost last batch."""
+        """Tell how far the ids of each rank have come and how many blocks it holds, so that routers notice a
+        lost last batch, and that what they know of the rank is wrong.
+        """
         if self._is_closed:
             return
         for dp_rank in dp_ranks:
             rank = self._rank(dp_rank)
-            self._flush(rank)
-            self._events.publish(KvBatch(rank.rank, self.epoch, rank.next_event_id, (), self._wall_clock()))
+            n_held = self._n_held(rank)
+            self._flush(rank)  # the engine may have told of events just now: they are counted
+            self._events.publish(
+                KvBatch(rank.rank, self.epoch, rank.next_event_id, (), self._wall_clock(), n_held)
+            )
 
     def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last`` (inclusive), or None when the ring has lost some of it."""
@@ -188,6 +197,11 @@ class KvPublisher:
         self._is_closed = True
         for rank in self._ranks.values():
             rank.pending.clear()
+
+    def _n_held(self, rank: _Rank) -> int | None:
+        if rank.mirror is not None:
+            return rank.mirror.n_held()
+        return None if self._held_blocks is None else self._held_blocks(rank.rank.dp_rank)
 
     def _held(self, dp_rank: DpRank) -> tuple[Held, ...]:
         mirror = self._rank(dp_rank).mirror

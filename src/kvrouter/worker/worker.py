@@ -68,12 +68,14 @@ class Worker:
         self._registration: Registration | None = None
         self._end_recovery: Callable[[], None] | None = None
         self._loads: dict[DpRank, LoadReport] = {}
+        account = engine if engine_tells_events and isinstance(engine, TellingEngine) else None
         self.publisher = KvPublisher(
             events,
             worker_id=card.worker_id,
             epoch=card.incarnation,
             block_size=card.block_size,
-            snapshot=engine.snapshot if engine_tells_events and isinstance(engine, TellingEngine) else None,
+            snapshot=None if account is None else account.snapshot,
+            held_blocks=None if account is None else account.held_blocks,
         )
         self._engine_state = EngineState()
         self._engine_changed = asyncio.Event()

@@ -81,6 +81,13 @@ class MockEngineHandle:
         self._cluster.deliver()
         return self._engine.snapshot(dp_rank)
 
+    def held_blocks(self, dp_rank: DpRank) -> int | None:
+        """Return how many blocks the rank holds now; the events that led here have reached ``on_events``."""
+        if self._engine is None:
+            return None
+        self._cluster.deliver()
+        return self._engine.held_blocks(dp_rank)
+
     async def stop(self) -> None:
         """Stop serving; open streams break."""
         self.kill("the engine was stopped")

@@ -26,7 +26,7 @@ EVENT_ID_MAX = 2**62
 
 
 COUNT_MAX = 2**62
-"""No count of a load report is larger, be it of bytes."""
+"""No count of a load report or a heartbeat is larger, be it of bytes."""
 
 
 REASONS_MAX = 64
@@ -207,6 +207,8 @@ def decode_answer(frame: bytes | memoryview) -> Answer:
 def _checked(batch: KvBatch) -> KvBatch:
     if not 0 <= batch.first_event_id <= EVENT_ID_MAX:
         raise ProtocolError("batch: first_event_id: out of range", param="first_event_id")
+    if batch.held_blocks is not None and not 0 <= batch.held_blocks <= COUNT_MAX:
+        raise ProtocolError("batch: held_blocks: out of range", param="held_blocks")
     return batch
 
 
