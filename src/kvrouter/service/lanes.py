@@ -6,8 +6,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
-from kvrouter.planes.events.channel import foreign
-from kvrouter.planes.events.port import BatchSink, EventSubscriber, LoadSink
+from kvrouter.planes.events.port import BatchSink, EventSubscriber, LoadSink, foreign
 
 
 class LaneSubscriber:

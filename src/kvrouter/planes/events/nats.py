@@ -14,16 +14,17 @@ from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.planes.background import go_on
-from kvrouter.planes.events.channel import ForeignRank, foreign
 from kvrouter.planes.events.drops import TELL_EVERY_S, Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
 from kvrouter.planes.events.port import (
     BatchSink,
     DropSink,
+    ForeignRank,
     ForeignSink,
     LoadSink,
     MalformedSink,
     RecoveryClient,
+    foreign,
 )
 from kvrouter.planes.events.sealed_loads import OpenedLoads, SealedLoads
 from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, is_said_by, seal_of

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, LoadReport, WorkerCard
@@ -79,6 +79,17 @@ class RecoveryServer(Protocol):
 
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
         """Let ``source`` answer for the worker; return the function that ends it."""
+
+
+class ForeignRank(ProtocolError):
+    """A message speaks for a rank that is not its channel's, or answers for one that was not asked about."""
+
+    code = "foreign_rank"
+
+
+def foreign(rank: WorkerRank, channel: object) -> ForeignRank:
+    """Return the error for a message that names ``rank`` and came by ``channel``."""
+    return ForeignRank(f"rank {rank} was spoken for by {channel}", param="rank")
 
 
 class SnapshotFailed(KvrouterError):

@@ -15,8 +15,7 @@ from typing import TypeVar
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.planes.events.channel import foreign
-from kvrouter.planes.events.port import RecoverySource
+from kvrouter.planes.events.port import RecoverySource, foreign
 from kvrouter.planes.events.wire import (
     SNAPSHOT_MAX_BYTES,
     Answer,

@@ -3,7 +3,7 @@
 import time
 
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.channel import foreign
+from kvrouter.planes.events.port import foreign
 from kvrouter.planes.events.subjects import is_said_by, loads_subject
 from kvrouter.planes.events.wire import decode_load, encode_load
 from kvrouter.planes.seal import Newest, Seal

@@ -23,7 +23,6 @@ from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.planes.background import go_on
-from kvrouter.planes.events.channel import ForeignRank, foreign
 from kvrouter.planes.events.jetstream.delivery import Delivery
 from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
 from kvrouter.planes.events.jetstream.shelf import Claim, Overtaken, SnapshotShelf
@@ -35,7 +34,7 @@ from kvrouter.planes.events.jetstream.words import (
     LaneObserver,
     StreamLimits,
 )
-from kvrouter.planes.events.port import BatchSink, LoadSink, RecoveryClient
+from kvrouter.planes.events.port import BatchSink, ForeignRank, LoadSink, RecoveryClient, foreign
 from kvrouter.planes.events.sealed_loads import OpenedLoads
 from kvrouter.planes.events.wire import decode_batch
 from kvrouter.planes.names import subject_name

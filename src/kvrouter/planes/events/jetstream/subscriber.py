@@ -8,7 +8,6 @@ from nats.aio.client import Client
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, WorkerCard
-from kvrouter.planes.events.channel import foreign
 from kvrouter.planes.events.jetstream.delivery import HEARTBEAT_S
 from kvrouter.planes.events.jetstream.lane import ComponentLane, LaneParts
 from kvrouter.planes.events.jetstream.taking import LEASE_S, Taker
@@ -25,6 +24,7 @@ from kvrouter.planes.events.port import (
     RecoveryClient,
     SnapshotFailed,
     SnapshotTaking,
+    foreign,
 )
 from kvrouter.planes.events.subjects import seal_of
 from kvrouter.planes.nats_reasons import reason

@@ -14,8 +14,7 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, WorkerCard
-from kvrouter.planes.events.channel import ForeignRank, foreign
-from kvrouter.planes.events.port import BatchSink, ForeignSink, LoadSink, MalformedSink
+from kvrouter.planes.events.port import BatchSink, ForeignRank, ForeignSink, LoadSink, MalformedSink, foreign
 from kvrouter.planes.events.recovery import ANSWER_TIMEOUT_S, recover_range, recover_snapshot
 from kvrouter.planes.events.wire import BATCH_MAX_BYTES, decode_batch, decode_load
 from kvrouter.planes.events.zmq.sockets import (
