@@ -106,10 +106,31 @@ async def test_who_says_nothing_is_sent_away() -> None:
     assert len(refusals) == 1
 
 
+async def test_of_too_many_that_say_nothing_the_oldest_goes_and_routers_are_let_in() -> None:
+    refusals: list[str] = []
+    acceptor = TcpRequestAcceptor(
+        "127.0.0.1", token=TOKEN, connections_max=2, strangers_max=3, on_refused=refusals.append
+    )
+    await acceptor.start()
+    worker = acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), ScriptedWorker())
+    strangers = [await RawRouter.connect(acceptor.port) for _ in range(4)]
+    for stranger in strangers:
+        await stranger.reader.readexactly(GREETING_BYTES)
+    assert await strangers[0].reader.read() == b""
+    routers = [await RawRouter.welcomed(acceptor.port) for _ in range(2)]
+    assert len(refusals) == 2, "the first router was a stranger for a moment, and took a stranger's place"
+    assert "the oldest are dropped" in refusals[0]
+    assert not strangers[-1].reader.at_eof()
+    for peer in [*strangers, *routers]:
+        await peer.close()
+    worker.leave("the test ends")
+    await acceptor.close()
+
+
 async def test_one_connection_too_many_is_sent_away_and_those_that_are_there_go_on(behind: Behind) -> None:
     peers = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(3)]
     extra = await RawRouter.connect(behind.acceptor.port)
-    await extra.reader.readexactly(GREETING_BYTES)
+    await extra.say_hello()
     assert "3 connections are open" in await extra.goodbye()
     peers[0].send_frame(Kind.OPEN, encode_open(0, 9, leg()))
     await peers[0].next(Kind.ACCEPTED)

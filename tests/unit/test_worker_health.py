@@ -1,6 +1,8 @@
 """What a worker's health pages say, and when they cannot be had."""
 
+import asyncio
 import socket
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -11,6 +13,7 @@ from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.errors import ConfigError
 from tests.support.fleets import card
 from tests.support.processes import free_ports
+from tests.support.waits import LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -53,3 +56,17 @@ async def test_a_port_that_cannot_be_had_is_told_with_its_flag() -> None:
             async with health_pages(planes, lambda: Health.OK):
                 pass
     assert refused.value.param == "health_port"
+
+
+async def test_connections_that_ask_nothing_make_room_for_those_that_ask() -> None:
+    planes = PlaneSettings(health_port=free_ports(1), hello_connections_max=8)
+    async with health_pages(planes, lambda: Health.OK):
+        silent = [await asyncio.open_connection("127.0.0.1", planes.health_port) for _ in range(20)]
+        dropped = [reader for reader, _ in silent[:12]]
+        for reader in dropped:
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}") as http:
+            assert (await http.get("/health")).status_code == 200
+        for _, writer in silent:
+            writer.transport.abort()

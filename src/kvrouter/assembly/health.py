@@ -1,14 +1,21 @@
 """What a process of workers tells whatever looks after it: that it answers, and whether it takes requests."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from enum import StrEnum
 
 from aiohttp import web
 
+from kvrouter.assembly.told import refusals_on
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.requests.awake import AwakeClock
+from kvrouter.planes.requests.http.connections import HttpConnections, last_answer
+
+CUT_OFF_S = 0.05
+"""How long idle connections are waited for at the end."""
 
 
 class Health(StrEnum):
@@ -40,26 +47,34 @@ async def health_pages(planes: PlaneSettings, health: Callable[[], Health]) -> A
         yield
         return
 
-    async def answers(_: web.Request) -> web.Response:
-        return web.json_response({"status": health().value})
-
-    async def accepts(_: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         found = health()
-        return web.json_response({"status": found.value}, status=200 if found is Health.OK else 503)
+        if request.method not in ("GET", "HEAD") or request.path not in ("/health", "/accepting"):
+            return last_answer(web.Response(status=404))
+        is_well = found is Health.OK or request.path == "/health"
+        return last_answer(web.json_response({"status": found.value}, status=200 if is_well else 503))
 
-    app = web.Application()
-    app.router.add_get("/health", answers)
-    app.router.add_get("/accepting", accepts)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
+    # Whoever asks is a stranger here: so many connections at once, and each for one answer.
+    connections = HttpConnections(
+        answer,
+        connections_max=0,
+        strangers_max=planes.hello_connections_max,
+        on_dropped=refusals_on("health"),
+        clock=AwakeClock(planes.hello_within_s),
+    )
     try:
         try:
-            await web.TCPSite(runner, planes.listen_host, planes.health_port).start()
+            listener = await asyncio.get_running_loop().create_server(
+                connections, planes.listen_host, planes.health_port
+            )
         except OSError as error:
             raise ConfigError(
                 f"--health-port: {planes.listen_host}:{planes.health_port} cannot be had: {error.strerror}",
                 param="health_port",
             ) from error
-        yield
+        try:
+            yield
+        finally:
+            listener.close()
     finally:
-        await runner.cleanup()
+        await connections.shutdown(CUT_OFF_S)

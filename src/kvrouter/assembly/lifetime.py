@@ -75,7 +75,8 @@ async def unless_told(stopping: asyncio.Event) -> AsyncIterator[None]:
 
 
 def allow_many_files() -> int:
-    """Let this process open as many files as the system allows it: a router has four for each worker.
+    """Let this process open as many files as the system allows it: a router has five for each worker, and a
+    worker has strangers.
 
     The limit that processes begin with, often 1,024, is for those that use ``select``. Returns the limit.
     """

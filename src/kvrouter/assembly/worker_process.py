@@ -11,6 +11,7 @@ from kvrouter.assembly.health import Health, health_of, health_pages
 from kvrouter.assembly.lifetime import (
     LOST_PLACE,
     ToldToStop,
+    allow_many_files,
     settle_memory,
     told_to_stop,
     unless_told,
@@ -58,6 +59,7 @@ class WorkerProcess:
 
         Returns the exit code, LOST_PLACE when another has the place.
         """
+        allow_many_files()
         return uvloop.run(self._serve(run))
 
     async def _serve(self, run: Run) -> int:

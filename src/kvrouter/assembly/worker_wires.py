@@ -171,6 +171,8 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
             token=token,
             ssl=tls.server,
             advertise_host=advertised(settings),
+            hello_within_s=planes.hello_within_s,
+            strangers_max=planes.hello_connections_max,
             heartbeat_s=planes.dead_after_s / 3,
             dead_after_s=planes.dead_after_s,
             on_refused=on_refused,
@@ -183,6 +185,8 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
             ssl=tls.server,
             advertise_host=advertised(settings),
             dead_after_s=planes.dead_after_s,
+            hello_within_s=planes.hello_within_s,
+            strangers_max=planes.hello_connections_max,
             on_refused=on_refused,
         )
     return NatsRequestAcceptor(

@@ -227,6 +227,26 @@ class PlaneSettings(Section):
     ] = 5.0
     """How long a worker's connection may be silent, heartbeats included, until the worker counts as dead."""
 
+    hello_within_s: Annotated[
+        Positive,
+        Setting(
+            flag="--hello-within-s", variable="KVROUTER_HELLO_WITHIN_S", group=Group.PLANES, unit="seconds"
+        ),
+    ] = 5.0
+    """How long a connection to a worker, over tcp or http, has to show the plane token; then it is closed."""
+
+    hello_connections_max: Annotated[
+        Annotated[Whole, Interval(ge=8, le=65536)],
+        Setting(
+            flag="--hello-connections-max",
+            variable="KVROUTER_HELLO_CONNECTIONS_MAX",
+            group=Group.PLANES,
+            unit="connections",
+        ),
+    ] = 128
+    """How many connections to a worker may not have shown the plane token yet, and how many its health port
+    has. Where one more comes the oldest is dropped: strangers never take the places of frontends."""
+
     def settled(self, *, kv_events: bool, replica_sync: bool = False) -> "PlaneSettings":
         """Return these settings with the discovery that ``auto`` stands for, given what else needs NATS."""
         if self.discovery is not DiscoveryBackend.AUTO:

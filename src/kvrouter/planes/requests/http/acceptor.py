@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import socket
 import ssl as tls
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from aiohttp import ClientError, web
 
@@ -14,6 +14,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.planes.background import go_on
 from kvrouter.planes.requests.awake import AwakeClock
+from kvrouter.planes.requests.http.connections import CONNECTIONS_MAX, HttpConnections, last_answer
 from kvrouter.planes.requests.http.frames import (
     ALIVE,
     FRAMES,
@@ -26,15 +27,13 @@ from kvrouter.planes.requests.http.frames import (
 )
 from kvrouter.planes.requests.legs import LegName, Place, RouterGone
 from kvrouter.planes.requests.port import RequestServer, WorkerFull, WorkerUnreachable
+from kvrouter.planes.requests.strangers import HELLO_WITHIN_S, STRANGERS_MAX
 from kvrouter.planes.requests.wire import (
     REQUEST_MAX_BYTES,
     decode_request,
     encode_refusal,
     refusal_of,
 )
-
-CONNECTIONS_MAX = 20_000
-"""Connections of one listener; one more is closed at once."""
 
 BODIES_MAX_BYTES = 512 * 1024 * 1024
 """Requests that are being read, over all connections; one more is refused as WorkerFull."""
@@ -44,9 +43,6 @@ CUT_OFF_S = 0.05
 
 ACCEPT_TURNS = 3
 """Turns of the loop from a connection's arrival until it is made; asyncio loses one that falls in between."""
-
-IDLE_S = 75.0
-"""How long a connection is kept from one request to the next; routers let go of theirs sooner."""
 
 GOODBYE_S = 1.0
 """How long the readers of a listener that closes have to hear of it."""
@@ -149,52 +145,13 @@ class _Refused(Exception):
         self.error = error
 
 
-class _Connections(web.Server):
-    """Every connection of a listener; which ones have not asked for anything, and since when."""
-
-    def __init__(
-        self,
-        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        connections_max: int,
-        clock: AwakeClock,
-    ) -> None:
-        super().__init__(
-            handler, handler_cancellation=True, access_log=None, lingering_time=0.0, keepalive_timeout=IDLE_S
-        )
-        self.silent_since_s: dict[web.RequestHandler, float] = {}
-        self._connections_max = connections_max
-        self._clock = clock
-        self._is_closed = False
-
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Keep it, unless there are too many, or the listener was closed meanwhile."""
-        super().connection_made(handler, transport)
-        if self._is_closed or len(self.connections) > self._connections_max:
-            transport.abort()
-        else:
-            self.silent_since_s[handler] = self._clock.now_s
-
-    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget it."""
-        super().connection_lost(handler, exc)
-        self.silent_since_s.pop(handler, None)
-
-    def close_silent(self, since_s: float) -> None:
-        """Close those that have been silent since before ``since_s``."""
-        for connection, at_s in tuple(self.silent_since_s.items()):
-            if at_s < since_s:
-                connection.force_close()
-
-    def take_no_more(self) -> None:
-        """Abort whatever is connected from now on."""
-        self._is_closed = True
-
-
 class HttpRequestAcceptor:
     """A listener that serves any number of workers of this process.
 
     ``advertise_host`` is what routers connect to: by default ``host``. Port 0 takes a free one.
-    ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused.
+    ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused. A
+    connection has ``hello_within_s`` to show the token in a request; of those that have not yet there are
+    ``strangers_max``: where one more comes the oldest is dropped.
     """
 
     def __init__(
@@ -209,6 +166,8 @@ class HttpRequestAcceptor:
         dead_after_s: float = 5.0,
         request_timeout_s: float = 30.0,
         connections_max: int = CONNECTIONS_MAX,
+        strangers_max: int = STRANGERS_MAX,
+        hello_within_s: float = HELLO_WITHIN_S,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._host = host
@@ -225,7 +184,14 @@ class HttpRequestAcceptor:
         self._reading_bytes = 0
         self._listener: asyncio.Server | None = None
         self._clock = AwakeClock(self._heartbeat_s / 2)
-        self._connections = _Connections(self._handle, connections_max, self._clock)
+        self._hello_within_s = hello_within_s
+        self._connections = HttpConnections(
+            self._handle,
+            connections_max=connections_max,
+            strangers_max=strangers_max,
+            on_dropped=on_refused,
+            clock=self._clock,
+        )
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -237,7 +203,7 @@ class HttpRequestAcceptor:
                 self._host,
                 self._port,
                 ssl=self._ssl,
-                ssl_handshake_timeout=None if self._ssl is None else self._dead_after_s,
+                ssl_handshake_timeout=None if self._ssl is None else self._hello_within_s,
                 backlog=1024,
             )
         except OSError as error:
@@ -286,26 +252,25 @@ class HttpRequestAcceptor:
                 await answer.beat(self._heartbeat_s)
             for place in tuple(self._places.values()):
                 place.cancel_silent(self._dead_after_s)
-            self._connections.close_silent(self._clock.now_s - self._dead_after_s)
+            self._connections.close_strangers(self._clock.now_s - self._hello_within_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        self._connections.silent_since_s.pop(request.protocol, None)
         if request.method == "GET" and request.path == "/health":
-            return web.Response(status=204)
+            return last_answer(web.Response(status=204))
         try:
             return await self._answer_to(request)
         except _Refused as refused:
             # The connection ends with the answer: what follows is never read.
             self._on_refused(f"{request.remote}: {refused.error.message}")
             body = encode_refusal(refusal_of(refused.error))
-            response = web.Response(status=refused.status, body=body, content_type=MSGPACK)
-            response.force_close()
-            return response
+            return last_answer(web.Response(status=refused.status, body=body, content_type=MSGPACK))
 
     async def _answer_to(self, request: web.BaseRequest) -> web.StreamResponse:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._credentials):
             raise _Refused(401, WorkerUnreachable("the worker's token is another one"))
+        if not self._connections.admit(request.protocol):
+            raise _Refused(503, WorkerFull("as many connections are open as may be"))
         root, *rest = request.path.removeprefix("/").split("/")
         router = request.headers.get(ROUTER_HEADER, "")
         if (request.method, root, len(rest)) == ("GET", "health", 2):

@@ -10,6 +10,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import Place
 from kvrouter.planes.requests.port import RequestServer
+from kvrouter.planes.requests.strangers import HELLO_WITHIN_S, STRANGERS_MAX, Strangers
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
 from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
 from kvrouter.planes.requests.tcp.hello import Secret
@@ -22,10 +23,12 @@ class TcpRequestAcceptor:
     """Listens on ``host:port`` (0: any) for routers that know ``token``; ``ssl`` is a server's context.
 
     ``advertise_host`` is the host that goes into addresses, where it is not ``host``. A router must say hello
-    within ``hello_within_s``; it is lost when nothing was heard of it for ``dead_after_s``, and asked every
-    ``heartbeat_s`` when nothing else is said. ``connections_max`` routers may be connected, each with
-    ``streams_max`` legs and ``write_max_bytes`` that it has not read. ``on_refused`` is told, in words, of
-    every connection that was turned away or did what the protocol does not allow.
+    within ``hello_within_s``; of connections that have not there are ``strangers_max``: where one more comes
+    the oldest is dropped, so that nobody without the token keeps routers out. A router is lost when nothing
+    was heard of it for ``dead_after_s``, and asked every ``heartbeat_s`` when nothing else is said.
+    ``connections_max`` routers may be connected, each with ``streams_max`` legs and ``write_max_bytes`` that
+    it has not read. ``on_refused`` is told, in words, of every connection that was turned away or did what
+    the protocol does not allow.
     """
 
     def __init__(
@@ -36,10 +39,11 @@ class TcpRequestAcceptor:
         token: str | None,
         ssl: SSLContext | None = None,
         advertise_host: str | None = None,
-        hello_within_s: float = 5.0,
+        hello_within_s: float = HELLO_WITHIN_S,
         heartbeat_s: float = 2.0,
         dead_after_s: float = 6.0,
         connections_max: int = 1024,
+        strangers_max: int = STRANGERS_MAX,
         streams_max: int = 8192,
         write_max_bytes: int = 128 * 1024 * 1024,
         on_refused: Callable[[str], None] = lambda _why: None,
@@ -60,6 +64,10 @@ class TcpRequestAcceptor:
         self._on_refused = on_refused
         self._listener: asyncio.Server | None = None
         self._ends: set[WorkerEnd] = set()
+        self._known: set[WorkerEnd] = set()
+        self._strangers: Strangers[WorkerEnd] = Strangers(
+            lambda end: end.abort("no hello, and others came"), at_most=strangers_max, on_dropped=on_refused
+        )
         self._served: dict[tuple[WorkerId, Epoch], Served] = {}
         self._clock = AwakeClock(heartbeat_s)
 
@@ -127,13 +135,24 @@ class TcpRequestAcceptor:
             self._limits,
             find=lambda worker_id, incarnation: self._served.get((worker_id, incarnation)),
             on_refused=self._on_refused,
-            admit=self._admit,
+            door=self,
         )
 
-    def _admit(self, end: WorkerEnd) -> str | None:
-        """Count a connection; return why there is no place for it."""
+    def arrived(self, end: WorkerEnd) -> None:
+        """A connection was made; nobody knows whose."""
         self._ends.add(end)
-        end.lost.add_done_callback(lambda _: self._ends.discard(end))
-        if len(self._ends) > self._connections_max:
+        end.lost.add_done_callback(lambda _: self._forget(end))
+        self._strangers.add(end)
+
+    def admit(self, end: WorkerEnd) -> str | None:
+        """Count a connection from a router; return why there is no place for it."""
+        self._strangers.discard(end)
+        if len(self._known) >= self._connections_max:
             return f"{self._connections_max} connections are open"
+        self._known.add(end)
         return None
+
+    def _forget(self, end: WorkerEnd) -> None:
+        self._ends.discard(end)
+        self._known.discard(end)
+        self._strangers.discard(end)

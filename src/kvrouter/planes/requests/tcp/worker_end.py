@@ -4,7 +4,7 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -54,6 +54,16 @@ class Served(NamedTuple):
     ends: "set[WorkerEnd]"
 
 
+class Door(Protocol):
+    """Who counts the connections of a listener."""
+
+    def arrived(self, end: "WorkerEnd") -> None:
+        """A connection was made; nobody knows whose."""
+
+    def admit(self, end: "WorkerEnd") -> str | None:
+        """It said who it is, and has the token; return why there is no place for it."""
+
+
 class WorkerEnd(Connection):
     """A connection from one router to one worker."""
 
@@ -64,7 +74,7 @@ class WorkerEnd(Connection):
         *,
         find: Callable[[WorkerId, Epoch], Served | None],
         on_refused: Callable[[str], None],
-        admit: Callable[["WorkerEnd"], str | None],
+        door: Door,
     ) -> None:
         super().__init__(
             kinds=TO_WORKER,
@@ -76,7 +86,7 @@ class WorkerEnd(Connection):
         self._limits = limits
         self._find = find
         self._tell_refused = on_refused
-        self._admit = admit
+        self._door = door
         self._nonce = new_nonce()
         self._served: Served | None = None
         self._router = ""
@@ -94,14 +104,11 @@ class WorkerEnd(Connection):
     # Hello
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet; a router that is one too many learns that next."""
+        """Greet, and wait for a hello."""
         super().connection_made(transport)
         self.send_raw(greeting(self._nonce))
-        refusal = self._admit(self)
-        if refusal is None:
-            self._hello_timer = self.loop.call_later(self._limits.hello_within_s, self._no_hello)
-        else:
-            self.refuse(refusal)
+        self._hello_timer = self.loop.call_later(self._limits.hello_within_s, self._no_hello)
+        self._door.arrived(self)
 
     def read_opening(self, data: bytearray) -> int | None:
         """Welcome a router that knows the token, and wants a worker that is here."""
@@ -113,7 +120,10 @@ class WorkerEnd(Connection):
         if not hmac.compare_digest(proof, said.proof):
             raise ProtocolError("the router does not know the token", param="token")
         served = self._find(said.worker_id, said.incarnation)
-        if served is None:
+        refusal = self._door.admit(self)
+        if refusal is not None:
+            self.refuse(refusal)
+        elif served is None:
             self.close(f"worker {said.worker_id}/{said.incarnation} is not served here")
         else:
             self._welcome(served, said)

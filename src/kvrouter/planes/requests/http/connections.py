@@ -1,0 +1,90 @@
+"""The connections of a listener that speaks HTTP between processes, and those that nobody has vouched for."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from kvrouter.planes.requests.awake import AwakeClock
+from kvrouter.planes.requests.strangers import Strangers
+
+CONNECTIONS_MAX = 20_000
+"""Connections of one listener that showed the token."""
+
+IDLE_S = 75.0
+"""How long a connection is kept from one request to the next; routers let go of theirs sooner."""
+
+
+class HttpConnections(web.Server):
+    """Every connection of a listener. One is a stranger's until :meth:`admit`: of those there are
+    ``strangers_max``, and the oldest make room.
+    """
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        *,
+        connections_max: int,
+        strangers_max: int,
+        on_dropped: Callable[[str], None],
+        clock: AwakeClock,
+    ) -> None:
+        super().__init__(
+            handler, handler_cancellation=True, access_log=None, lingering_time=0.0, keepalive_timeout=IDLE_S
+        )
+        self._connections_max = connections_max
+        self._clock = clock
+        self._since_s: dict[web.RequestHandler, float] = {}
+        self._strangers: Strangers[web.RequestHandler] = Strangers(
+            _abort, at_most=strangers_max, on_dropped=on_dropped
+        )
+        self._known: set[web.RequestHandler] = set()
+        self._is_closed = False
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Keep it for a while, unless the listener was closed meanwhile."""
+        super().connection_made(handler, transport)
+        if self._is_closed:
+            transport.abort()
+            return
+        self._since_s[handler] = self._clock.now_s
+        self._strangers.add(handler)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+        """Forget it."""
+        super().connection_lost(handler, exc)
+        self._since_s.pop(handler, None)
+        self._strangers.discard(handler)
+        self._known.discard(handler)
+
+    def admit(self, handler: web.RequestHandler) -> bool:
+        """A request on the connection showed the token; return whether there is a place for it."""
+        if handler in self._known:
+            return True
+        if len(self._known) >= self._connections_max:
+            return False
+        self._since_s.pop(handler, None)
+        self._strangers.discard(handler)
+        self._known.add(handler)
+        return True
+
+    def close_strangers(self, since_s: float) -> None:
+        """Close the strangers' connections that were made before ``since_s``."""
+        for connection, at_s in tuple(self._since_s.items()):
+            if at_s < since_s:
+                connection.force_close()
+
+    def take_no_more(self) -> None:
+        """Abort whatever is connected from now on."""
+        self._is_closed = True
+
+
+def last_answer(response: web.Response) -> web.Response:
+    """Return ``response``, which ends its connection: what follows there is never read."""
+    response.force_close()
+    return response
+
+
+def _abort(handler: web.RequestHandler) -> None:
+    if handler.transport is not None:
+        handler.transport.abort()
