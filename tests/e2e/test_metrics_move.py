@@ -9,7 +9,7 @@ import pytest
 from kvrouter.assembly.told import SyncGauges, refusals_on
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId
+from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.ledger.replicas import Counts
 from kvrouter.planes.sync.memory import MemorySyncPlane
@@ -86,8 +86,8 @@ OF_A_STANDALONE_ROUTER = {
 }
 """Asserted where that router's door is."""
 
-OF_LOSSES = {"kvrouter_index_wrong_total", "kvrouter_kv_lost_total"}
-"""Asserted where an index is made wrong, and where KV is lost."""
+OF_LOSSES = {"kvrouter_index_wrong_total", "kvrouter_kv_lost_total", "kvrouter_events_foreign_total"}
+"""Asserted where an index is made wrong, where KV is lost, and where an admitted worker lies."""
 
 OF_TRANSFERS = {
     "kvrouter_kv_transfers_total",
@@ -283,10 +283,15 @@ async def test_the_queue() -> None:
         assert (await here.metrics()).value("queue_wait_seconds_count", model=MODEL) == 1
 
 
-async def test_a_feed_that_is_not_sure_is_stale() -> None:
+async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's events name ids that it cannot give again: its blocks do not count until it is known."""
     async with served(alike(replicas=2)) as here:
         await chat(here)
+
+        async def is_asked(_rank: WorkerRank) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(here.system.fleet.events, "recover_snapshot", is_asked)
         worker = here.system.fleet.workers[WorkerId(1)]
         (rank,) = worker.card.ranks()
         assert (await here.metrics()).value("feed_staleness_seconds") == 0

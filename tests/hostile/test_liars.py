@@ -1,12 +1,15 @@
 """Workers that were admitted and lie: what they say of others does not count, of themselves has bounds."""
 
+import asyncio
 from typing import Any
+
+import numpy as np
 
 from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Cleared, KvBatch, Stored
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport
-from tests.hostile.liar import LIAR, admitted
+from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
+from tests.hostile.liar import LIAR, Liar, admitted
 from tests.support.processes import Frontend, eventually, fleet
 from tests.support.served import words
 
@@ -56,3 +59,44 @@ async def test_an_admitted_worker_empties_nobody_elses_index_and_reports_nobody_
             assert await is_live(frontend, 1, 70)
             assert (await worker_of(frontend, 1))["ranks"][0]["total_blocks"] != 9_999
             assert frontend.lines().count("events_foreign") == 1, "told once a minute"
+
+
+async def test_a_worker_that_tells_of_more_than_its_card_can_hold_holds_up_nobody() -> None:
+    """Sixty times 200,000 blocks for a card of 16,384: told as one batch each, as fast as they travel."""
+    async with fleet(PLANES) as processes:
+        await processes.worker("--worker-id", "1")
+        frontend = await processes.frontend()
+        config = ModelRuntimeConfig(total_kv_blocks=16_384)
+        async with admitted(processes, runtime_config=config) as liar:
+            await eventually(lambda: is_live(frontend, LIAR, 0))
+            before_bytes = frontend.rss_bytes()
+            told = asyncio.create_task(tell_of_millions(liar))
+            slowest_s = 0.0
+            while not told.done():
+                began_s = asyncio.get_running_loop().time()
+                assert (await frontend.http.get("/health")).status_code == 200
+                slowest_s = max(slowest_s, asyncio.get_running_loop().time() - began_s)
+            await told
+
+            async def is_over_limit() -> bool:
+                worker = await worker_of(frontend, LIAR)
+                rank = worker["ranks"][0]
+                return (rank["feed"]["state"], rank["index_blocks"]) == ("over_limit", 0)
+
+            await eventually(is_over_limit)
+            assert slowest_s < 2.0, "some 0.05 s on an idle machine; applied whole it was 5 s"
+            assert frontend.rss_bytes() - before_bytes < 200 * 2**20
+            metrics = await frontend.metrics()
+            assert metrics.total("feed_state", worker=str(LIAR), state="over_limit") == 1
+            assert metrics.total("feed_events_total", outcome="over_limit") == 1
+            assert "kv_events_over_limit" in frontend.lines()
+            assert (await worker_of(frontend, 1))["ranks"][0]["feed"]["state"] == "live"
+
+
+async def tell_of_millions(liar: Liar) -> None:
+    names = np.random.default_rng(7)
+    for event_id in range(60):
+        columns = names.integers(0, 2**64, (2, 200_000), dtype=np.uint64)
+        stored = Stored(None, columns[0].tobytes(), columns[1].tobytes())
+        liar.say(KvBatch(liar.rank, liar.epoch, EventId(event_id), (stored,)))
+        await asyncio.sleep(0.01)

@@ -116,9 +116,10 @@ class HandDiscovery:
 
 
 class HandEvents:
-    """KV events come when the test says so; snapshots are empty."""
+    """KV events come when the test says so; snapshots are empty, and never come from who is ``silent``."""
 
     def __init__(self) -> None:
+        self.silent: set[WorkerRank] = set()
         self._sinks: list[tuple[BatchSink, LoadSink]] = []
         self.snapshots: Mapping[WorkerRank, KvSnapshot] = {}
         self.followed: list[WorkerId] = []
@@ -136,6 +137,8 @@ class HandEvents:
         return None
 
     async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+        if rank in self.silent:
+            await asyncio.Event().wait()
         return self.snapshots.get(rank, KvSnapshot(rank, Epoch(1), EventId(0), ()))
 
     def load(self, report: LoadReport) -> None:

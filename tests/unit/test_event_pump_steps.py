@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Stored
-from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
+from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Removed, Stored
+from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.words import FeedState
+from kvrouter.index.native import BlockIndex
 from kvrouter.service import entrance, event_pump, index_work
 from kvrouter.service.index_work import STEP_BLOCKS
 from tests.support.waits import until
@@ -271,3 +272,81 @@ async def test_a_question_that_nobody_waits_for_is_taken_back() -> None:
     bench.pump.on_batch(batch(0, stored(0, 1)))  # it was only late
     assert bench.state() is FeedState.LIVE
     await until(answer.cancelled)
+
+
+def stored_run(first: int, n_blocks: int, *, parent: int | None = None) -> Stored:
+    """So many blocks of some sequence; the engine calls the i-th one ``first + i``."""
+    names = np.arange(first, first + n_blocks, dtype=np.uint64)
+    return Stored(None if parent is None else EngineHash(parent), names.tobytes(), (names * 7).tobytes())
+
+
+async def test_a_live_batch_of_many_blocks_is_applied_in_steps_to_what_it_is_as_a_whole() -> None:
+    bench, whole = Bench(), BlockIndex()
+    await bench.join(OTHER, OTHER_SLOT)
+    bench.pump.on_batch(batch(0, stored(0, 3), rank=OTHER))
+    await bench.join()
+    events = (
+        stored_run(1, N_BLOCKS),
+        stored_run(1 + N_BLOCKS, 3 * STEP_BLOCKS + 5, parent=N_BLOCKS),
+        Removed(np.arange(5, 5 + 2 * STEP_BLOCKS, dtype=np.uint64).tobytes()),
+    )
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), events))
+    turns = Turns(bench)
+    while bench.state() is not FeedState.LIVE:
+        assert bench.overlap()[OTHER_SLOT] == 3
+        before = bench.index.held(SLOT)
+        await asyncio.sleep(0)
+        turns.largest_step = max(turns.largest_step, abs(bench.index.held(SLOT) - before))
+    assert 0 < turns.largest_step <= STEP_BLOCKS
+    whole.apply(SLOT, events)
+    assert bench.index.dump(SLOT) == whole.dump(SLOT)
+    bench.pump.close()
+
+
+async def test_a_rank_whose_steps_are_many_does_not_hold_up_that_of_another() -> None:
+    bench = Bench()
+    await bench.join()
+    await bench.join(OTHER, OTHER_SLOT)
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, N_BLOCKS),)))
+    bench.pump.on_batch(KvBatch(OTHER, EPOCH, EventId(0), (stored_run(1, 3 * STEP_BLOCKS),)))
+    await until(lambda: bench.state(OTHER_SLOT) is FeedState.LIVE)
+    assert bench.state() is FeedState.RECOVERING
+    bench.pump.close()
+
+
+async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_again_after_a_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    await bench.join(OTHER, OTHER_SLOT)
+    bench.pump.on_batch(batch(0, stored(0, 3), rank=OTHER))
+    await bench.join()
+    bench.pump.set_total_blocks(SLOT, 2 * STEP_BLOCKS)
+    bench.pump.on_batch(batch(0, stored(0, 3)))
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (stored_run(1, N_BLOCKS),)))
+    most = 0
+    while bench.state() is not FeedState.OVER_LIMIT:
+        most = max(most, bench.index.held(SLOT))
+        await asyncio.sleep(0)
+    assert most <= (2 * 2 + 2) * STEP_BLOCKS, "not much beyond twice what its card says"
+    assert bench.overlap() == [0, 3]
+    assert bench.index.held(SLOT) == 0
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(2), (stored_run(1, 5),)))
+    assert (bench.index.held(SLOT), bench.state()) == (0, FeedState.OVER_LIMIT)
+    asked = len(bench.subscriber.snapshots)
+    now_s = asyncio.get_running_loop().time() + 61.0
+    monkeypatch.setattr(bench.pump, "_now_s", lambda: now_s)
+    (entrance_there,) = (each for each in bench.pump._entrances.values() if each.slot == SLOT)
+    bench.pump._timed_out(entrance_there)
+    await until(lambda: len(bench.subscriber.snapshots) > asked)
+    snapshot = KvSnapshot(RANK, EPOCH, EventId(3), ())
+    bench.subscriber.snapshots[-1][1].set_result(snapshot)
+    await until(lambda: bench.state() is FeedState.LIVE)
+    bench.pump.close()
+
+
+async def test_what_waits_for_the_index_is_bounded_in_blocks_too() -> None:
+    waiting = entrance.Waiting()
+    large = KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 200_000),))
+    n_kept = sum(waiting.add(large) for _ in range(60))
+    assert 1 <= n_kept <= 5

@@ -163,6 +163,7 @@ async def test_what_is_not_known_for_sure_is_not_compared() -> None:
     async with open_house(card(1), card(2), card(3), script=says("ok", cached=32)) as house:
         house.bench.discovery.put(msgspec.structs.replace(card(1), cache_is_partial=True))
         lost = KvBatch(WorkerRank(WorkerId(2), DpRank(0)), Epoch(1), EventId(9), ())
+        house.bench.events.silent.add(lost.rank)
         house.bench.events.batch(lost)
         for worker_id in (1, 2, 3):
             await house.complete([5] * 40, nvext={"worker_id": worker_id})

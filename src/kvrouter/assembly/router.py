@@ -113,5 +113,6 @@ def _cache_view(config: KvRouterConfig, subscriber: EventSubscriber, observed: M
     )
     if config.kv_events:
         index = BlockIndex()
-        return EventCacheView(index, EventPump(index, subscriber, observed), predicted)
+        pump = EventPump(index, subscriber, observed, rank_blocks_max=config.router_rank_blocks_max)
+        return EventCacheView(index, pump, predicted)
     return PredictedCacheView(predicted)

@@ -249,6 +249,20 @@ class KvRouterConfig(Section):
     ] = 2**20
     """How many predicted blocks are kept; above, the least recently used are pruned."""
 
+    router_rank_blocks_max: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--router-rank-blocks-max",
+            variable="KVROUTER_ROUTER_RANK_BLOCKS_MAX",
+            group=Group.CACHE,
+            unit="blocks",
+        ),
+    ] = 2**24
+    """How many blocks are believed of one rank in one medium, from its KV events. Where its worker's card
+    tells how many blocks it has, twice as many are believed on the GPU and 64 times as many in each other
+    medium, at most this. A rank that tells of more is emptied, scores nothing (``over_limit``) and is asked
+    again after a minute."""
+
     router_prune_target_ratio: Annotated[
         Annotated[Finite, Interval(gt=0, le=1)],
         Setting(

@@ -65,11 +65,18 @@ class Removed(msgspec.Struct, frozen=True, tag="removed"):
     engine_hashes: HashColumn
     medium: Medium = Medium.GPU
 
+    @property
+    def n_blocks(self) -> int:
+        """How many removals are listed."""
+        return count_hashes(self.engine_hashes)
+
 
 class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
     """Every block of this worker rank is gone, in every medium."""
 
     kind: ClassVar[EventKind] = EventKind.CLEARED
+
+    n_blocks: ClassVar[int] = 0
 
 
 class Held(msgspec.Struct, frozen=True, tag="held"):
@@ -100,6 +107,9 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
 KvEvent = Stored | Removed | Cleared
 
+WEIGHT_BLOCKS = 128
+"""So many blocks weigh as much as an event: a limit of 8,192 events is one of a million blocks, 16 MiB."""
+
 
 class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker rank publishes at once: event ``i`` has the id ``first_event_id + i``.
@@ -121,6 +131,13 @@ class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     def next_event_id(self) -> EventId:
         """The id that follows this batch."""
         return EventId(self.first_event_id + len(self.events))
+
+    @property
+    def weight(self) -> int:
+        """What the batch counts where batches wait: as its events, as one without any, and as an event for
+        each :data:`WEIGHT_BLOCKS` blocks where that is more.
+        """
+        return max(1, len(self.events), sum(event.n_blocks for event in self.events) // WEIGHT_BLOCKS)
 
 
 class KvSnapshot(msgspec.Struct, frozen=True):

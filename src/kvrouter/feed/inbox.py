@@ -39,7 +39,7 @@ class _Shelf:
 
 
 class Inbox:
-    """Holds batches up to ``events_max`` events. Full: only the highest batch of each epoch stays.
+    """Holds batches that weigh up to ``events_max`` events. Full: only the highest batch of each epoch stays.
 
     The highest ids are what must not be forgotten: they tell how far a recovery has to reach.
     """
@@ -88,7 +88,7 @@ class Inbox:
         if _covers(shelf.batches[max(0, at - 1) : at + 1], batch):
             return Added.REPEATED
         shelf.batches.insert(at, batch)
-        self._events += _weight(batch)
+        self._events += batch.weight
         if self._events > self._events_max:
             self._keep_highest()
             return Added.KEPT_AND_FULL
@@ -181,16 +181,11 @@ class Inbox:
             shelf.batches = [highest]
 
     def _forget(self, batches: Iterable[KvBatch]) -> None:
-        self._events -= sum(map(_weight, batches))
+        self._events -= sum(batch.weight for batch in batches)
 
 
 def _first_id(batch: KvBatch) -> EventId:
     return batch.first_event_id
-
-
-def _weight(batch: KvBatch) -> int:
-    # An empty batch, which only tells how far ids have come, counts as one event.
-    return max(1, len(batch.events))
 
 
 def _covers(neighbours: Iterable[KvBatch], batch: KvBatch) -> bool:

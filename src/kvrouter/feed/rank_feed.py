@@ -13,6 +13,9 @@
 Missing stores cost a cache hit; a missing removal sends requests to blocks that are gone. So nothing scores
 while events are missing, and when they are lost for good every block is dropped before the feed scores again.
 
+A rank that tells of more blocks than its worker can hold is in none of these: ``OVER_LIMIT``, emptied, from
+any state, and recovering again after a rest.
+
 Batches of a rank may be lost, repeated and reordered, also over a restart of the worker. Epochs have no
 order of their own, so a batch of another epoch is only a suspicion: the worker's snapshot, or discovery,
 decides.
@@ -34,6 +37,7 @@ from kvrouter.feed.words import (
     Input,
     NewEpoch,
     Orphaned,
+    Overfilled,
     RangeAnswer,
     SnapshotAnswer,
     Ticked,
@@ -62,7 +66,7 @@ class RankFeed:
     @property
     def scores(self) -> bool:
         """Whether the rank's blocks count as overlap now."""
-        return self._track.state is not FeedState.RECOVERING
+        return self._track.state in (FeedState.LIVE, FeedState.PARTIAL)
 
     @property
     def epoch(self) -> Epoch | None:
@@ -85,7 +89,7 @@ class RankFeed:
         track = self._track
         if track.ask is not None:
             return track.ask.due_s
-        return track.retry_s if track.state is FeedState.PARTIAL else None
+        return track.retry_s if track.state in (FeedState.PARTIAL, FeedState.OVER_LIMIT) else None
 
     def on_batch(self, batch: KvBatch, *, now_s: float) -> list[Command]:
         """A batch arrived. An empty one tells how far the ids have come: it reveals a lost tail."""
@@ -119,6 +123,10 @@ class RankFeed:
     def on_contradiction(self, *, now_s: float) -> list[Command]:
         """A heartbeat tells of another number of blocks than the index has at the same id."""
         return self._handle(Orphaned(FeedCount.CONTRADICTIONS), now_s)
+
+    def on_overfilled(self, *, now_s: float) -> list[Command]:
+        """The index has more blocks of the rank than its worker can hold."""
+        return self._handle(Overfilled(), now_s)
 
     def on_timeout(self, *, now_s: float) -> list[Command]:
         """Time passed; harmless when nothing is due."""
@@ -261,6 +269,16 @@ def _orphan_partial(track: Track, event: Orphaned) -> None:
     track.count(event.count)
 
 
+def _overfilled(track: Track, _event: Overfilled) -> None:
+    track.rest_over_limit()
+
+
+def _tick_over_limit(track: Track, _event: Ticked) -> None:
+    if track.now_s >= track.retry_s:
+        track.state = FeedState.RECOVERING
+        track.ask_snapshot()
+
+
 def _tick_recovering(track: Track, _event: Ticked) -> None:
     if track.ask is None or not track.is_ask_overdue():
         return
@@ -302,4 +320,14 @@ TABLE: Mapping[tuple[FeedState, type[Input]], _Row] = {
     (FeedState.PARTIAL, NewEpoch): _new_epoch,
     (FeedState.PARTIAL, Orphaned): _orphan_partial,
     (FeedState.PARTIAL, Ticked): _tick_partial,
+    (FeedState.LIVE, Overfilled): _overfilled,
+    (FeedState.RECOVERING, Overfilled): _overfilled,
+    (FeedState.PARTIAL, Overfilled): _overfilled,
+    (FeedState.OVER_LIMIT, Overfilled): _ignore,
+    (FeedState.OVER_LIMIT, KvBatch): _ignore,
+    (FeedState.OVER_LIMIT, RangeAnswer): _answer_useless,
+    (FeedState.OVER_LIMIT, SnapshotAnswer): _answer_useless,
+    (FeedState.OVER_LIMIT, NewEpoch): _new_epoch,
+    (FeedState.OVER_LIMIT, Orphaned): _orphan_partial,
+    (FeedState.OVER_LIMIT, Ticked): _tick_over_limit,
 }

@@ -167,6 +167,17 @@ class Track:
         self.inbox.clear()
         self.ask_snapshot()
 
+    def rest_over_limit(self) -> None:
+        """Drop everything of a rank that told of too much, and leave it alone for a while."""
+        self.count(FeedCount.OVER_LIMIT)
+        self.out.append(Empty())
+        self.inbox.clear()
+        self.ask = None
+        self.next_event_id = EventId(0)
+        self.is_complete, self.is_orphaned = False, True
+        self.state = FeedState.OVER_LIMIT
+        self.retry_s = self.now_s + self.limits.over_limit_rest_s
+
     def can_carry_on(self) -> bool:
         """Whether the inbox mends everything by itself, so that no answer is needed."""
         return (

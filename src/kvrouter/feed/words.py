@@ -13,12 +13,14 @@ class FeedState(Enum):
     ``LIVE``: exactly what the worker rank held at the last applied event. ``RECOVERING``: events are
     missing, a removal may be among them, so nothing counts as overlap until an answer comes. ``PARTIAL``:
     the missing events are lost for good; the blocks were dropped, and those stored since are held for
-    certain: a lower bound.
+    certain: a lower bound. ``OVER_LIMIT``: it told of more blocks than its worker can hold. They were
+    dropped, it is not listened to, and after a while it is asked for all that it holds.
     """
 
     LIVE = auto()
     RECOVERING = auto()
     PARTIAL = auto()
+    OVER_LIMIT = auto()
 
 
 class FeedCount(StrEnum):
@@ -38,6 +40,7 @@ class FeedCount(StrEnum):
     ORPHANS = "orphans"
     DOUBTS = "doubts"
     CONTRADICTIONS = "contradictions"
+    OVER_LIMIT = "over_limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,8 @@ class FeedLimits:
     ``snapshot_retry_s``: how long a partial feed waits before it asks again, and the least time between two
     snapshots for orphans. ``epochs_max``: how many ended epochs are remembered, and how many unconfirmed ones
     are kept apart. ``behind_s``: a worker whose heartbeats name ids below what was applied for so long never
-    published all of that; less than the time between two heartbeats.
+    published all of that; less than the time between two heartbeats. ``over_limit_rest_s``: how long a rank
+    that told of too many blocks is not listened to.
     """
 
     inbox_events_max: int = 8192
@@ -61,6 +65,7 @@ class FeedLimits:
     snapshot_retry_s: float = 10.0
     epochs_max: int = 8
     behind_s: float = 4.0
+    over_limit_rest_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,12 @@ class Ticked:
     """Time passed; see ``RankFeed.next_timeout_s``."""
 
 
-Input = KvBatch | RangeAnswer | SnapshotAnswer | NewEpoch | Orphaned | Ticked
+@dataclass(frozen=True, slots=True)
+class Overfilled:
+    """The index has more blocks of the rank than its worker can hold."""
+
+
+Input = KvBatch | RangeAnswer | SnapshotAnswer | NewEpoch | Orphaned | Overfilled | Ticked
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ class CacheView(Protocol):
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """A worker rank that publishes KV events is at the slot."""
 
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+        """So many blocks the slot's rank can hold, by its card; None where that does not tell."""
+
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone, and its cache with it."""
 
@@ -60,6 +63,9 @@ class NoCacheView:
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Nothing to ask."""
+
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+        """Nothing is held."""
 
     def freed(self, slot: Slot) -> None:
         """Nothing to forget."""
@@ -111,6 +117,10 @@ class EventCacheView:
         """Its feed begins."""
         self.pump.joined(rank, slot, epoch)
 
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+        """Of more than that nothing is believed."""
+        self.pump.set_total_blocks(slot, total_blocks)
+
     def freed(self, slot: Slot) -> None:
         """The pump drops the slot's blocks with its feed."""
         self.pump.freed(slot)
@@ -158,6 +168,9 @@ class PredictedCacheView:
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Events are not followed."""
+
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+        """What is predicted has a limit of its own."""
 
     def freed(self, slot: Slot) -> None:
         """Forget the slot."""

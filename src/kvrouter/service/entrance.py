@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvrouter.core.events import KvBatch
+from kvrouter.core.events import KvBatch, Medium
 from kvrouter.core.ids import Slot
 from kvrouter.feed.rank_feed import RankFeed
 from kvrouter.feed.words import FeedState
@@ -16,7 +16,7 @@ feed sees a gap.
 
 
 class Waiting:
-    """Batches in the order of arrival, of so many events at most; an empty batch counts as one event."""
+    """Batches in the order of arrival, which weigh as much as so many events at most."""
 
     __slots__ = ("_batches", "_n_events")
 
@@ -29,7 +29,7 @@ class Waiting:
 
     def add(self, batch: KvBatch) -> bool:
         """Keep ``batch``; False where there is no room for it."""
-        n_events = self._n_events + max(1, len(batch.events))
+        n_events = self._n_events + batch.weight
         if n_events > WAITING_EVENTS_MAX:
             return False
         self._batches.append(batch)
@@ -39,8 +39,40 @@ class Waiting:
     def take(self) -> KvBatch:
         """Take out the one that waits for longest."""
         batch = self._batches.popleft()
-        self._n_events -= max(1, len(batch.events))
+        self._n_events -= batch.weight
         return batch
+
+
+GPU_SLACK = 2
+"""An engine may count its blocks otherwise than its events: so many times what its card says are believed."""
+
+OTHER_MEDIA_SLACK = 64
+"""No card tells what fits into host memory or on a disk: so many times what the GPU holds is believed."""
+
+CAPACITY_MIN_BLOCKS = 2048
+"""As much is believed of any rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most blocks that a rank can hold, on its GPU and in each other medium."""
+
+    gpu: int
+    other: int
+
+    @classmethod
+    def of(cls, total_blocks: int | None, *, blocks_max: int) -> "Capacity":
+        """By what its card says of its GPU; ``blocks_max`` holds in any case."""
+        if total_blocks is None:
+            return cls(blocks_max, blocks_max)
+        return cls(
+            min(blocks_max, max(CAPACITY_MIN_BLOCKS, GPU_SLACK * total_blocks)),
+            min(blocks_max, max(CAPACITY_MIN_BLOCKS, OTHER_MEDIA_SLACK * total_blocks)),
+        )
+
+    def holds(self, medium: Medium) -> int:
+        """The most blocks in the medium."""
+        return self.gpu if medium is Medium.GPU else self.other
 
 
 @dataclass(slots=True)
@@ -48,8 +80,9 @@ class Entrance:
     """One rank's feed, and what runs for it.
 
     ``idle`` is set unless the index is at work for the rank: then the feed is handed nothing, and batches
-    wait. ``is_behind``: the index is not yet where the feed is, so nothing of it scores. ``is_scoring``: what
-    the pump's mask says.
+    wait. ``capacity``: what the rank can hold, by its card; of what was stored ``unchecked_blocks`` were not
+    compared with it. ``is_behind``: the index is not yet where the feed is, so nothing of it scores.
+    ``is_scoring``: what the pump's mask says.
     """
 
     feed: RankFeed
@@ -65,6 +98,8 @@ class Entrance:
     is_behind: bool = False
     is_scoring: bool = False
     waiting: Waiting = field(default_factory=Waiting)
+    capacity: "Capacity | None" = None
+    unchecked_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.idle.set()

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,14 +26,27 @@ from kvrouter.feed.words import (
 )
 from kvrouter.index.port import Applied, BlockIndex
 from kvrouter.planes.events.port import EventSubscriber
-from kvrouter.service.entrance import Entrance
-from kvrouter.service.index_work import STEP_EVENTS, IndexWork, Steps, apply, empty, is_short, listed, place
+from kvrouter.service.entrance import Capacity, Entrance
+from kvrouter.service.index_work import (
+    STEP_BLOCKS,
+    STEP_EVENTS,
+    IndexWork,
+    Steps,
+    apply,
+    empty,
+    is_short,
+    listed,
+    place,
+)
 from kvrouter.service.observed import ModelObserved
 
 T = TypeVar("T")
 
 SILENT_AFTER_S = 15.0
 """A rank that was not heard for this long publishes no events: workers send heartbeats every 5 s."""
+
+RANK_BLOCKS_MAX = 1 << 24
+"""The most blocks that are believed of one rank in one medium, whatever its card says."""
 
 SNAPSHOTS_ASKED_MAX = 32
 """Workers that are asked for their whole state at once; the next is asked when the index has an answer."""
@@ -56,11 +70,20 @@ class EventPump:
     """Feeds one model's index. Runs on the event loop; nothing here waits for a request, and a request waits
     for one step of it at most, however much a rank holds.
 
-    ``scores`` tells per slot whether its blocks count now: a rank whose feed recovers scores nothing.
+    ``scores`` tells per slot whether its blocks count now: a rank whose feed recovers scores nothing. One
+    that tells of more blocks than its card's with some slack, or than ``rank_blocks_max``, is emptied.
     """
 
-    def __init__(self, index: BlockIndex, subscriber: EventSubscriber, observed: ModelObserved) -> None:
+    def __init__(
+        self,
+        index: BlockIndex,
+        subscriber: EventSubscriber,
+        observed: ModelObserved,
+        *,
+        rank_blocks_max: int = RANK_BLOCKS_MAX,
+    ) -> None:
         self._index = index
+        self._rank_blocks_max = rank_blocks_max
         self._subscriber = subscriber
         self._observed = observed
         self._work = IndexWork(self._caught_up, self._fell_behind)
@@ -114,6 +137,12 @@ class EventPump:
         self._silent += 1
         self._watch_silence()
         self._run(entrance, self._begin(entrance, epoch))
+
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+        """So many blocks the rank at the slot can hold on its GPU, by its card; None: that does not tell."""
+        entrance = self._by_slot.get(slot)
+        if entrance is not None:
+            entrance.capacity = Capacity.of(total_blocks, blocks_max=self._rank_blocks_max)
 
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: its blocks go, and so does what runs for it."""
@@ -226,10 +255,10 @@ class EventPump:
 
     def _carry_out(self, entrance: Entrance, commands: list[Command]) -> Steps:
         """Do what the feed said, then hand it what waits."""
-        slot, note = entrance.slot, self._observed.events_applied
+        slot = entrance.slot
         n_events = 0
         while True:
-            orphaned = 0
+            orphaned, is_overfilled = 0, False
             for command in commands:
                 match command:
                     case Apply(events):
@@ -239,13 +268,23 @@ class EventPump:
                             orphaned += yield from self._apply_in_steps(entrance, events)
                     case Empty():
                         yield from empty(self._index, slot, _let_go)
+                        entrance.unchecked_blocks = 0
                     case Load(snapshot):
-                        yield from empty(self._index, slot, note)
-                        yield from place(self._index, slot, snapshot.events, note)
+                        yield from empty(self._index, slot, self._observed.events_applied)
+                        entrance.unchecked_blocks = 0
+                        yield from self._until_full(entrance, self._placing(entrance, snapshot.events))
                     case AskRange() | AskSnapshot():
                         self._ask(entrance, command)
                     case Count(name, n):
                         self._observed.feed_counted(name, n)
+                if self._is_overfilled(entrance):
+                    is_overfilled = True
+                    break
+            if is_overfilled:
+                self._observed.kv_events_over_limit(entrance.feed.rank, self._held(entrance))
+                entrance.unchecked_blocks = 0
+                commands = entrance.feed.on_overfilled(now_s=self._now_s())
+                continue
             if orphaned:
                 commands = entrance.feed.on_orphan(now_s=self._now_s())
                 continue
@@ -255,7 +294,7 @@ class EventPump:
                 yield
                 n_events = 0
             batch = entrance.waiting.take()
-            n_events += 1 + len(batch.events)
+            n_events += 1 + batch.weight
             commands = self._taken(entrance, batch)
 
     def _taken(self, entrance: Entrance, batch: KvBatch) -> list[Command]:
@@ -277,8 +316,35 @@ class EventPump:
         except ValueError as error:  # nothing of it was applied: as unknown as after a lost parent
             self._observed.mistaken_events(entrance.feed.rank, str(error))
             return 1
-        self._observed.events_applied(applied)
+        self._note(entrance, applied)
         return applied.orphaned
+
+    def _note(self, entrance: Entrance, applied: Applied) -> None:
+        entrance.unchecked_blocks += applied.stored
+        self._observed.events_applied(applied)
+
+    def _placing(self, entrance: Entrance, held: Sequence[Held]) -> Steps:
+        return place(self._index, entrance.slot, held, partial(self._note, entrance))
+
+    def _until_full(self, entrance: Entrance, steps: Steps) -> Steps:
+        """Take the steps, and no more of them once the rank has more blocks than it can hold."""
+        for _ in steps:
+            if self._is_overfilled(entrance):
+                return
+            yield
+
+    def _is_overfilled(self, entrance: Entrance) -> bool:
+        """Whether the index has more of the rank than its worker can hold. Looked at seldom, so that it costs
+        nothing beside what is stored meanwhile.
+        """
+        capacity = entrance.capacity
+        if capacity is None or entrance.unchecked_blocks < STEP_BLOCKS // 2:
+            return False
+        held = {medium: self._index.held(entrance.slot, medium) for medium in Medium}
+        if any(n_blocks > capacity.holds(medium) for medium, n_blocks in held.items()):
+            return True
+        entrance.unchecked_blocks = 0
+        return False
 
     def _apply_in_steps(self, entrance: Entrance, events: tuple[KvEvent, ...]) -> Generator[None, None, int]:
         orphaned = 0
@@ -286,10 +352,10 @@ class EventPump:
         def note(applied: Applied) -> None:
             nonlocal orphaned
             orphaned += applied.orphaned
-            self._observed.events_applied(applied)
+            self._note(entrance, applied)
 
         try:
-            yield from apply(self._index, entrance.slot, events, note)
+            yield from self._until_full(entrance, apply(self._index, entrance.slot, events, note))
         except ValueError as error:
             self._observed.mistaken_events(entrance.feed.rank, str(error))
             return 1

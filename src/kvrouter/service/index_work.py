@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
-from kvrouter.core.columns import HASH_BYTES
-from kvrouter.core.events import Cleared, Held, KvEvent
-from kvrouter.core.ids import Slot
+from kvrouter.core.columns import HASH_BYTES, unpack_hashes
+from kvrouter.core.events import Cleared, Held, KvEvent, Removed, Stored
+from kvrouter.core.ids import EngineHash, Slot
 from kvrouter.index.port import Applied, BlockIndex
 
 STEP_BLOCKS = 2048
@@ -21,7 +21,7 @@ Note = Callable[[Applied], None]
 
 
 class IndexWork:
-    """Does the work for many slots one after another: one step, for one slot, in a turn of the event loop.
+    """Does the work for many slots in turn: one step, for one slot, in a turn of the event loop.
 
     However many ranks have to be learned or forgotten at once, the event loop comes round after each step.
     """
@@ -61,13 +61,15 @@ class IndexWork:
             self._turn = asyncio.get_running_loop().call_soon(self._step)
 
     def _step(self) -> None:
-        """One step for the slot that waits for longest."""
+        """One step for the slot whose last step was the longest ago: none waits for another's end."""
         self._turn = None
         slot = next(iter(self._jobs), None)
         if slot is None:
             return
+        steps = self._jobs.pop(slot)
+        self._jobs[slot] = steps
         try:
-            for _ in self._jobs[slot]:
+            for _ in steps:
                 self._go_on()
                 return
         except Exception:
@@ -106,24 +108,31 @@ def place(index: BlockIndex, slot: Slot, held: Sequence[Held], note: Note) -> St
 
 def is_short(events: Sequence[KvEvent]) -> bool:
     """Whether one step is enough to apply the events."""
-    return len(events) <= STEP_EVENTS and Cleared not in map(type, events)
+    if len(events) > STEP_EVENTS or Cleared in map(type, events):
+        return False
+    return sum(event.n_blocks for event in events) <= STEP_BLOCKS
 
 
 def apply(index: BlockIndex, slot: Slot, events: Sequence[KvEvent], note: Note) -> Steps:
     """Apply the events of one rank, in order. Raises ValueError where they are malformed: what came before is
     applied, in part.
     """
-    first = 0
-    for at, event in enumerate(events):
+    step: list[KvEvent] = []
+    n_blocks = 0
+    for event in events:
         if isinstance(event, Cleared):
-            note(index.apply(slot, events[first:at]))
+            note(index.apply(slot, step))
             yield from empty(index, slot, note)
-            first = at + 1
-        elif at - first >= STEP_EVENTS:
-            note(index.apply(slot, events[first:at]))
-            yield
-            first = at
-    note(index.apply(slot, events[first:]))
+            step, n_blocks = [], 0
+            continue
+        for part in _parts_of(event):
+            if len(step) >= STEP_EVENTS or n_blocks + part.n_blocks > STEP_BLOCKS:
+                note(index.apply(slot, step))
+                yield
+                step, n_blocks = [], 0
+            step.append(part)
+            n_blocks += part.n_blocks
+    note(index.apply(slot, step))
 
 
 def listed(index: BlockIndex, slot: Slot, held: list[Held]) -> Steps:
@@ -139,8 +148,27 @@ def listed(index: BlockIndex, slot: Slot, held: list[Held]) -> Steps:
 
 
 def _parts(held: Sequence[Held]) -> Iterator[Held]:
-    step_bytes = STEP_BLOCKS * HASH_BYTES
     for event in held:
-        for begin in range(0, len(event.engine_hashes), step_bytes):
-            part = slice(begin, begin + step_bytes)
+        for part in _slices(event):
             yield Held(event.engine_hashes[part], event.sequence_hashes[part], event.medium)
+
+
+def _parts_of(event: Stored | Removed) -> Iterator[Stored | Removed]:
+    """Yield the event as several that follow each other, of a step's blocks each."""
+    if event.n_blocks <= STEP_BLOCKS:
+        yield event
+        return
+    if isinstance(event, Removed):
+        for part in _slices(event):
+            yield Removed(event.engine_hashes[part], event.medium)
+        return
+    parent = event.parent
+    for part in _slices(event):
+        stored = Stored(parent, event.engine_hashes[part], event.block_hashes[part], event.medium)
+        yield stored
+        parent = EngineHash(unpack_hashes(stored.engine_hashes[-HASH_BYTES:])[0])
+
+
+def _slices(event: Held | Stored | Removed) -> Iterator[slice]:
+    step_bytes = STEP_BLOCKS * HASH_BYTES
+    return (slice(begin, begin + step_bytes) for begin in range(0, len(event.engine_hashes), step_bytes))

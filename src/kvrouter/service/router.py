@@ -246,6 +246,10 @@ class RouterService:
             rank = model.fleet.rank_at(slot)
             if rank is not None:
                 model.cache.joined(rank, slot, card.incarnation)
+        for rank in card.ranks():
+            at = model.fleet.slot_of(rank)
+            if at is not None:
+                model.cache.set_total_blocks(at, card.runtime_config.total_kv_blocks)
 
     def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
         name = self._model_of.get(worker_id)

@@ -73,6 +73,7 @@ class Event(StrEnum):
     INDEX_STORED = "index_stored"
     INDEX_NOT_STORED = "index_not_stored"
     EVENTS_MISTAKEN = "events_mistaken"
+    KV_EVENTS_OVER_LIMIT = "kv_events_over_limit"
     INDEX_WRONG = "index_wrong"
     KV_TRANSFER_SLOW = "kv_transfer_slow"
     KV_TRANSFER_WELL = "kv_transfer_well"
@@ -328,6 +329,11 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.EVENTS_MISTAKEN: EventSpec(
         logging.WARNING, "A rank's KV events do not make sense; what it holds is asked for."
+    ),
+    Event.KV_EVENTS_OVER_LIMIT: EventSpec(
+        logging.WARNING,
+        "A rank told of more KV blocks than its worker can hold: nothing that it says counts for a minute, "
+        "then it is asked for all of it.",
     ),
     Event.INDEX_WRONG: EventSpec(
         logging.WARNING,

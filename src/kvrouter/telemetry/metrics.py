@@ -212,7 +212,8 @@ class Telemetry(MetricsPage):
 
     feed_state = gauge(
         "kvrouter_feed_state",
-        "1 for the state that a rank's event stream is in: live, recovering, partial or none.",
+        "1 for the state that a rank's event stream is in: live, recovering, partial, over_limit "
+        "(it told of more blocks than its worker can hold) or none.",
         "worker",
         "dp_rank",
         "state",
