@@ -30,7 +30,7 @@ test: setup ## Run every test that needs no network
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
 
-test-hostile: setup ## Bodies, uploads, strangers and liars at real processes: minutes
+test-hostile: setup ## Hostile clients, strangers and liars against real processes: minutes
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/hostile
 
 test-engines: setup ## Install real engines outside the project and run them: minutes, gigabytes
