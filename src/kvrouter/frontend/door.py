@@ -1,6 +1,7 @@
 """A door: one handler for an HTTP server, over a few calls of its own and pages for all the rest."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,6 +14,9 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
 from kvrouter.frontend.http import AsgiBridge, Handler, HttpServer, Limits, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
+
+_ErrorOf: TypeAlias = Callable[[PageRequest, Exception], KvrouterError]
+_Answer: TypeAlias = Callable[[PageRequest, Exception], Awaitable[Response]]
 
 
 class Door:
@@ -31,7 +35,7 @@ class Door:
         observed: FrontObserved,
     ) -> None:
         self.observed = observed
-        self.pages = _page_app(list(routes))
+        self.pages = _page_app(list(routes), observed)
         self._settings = settings
         self._calls = calls
         self._bridge = AsgiBridge(self.pages)
@@ -59,7 +63,7 @@ class Door:
             low_water_bytes=settings.write_low_water_bytes,
             overflow_bytes=settings.write_overflow_bytes,
         )
-        return HttpServer(self, limits, observer=self.observed.http)
+        return HttpServer(self, limits, observer=self.observed.http, on_error=self.observed.error_answered)
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Answer one request."""
@@ -70,43 +74,46 @@ class Door:
             await call(request, responder)
         else:
             error = MethodNotAllowed(f"{request.path} takes POST, not {request.method}", allow="POST")
+            self.observed.failed(error)
             await responder.send(error.status_hint, error_headers(error), error_body(error))
 
 
-def _page_app(routes: list[Route]) -> Starlette:
+def _page_app(routes: list[Route], observed: FrontObserved) -> Starlette:
+    def answering(error_of: _ErrorOf) -> _Answer:
+        async def answer(request: PageRequest, exc: Exception) -> Response:
+            error = error_of(request, exc)
+            observed.failed(error)
+            headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+            return Response(error_body(error), error.status_hint, headers=headers)
+
+        return answer
+
     app = Starlette(
         routes=routes,
         exception_handlers={
-            HTTPException: _on_http_exception,
-            KvrouterError: _on_error,
-            Exception: _on_mistake,
+            HTTPException: answering(_of_http_exception),
+            KvrouterError: answering(_of_ours),
+            Exception: answering(_of_mistake),
         },
     )
     app.router.redirect_slashes = False  # a path is one page, not two
     return app
 
 
-async def _on_http_exception(request: PageRequest, exc: Exception) -> Response:
+def _of_http_exception(request: PageRequest, exc: Exception) -> KvrouterError:
     """What Starlette itself raises: a path or a method that is not there."""
     if isinstance(exc, HTTPException) and exc.status_code == 405:
         allow = (exc.headers or {}).get("Allow", "")
-        return _error_page(
-            MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}", allow=allow)
-        )
-    return _error_page(UnknownPath(f"nothing is at {request.url.path}"))
+        return MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}", allow=allow)
+    return UnknownPath(f"nothing is at {request.url.path}")
 
 
-async def _on_error(_: PageRequest, exc: Exception) -> Response:
+def _of_ours(_: PageRequest, exc: Exception) -> KvrouterError:
     if not isinstance(exc, KvrouterError):
         raise exc
-    return _error_page(exc)
+    return exc
 
 
-async def _on_mistake(_: PageRequest, _exc: Exception) -> Response:
+def _of_mistake(_: PageRequest, _exc: Exception) -> KvrouterError:
     """A mistake of ours: its message may quote the prompt, so it stays inside."""
-    return _error_page(KvrouterError("the server failed to answer this request"))
-
-
-def _error_page(error: KvrouterError) -> Response:
-    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
-    return Response(error_body(error), error.status_hint, headers=headers)
+    return KvrouterError("the server failed to answer this request")

@@ -57,6 +57,7 @@ class GenerateRoutes:
         try:
             await self._serve(exchange, request.body, self._hall.wishes(request.headers))
         except KvrouterError as error:
+            self._observed.failed(error, model=exchange.model)
             exchange.fail(error)
         except (asyncio.CancelledError, Disconnected):
             if responder.disconnected is None:
@@ -69,13 +70,13 @@ class GenerateRoutes:
     async def _serve(self, exchange: Exchange, data: bytes, wishes: NvextReader) -> None:
         received_s = time.monotonic()
         body = await self._bodies.scan(data)
+        exchange.model = self._hall.model_in(body)
         if self._hall.passes(body):
             await self._serve_passed(exchange, body, wishes, received_s)
             return
         parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=wishes))
         call = parsed.call
         text = self._hall.text_of(call)
-        exchange.model = call.model
         matcher = StopMatcher(call.stops)
         generate = await self._hall.prepare(parsed, text, exchange.request_id)
         if call.nvext.asks_only:
@@ -96,7 +97,6 @@ class GenerateRoutes:
         passed = await self._bodies.parse(body, parse)
         call = passed.call
         text = self._hall.text_of(call)
-        exchange.model = self._hall.named(call.model).model
         generate = await self._hall.prepare_passed(passed, text, exchange.request_id)
         if call.nvext.asks_only:
             await answer_query(exchange, call, generate, self._service.explain(generate))

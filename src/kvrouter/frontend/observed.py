@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 
+from kvrouter.core.errors import KvrouterError
 from kvrouter.frontend.http import HttpEvent, HttpServer
 from kvrouter.telemetry import Event, Telemetry, log_event
 
@@ -29,6 +30,14 @@ class FrontObserved:
     def body_refused(self, bound: str) -> None:
         """A body held more than this bound allows."""
         self._telemetry.bodies_refused.inc(bound)
+
+    def failed(self, error: KvrouterError, *, model: str | None = None) -> None:
+        """One request was answered with this error, as a status or as the last event of its stream."""
+        self._telemetry.errors.inc(model or UNKNOWN_MODEL, error.code)
+
+    def error_answered(self, code: str) -> None:
+        """The HTTP server answered with an error by itself."""
+        self._telemetry.errors.inc(UNKNOWN_MODEL, code)
 
     def tokenized(self, *, model: str, seconds: float) -> None:
         """One prompt was templated and tokenized."""

@@ -90,6 +90,13 @@ class Hall:
             raise UnknownModel(f"model: {model!r} has workers, and no tokenizer here", param="model")
         return text
 
+    def model_in(self, body: ScannedBody) -> ModelName | None:
+        """Return the served model that a body names; None when it names none."""
+        try:
+            return self._service.model(self.named(model_of(body)).model).fleet.model
+        except (InvalidRequest, UnknownModel):
+            return None
+
     def passes(self, body: ScannedBody) -> bool:
         """Whether the call in ``body`` goes to its engine as it was written. Raises InvalidRequest."""
         models = tuple(self._service.models())

@@ -345,7 +345,6 @@ class ServiceObserved:
         if times.ended_s is not None:
             telemetry.request_duration.observe(times.ended_s - times.begun_s, model)
         if error is not None:
-            telemetry.errors.inc(model, error.code)
             if not isinstance(error, RoutingRefused):
                 _log_request(Event.REQUEST_FAILED, request, code=error.code, reason=error.message)
         elif not finished:

@@ -20,7 +20,7 @@ _WAIT_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0)
 class Telemetry(MetricsPage):
     """The metrics of one service, in a registry of its own.
 
-    Labels are given by position, in the order of the table. ``model`` is the name of a model that is served,
+    Labels are given by position, in the order of the table. `model` is the name of a model that is served,
     or ``unknown``: never what a client made up. ``worker`` is a worker id, ``domain`` a value of the transfer
     domain, or ``unknown`` or ``none``.
     """
@@ -36,7 +36,11 @@ class Telemetry(MetricsPage):
         "kvrouter_requests_active", "Requests that are being served: waiting, or streaming.", "model"
     )
     errors = counter(
-        "kvrouter_errors", "Requests that ended with an error, by the error's code.", "model", "code"
+        "kvrouter_errors",
+        "Requests that were answered with an error, whatever refused them, by the error's code. `model` is "
+        "`unknown` where the request names none that is served.",
+        "model",
+        "code",
     )
     cancellations = counter(
         "kvrouter_cancellations",

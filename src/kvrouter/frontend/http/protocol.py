@@ -93,6 +93,9 @@ class ServerSide(Protocol):
     def refused(self, fault: BadRequest) -> None:
         """Counts what is refused before any handler sees it, and logs it once in a while."""
 
+    def error_answered(self, code: str) -> None:
+        """Counts an error that was answered here, by its code."""
+
 
 class HttpProtocol(asyncio.Protocol):
     """The transport's other half, and the :class:`Wire` of its responders."""
@@ -345,6 +348,7 @@ class HttpProtocol(asyncio.Protocol):
                 message = "the server failed to answer this request"
                 body = error_body(message, error_type=KvrouterError.type, code=KvrouterError.code)
                 responder.answer(500, _JSON, body)
+                self._server.error_answered(KvrouterError.code)
         self._responder = None
         responder.release()
         if self._lost:

@@ -46,7 +46,11 @@ _LOGGED = {
 }
 
 
-def _observe_nothing(_: HttpEvent) -> None:
+ErrorObserver: TypeAlias = Callable[[str], None]
+"""Told the code of every error that the server answers by itself, before or after a handler."""
+
+
+def _observe_nothing(_: HttpEvent | str) -> None:
     pass
 
 
@@ -59,13 +63,19 @@ class HttpServer:
     """
 
     def __init__(
-        self, handler: Handler, limits: Limits | None = None, *, observer: Observer = _observe_nothing
+        self,
+        handler: Handler,
+        limits: Limits | None = None,
+        *,
+        observer: Observer = _observe_nothing,
+        on_error: ErrorObserver = _observe_nothing,
     ) -> None:
         self._handler = handler
         self._limits = Limits() if limits is None else limits
         self._observer = observer
         self._listeners: list[Listener] = []
         self._arriving: set[asyncio.Task[object]] = set()
+        self._on_error = on_error
         self._connections: set[HttpProtocol] = set()
         self._served = 0  # connections accepted and not refused, those that are not opened yet included
         self._refused_connections: set[HttpProtocol] = set()
@@ -198,9 +208,14 @@ class HttpServer:
         """Counts."""
         self._observer(event)
 
+    def error_answered(self, code: str) -> None:
+        """Counts an error that the server answers by itself."""
+        self._on_error(code)
+
     def refused(self, fault: BadRequest) -> None:
         """Counts what is refused before any handler sees it, and logs it once in a while."""
         self.observe(_COUNTED.get(fault.code, HttpEvent.BAD_REQUEST))
+        self.error_answered(fault.code)
         if self._throttle.allows(f"{fault.status} {fault.code} {fault.reason}"):
             event = _LOGGED.get(fault.code, LogEvent.HTTP_BAD_REQUEST)
             log_event(_log, event, status=fault.status, code=fault.code, reason=fault.reason)

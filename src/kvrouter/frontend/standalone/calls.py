@@ -71,6 +71,7 @@ class Calls:
             await responder.send(status, JSON_HEADERS, body)
         except KvrouterError as error:
             status = error.status_hint
+            self._observed.failed(error, model=call.model)
             responder.answer(status, error_headers(error), error_body(error))
         except (asyncio.CancelledError, Disconnected):
             if responder.disconnected is None:
@@ -83,7 +84,6 @@ class Calls:
         books = _books(call.request.query)
         wanted = await self._wanted(call)
         request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
-        call.model = request.model
         room = self._service.model(request.model)
         bootstrap: Bootstrap | None = None
         if books:
@@ -101,14 +101,15 @@ class Calls:
 
     async def _wanted(self, call: "_Call") -> Wanted:
         wishes = self._desk.wishes(call.request.headers)
-        return await self._bodies.read(call.request.body, partial(parse_route, nvext=wishes))
+        body = await self._bodies.scan(call.request.body)
+        call.model = self._desk.model_in(body)
+        return await self._bodies.parse(body, partial(parse_route, nvext=wishes))
 
     async def _prefill(self, call: "_Call") -> Json:
         if call.request.query:
             raise InvalidRequest("query: this route takes none", param="query")
         wanted = await self._wanted(call)
         request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
-        call.model = request.model
         room = self._service.model(request.model)
         return prefilled_json(request, room.fleet, await self._prefills.prefill(room, request))
 

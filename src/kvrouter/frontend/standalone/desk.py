@@ -6,11 +6,12 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
-from kvrouter.core.ids import RequestId
+from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.frontend.contradictions import refuse_contradictions
 from kvrouter.frontend.openai.nvext import Header, NvextReader
 from kvrouter.frontend.openai.parse import Call, CompletionCall
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.prepare import Hall, answer_tokens
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
 from kvrouter.frontend.standalone.bodies import Wanted
@@ -27,6 +28,10 @@ class Desk:
     def wishes(self, headers: Iterable[Header]) -> NvextReader:
         """What reads the wishes of a call that came with these headers."""
         return self._hall.wishes(headers)
+
+    def model_in(self, body: ScannedBody) -> ModelName | None:
+        """Return the served model that a body names; None when it names none."""
+        return self._hall.model_in(body)
 
     async def prepare(self, wanted: Wanted, request_id: RequestId) -> GenerateRequest:
         """Tokenize where that is needed, and check what can be checked before routing.
