@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.assembly.texts import MOCK_TOKENIZER, AnnouncedTexts
+from kvrouter.assembly.texts import AnnouncedTexts
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.source import MOCK_TOKENIZER
 from kvrouter.text.words import MOCK_FOLDER
 from tests.support.fleets import card
 

@@ -90,7 +90,7 @@ def test_the_workers_as_processes_are_those_that_the_file_describes(path: Path, 
     p, d0, d1, q = (run.spec for run in runs)
     assert (p.worker_id, p.at.url, p.at.role, p.at.api_key) == (3, "http://p:8000", Role.PREFILL, "k")
     assert (p.at.kv_events, p.at.kv_events_replay) == ("tcp://p:5557", "tcp://p:5657")
-    assert (p.at.block_size, p.at.context_length, p.tokenizer) == (32, 1024, path.parent)
+    assert (p.at.block_size, p.at.context_length, p.tokenizer) == (32, 1024, str(path.parent))
     assert p.runtime_config.topology_levels == ("zone", "rack")
     assert [each.at.url for each in (d0, d1)] == ["http://d:8", "http://e:8"]
     assert (q.at.publishes_kv_events, q.at.block_size, q.tokenizer) == (False, None, None)

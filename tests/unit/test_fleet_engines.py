@@ -250,7 +250,7 @@ async def test_a_tokenizer_folder_without_one_is_named(tmp_path: Path) -> None:
     async with scripted_engine() as engine:
         model = f"{{name: tiny, tokenizer: '{tmp_path}'}}"
         message = await refused(file_of(VLLM.format(url=engine.url), model=model))
-        assert message == f"models[0].tokenizer: {tmp_path} has no tokenizer.json"
+        assert message == f"models[0].tokenizer: {tmp_path} has no tokenizer.json here"
 
 
 async def down() -> ScriptedEngine:

@@ -19,15 +19,13 @@ from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.telemetry import Event, log_event
+from kvrouter.text.source import tokenizer_folder
 from kvrouter.worker import TopologyEnv, Worker, new_incarnation
 
 _log = logging.getLogger("kvrouter.up")
 
 TRIED_AGAIN_S = 10.0
 """How long after an engine was refused it is asked again: it may have been started anew as it should be."""
-
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ class EngineWorkers:
 
         Raises ConfigError where the engine contradicts what was said of it, or others of its model.
         """
-        self._check(said, attached)
+        await self._check(said, attached)
         self._engines[said.worker_id] = attached, said
         wires = AsyncExitStack()
         try:
@@ -132,21 +130,23 @@ class EngineWorkers:
             self._engines.pop(said.worker_id, None)
             await standing.wires.aclose()
 
-    def _check(self, said: SaidEngine, attached: Attached) -> None:
+    async def _check(self, said: SaidEngine, attached: Attached) -> None:
         if said.dp_size not in (None, attached.dp_size):
             raise said.mistake(
                 f"the engine has {attached.dp_size} data-parallel ranks, not {said.dp_size}: leave it out",
                 field="dp_size",
             )
         if self._folders is not None and attached.model not in self._folders:
-            folder = tokenizer_of(said.spec, attached)
-            if folder is None:
+            source = tokenizer_of(said.spec, attached)
+            if source is None:
                 raise said.mistake(
                     f"is required: the engine's own is {attached.tokenizer!r}, which is no folder here",
                     field="tokenizer",
                 )
-            if not (folder / TOKENIZER_FILE).is_file():
-                raise said.mistake(f"{folder} has no {TOKENIZER_FILE} here", field="tokenizer")
+            try:
+                await asyncio.to_thread(tokenizer_folder, source)
+            except ConfigError as error:
+                raise said.mistake(error.message, field="tokenizer") from error
         for other, its in self._engines.values():
             if other.model != attached.model or its.worker_id == said.worker_id:
                 continue

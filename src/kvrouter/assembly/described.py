@@ -6,7 +6,6 @@ from pathlib import Path
 from msgspec.structs import replace
 from pydantic import ValidationError
 
-from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.config import (
     AttachedEngineSpec,
     Document,
@@ -25,7 +24,8 @@ from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCar
 from kvrouter.mock import Links, MockConfig, Peer, Timing
 from kvrouter.text.encode_pool import EncodePool
 from kvrouter.text.model import TextModel
-from kvrouter.text.words import FIRST_WORD_ID, MOCK_FOLDER, mock_words
+from kvrouter.text.source import MOCK_TOKENIZER, tokenizer_folder
+from kvrouter.text.words import FIRST_WORD_ID, mock_words
 from kvrouter.topology import Link, LinkTable
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
 
@@ -53,25 +53,9 @@ def mock_engine(group: WorkerGroup) -> MockEngineSpec:
     return group.engine
 
 
-def tokenizer_folder(tokenizer: str) -> Path:
-    """The folder that a model's ``tokenizer`` stands for."""
-    return MOCK_FOLDER if tokenizer == MOCK_TOKENIZER else Path(tokenizer)
-
-
 def said_context_length(fleet: FleetFile, model: ModelSpec) -> int | None:
     """Tokens of prompt and answer together that the file says every engine of ``model`` takes."""
-    return model.mock_context_length if has_mocks(fleet, model) else model.context_length
-
-
-def said_folder(fleet: FleetFile, model: ModelSpec) -> Path | None:
-    """The folder that the file says ``model`` is tokenized with; None where its engines are asked."""
-    said = model.mock_tokenizer if has_mocks(fleet, model) else model.tokenizer
-    return None if said is None else tokenizer_folder(said)
-
-
-def has_mocks(fleet: FleetFile, model: ModelSpec) -> bool:
-    """Whether mock engines serve ``model``: what is not said of it is then what they have."""
-    return any(isinstance(group.engine, MockEngineSpec) for group in fleet.groups_of(model))
+    return model.mock_context_length if fleet.has_mocks(model) else model.context_length
 
 
 def tokenizer_folders(fleet: FleetFile) -> dict[ModelName, Path]:
@@ -79,13 +63,9 @@ def tokenizer_folders(fleet: FleetFile) -> dict[ModelName, Path]:
     folders: dict[ModelName, Path] = {}
     for position, model in enumerate(fleet.models):
         is_attached = any(isinstance(each.engine, AttachedEngineSpec) for each in fleet.groups_of(model))
-        folder = said_folder(fleet, model) if is_attached else None
-        if folder is None:
-            continue
-        if not (folder / "tokenizer.json").is_file():
-            field = f"models[{position}].tokenizer"
-            raise ConfigError(f"{field}: {folder} has no tokenizer.json", param=field)
-        folders[ModelName(model.name)] = folder
+        said = fleet.said_tokenizer(model) if is_attached else None
+        if said is not None:
+            folders[ModelName(model.name)] = _folder_of(said, position)
     return folders
 
 
@@ -96,13 +76,21 @@ def load_texts(fleet: FleetFile, pool: EncodePool) -> dict[ModelName, TextModel]
     served = {fleet.model_of(group).name for _, group in mock_workers(fleet)}
     return {
         ModelName(model.name): TextModel.load(
-            tokenizer_folder(model.mock_tokenizer),
+            _folder_of(model.mock_tokenizer, position),
             context_length_tokens=model.mock_context_length,
             pool=pool,
         )
-        for model in fleet.models
+        for position, model in enumerate(fleet.models)
         if model.name in served
     }
+
+
+def _folder_of(source: str, position: int) -> Path:
+    try:
+        return tokenizer_folder(source)
+    except ConfigError as error:
+        field = f"models[{position}].tokenizer"
+        raise ConfigError(f"{field}: {error.message}", param=field) from error
 
 
 def bootstraps(group: WorkerGroup) -> bool:

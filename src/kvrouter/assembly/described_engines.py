@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 from kvrouter.assembly.attach_words import EngineAt, EngineKind
 from kvrouter.assembly.described import (
-    has_mocks,
     numbered_workers,
     placed_config,
     said_context_length,
-    said_folder,
 )
 from kvrouter.assembly.engine_worker import EngineWorkerSpec
 from kvrouter.config import AttachedEngineSpec, FleetFile, WorkerGroup
@@ -54,7 +52,7 @@ def worker_spec(
             url=line.url,
             role=line.group.role,
             model=model.name,
-            block_size=model.mock_block_size if has_mocks(fleet, model) else model.block_size,
+            block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
             context_length=said_context_length(fleet, model),
             kv_events=line.engine.kv_events_endpoint,
             kv_events_replay=line.engine.kv_events_replay_endpoint,
@@ -63,7 +61,7 @@ def worker_spec(
             wait_s=wait_s,
         ),
         worker_id=line.worker_id,
-        tokenizer=said_folder(fleet, model),
+        tokenizer=fleet.said_tokenizer(model),
         runtime_config=placed_config(fleet, line.group),
     )
 

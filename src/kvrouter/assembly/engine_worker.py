@@ -20,6 +20,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
 from kvrouter.planes.discovery.port import GoneSink
+from kvrouter.text.source import is_repository, settled_source
 from kvrouter.worker import Worker, new_incarnation
 from kvrouter.worker.topology_env import parse_topology_env
 
@@ -33,7 +34,7 @@ class EngineWorkerSpec:
 
     at: EngineAt
     worker_id: WorkerId
-    tokenizer: Path | None
+    tokenizer: str | None
     runtime_config: ModelRuntimeConfig
     enable_local_indexer: bool = False
     is_standby: bool = False
@@ -123,7 +124,6 @@ def engine_card(
     here: str,
 ) -> WorkerCard:
     """What the worker publishes. ``here`` is the host under which others reach this one."""
-    tokenizer = tokenizer_of(spec, attached)
     return WorkerCard(
         worker_id=spec.worker_id,
         incarnation=incarnation,
@@ -139,7 +139,7 @@ def engine_card(
         serves=ModelType.Prefill if spec.at.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=attached.publishes_kv_events,
         event_source=event_source,
-        tokenizer=None if tokenizer is None else str(tokenizer.resolve()),
+        tokenizer=tokenizer_of(spec, attached),
         takes_calls=True,
         names=attached.names,
         engine=attached.version,
@@ -155,10 +155,15 @@ def engine_card(
     )
 
 
-def tokenizer_of(spec: EngineWorkerSpec, attached: Attached) -> Path | None:
-    """The folder here that the model is tokenized with: the one that was said, else the engine's own."""
-    own = Path(attached.tokenizer)
-    return spec.tokenizer or (own if own.is_dir() else None)
+def tokenizer_of(spec: EngineWorkerSpec, attached: Attached) -> str | None:
+    """What the model is tokenized with: what was said, else the engine's own, where that can be read here.
+
+    It is a folder of this host, or a Hugging Face repository.
+    """
+    own = attached.tokenizer
+    can_be_read = Path(own).is_dir() or is_repository(own)
+    source = spec.tokenizer or (own if can_be_read else None)
+    return None if source is None else settled_source(source)
 
 
 def _reached_at(engine_host: str, here: str) -> str:

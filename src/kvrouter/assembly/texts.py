@@ -13,10 +13,7 @@ from kvrouter.planes.discovery.port import Gone
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.encode_pool import EncodeLimits, EncodePool
 from kvrouter.text.model import TextModel
-from kvrouter.text.words import MOCK_FOLDER
-
-MOCK_TOKENIZER = "mock"
-"""The name of the tokenizer that ships with the package."""
+from kvrouter.text.source import tokenizer_folder
 
 TEXTS_MAX = 256
 """How many models one frontend holds tokenizers of."""
@@ -40,7 +37,8 @@ def encode_pool(front: FrontendSettings) -> EncodePool:
 class AnnouncedTexts(Mapping[ModelName, TextModel]):
     """Loads a model's tokenizer when its first worker is announced, off the event loop.
 
-    ``folders`` are this host's own, by model; without one the folder that the worker's card names is read.
+    ``folders`` are this host's own, by model; without one what the worker's card names is read: a folder, or
+    a Hugging Face repository.
     ``texts`` are loaded already.
     A model whose tokenizer cannot be loaded has workers and no text: its requests are refused, and the next
     announcement tries again.
@@ -82,9 +80,8 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         if folder is None and card.tokenizer is None:
             self._refuse(card, "its workers name no tokenizer: give its folder with --model-path")
             return
-        if folder is None:
-            folder = MOCK_FOLDER if card.tokenizer == MOCK_TOKENIZER else Path(str(card.tokenizer))
-        task = asyncio.get_running_loop().create_task(self._load(card, folder))
+        source = str(card.tokenizer if folder is None else folder)
+        task = asyncio.get_running_loop().create_task(self._load(card, source))
         self._loading[card.model] = task
 
     def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
@@ -104,15 +101,17 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         del self._texts[unused]
         return True
 
-    async def _load(self, card: WorkerCard, folder: Path) -> None:
+    async def _load(self, card: WorkerCard, source: str) -> None:
         try:
-            self._texts[card.model] = await asyncio.to_thread(
-                TextModel.load, folder, context_length_tokens=card.context_length, pool=self._pool
-            )
+            self._texts[card.model] = await asyncio.to_thread(self._read, card, source)
         except (KvrouterError, OSError, ValueError) as error:
-            self._refuse(card, f"{folder}: {error}")
+            self._refuse(card, f"{source}: {error}")
         finally:
             del self._loading[card.model]
+
+    def _read(self, card: WorkerCard, source: str) -> TextModel:
+        folder = tokenizer_folder(source)
+        return TextModel.load(folder, context_length_tokens=card.context_length, pool=self._pool)
 
     async def loaded(self) -> None:
         """Wait for what is being loaded."""

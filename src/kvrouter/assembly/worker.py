@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from msgspec.structs import replace
@@ -24,7 +23,6 @@ from kvrouter.assembly.mock_account import tell_mock_account
 from kvrouter.assembly.nats import revealed
 from kvrouter.assembly.router_wires import settled
 from kvrouter.assembly.standby import until_free
-from kvrouter.assembly.texts import MOCK_TOKENIZER
 from kvrouter.assembly.tls import advertised, tls_of
 from kvrouter.assembly.worker_process import WorkerProcess, logger
 from kvrouter.assembly.worker_wires import worker_wires
@@ -37,6 +35,7 @@ from kvrouter.engines.mock import MockCluster, TransferSettings
 from kvrouter.planes.discovery.port import GoneSink
 from kvrouter.telemetry import Event, log_event
 from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.source import settled_source
 from kvrouter.worker import EngineDoor, Worker, new_incarnation
 from kvrouter.worker.topology import wait_for_topology
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
@@ -185,7 +184,7 @@ async def mock_worker(
                     namespace=planes.namespace,
                     event_source=wires.events.source,
                     publishes_kv_events=card.publishes_kv_events and not spec.is_static,
-                    tokenizer=_tokenizer(model.mock_tokenizer),
+                    tokenizer=settled_source(model.mock_tokenizer),
                     runtime_config=replace(
                         card.runtime_config, enable_local_indexer=spec.enable_local_indexer
                     ),
@@ -259,7 +258,3 @@ def _cluster(settings: Settings, fleet: FleetFile) -> MockCluster:
             client_ssl=tls.client,
         ),
     )
-
-
-def _tokenizer(tokenizer: str) -> str:
-    return tokenizer if tokenizer == MOCK_TOKENIZER else str(Path(tokenizer).resolve())

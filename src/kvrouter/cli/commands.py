@@ -15,7 +15,14 @@ from kvrouter.cli.processes import begin, frontend, model_folders, warn, worker
 from kvrouter.cli.standalone import router
 from kvrouter.cli.topology import topology
 from kvrouter.config.document import read_document
-from kvrouter.config.fleet_checks import default_fleet_document, default_fleet_path, load_fleet, settled
+from kvrouter.config.fleet_checks import (
+    default_fleet_document,
+    default_fleet_path,
+    examine_fleet,
+    load_fleet,
+    settled,
+)
+from kvrouter.config.problems import raise_problems
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import FLEET_VARIABLE, load_settings
 from kvrouter.config.version import installed_version
@@ -213,8 +220,16 @@ def fleet_group() -> None:
 @fleet_group.command("check")
 @click.argument("file", type=click.Path(path_type=Path))
 def fleet_check(file: Path) -> None:
-    """Validate FILE and start nothing."""
-    loaded = load_fleet(read_document(file))
+    """Validate FILE, read the tokenizers that it names, and start nothing."""
+    document = read_document(file)
+    examined = examine_fleet(document)
+    problems = list(examined.problems)
+    if examined.fleet is not None:
+        from kvrouter.text.fleet_tokenizers import tokenizer_problems  # noqa: PLC0415
+
+        problems += tokenizer_problems(examined.fleet)
+    raise_problems(sorted(problems, key=lambda each: document.line_of(each.path)), document.place)
+    loaded = load_fleet(document)
     warn(loaded.warnings)
     fleet = loaded.fleet
     workers = sum(group.n_workers for group in fleet.workers)

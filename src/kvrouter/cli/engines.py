@@ -21,6 +21,7 @@ from kvrouter.config.problems import without_password
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
+from kvrouter.text.source import is_repository
 
 if TYPE_CHECKING:
     from kvrouter.assembly.engine_worker import EngineWorkerSpec
@@ -74,7 +75,7 @@ class EngineFlags:
 
     url: str | None = None
     model: str | None = None
-    tokenizer: Path | None = None
+    tokenizer: str | None = None
     block_size: int | None = None
     context_length: int | None = None
     kv_events: str | None = None
@@ -94,9 +95,9 @@ def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
         ),
         click.option(
             "--tokenizer",
-            type=click.Path(path_type=Path, exists=True, file_okay=False),
-            metavar="FOLDER",
-            help="The model's tokenizer folder, for frontends on this host.  [default: the engine's own]",
+            metavar="FOLDER|REPOSITORY",
+            help="The model's tokenizer: a folder, for frontends on this host, or a Hugging Face repository. "
+            " [default: the engine's own]",
         ),
         click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]"),
         click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]"),
@@ -245,9 +246,17 @@ def _spec_of_flags(
             api_key=engine_key,
         ),
         worker_id=worker_id,
-        tokenizer=engine.tokenizer,
+        tokenizer=None if engine.tokenizer is None else _checked_tokenizer(engine.tokenizer),
         runtime_config=placed_config(place, group),
     )
+
+
+def _checked_tokenizer(tokenizer: str) -> str:
+    if not (is_repository(tokenizer) or Path(tokenizer).is_dir()):
+        raise ConfigError(
+            f"--tokenizer: {tokenizer} is no folder here, nor the name of a repository", param="tokenizer"
+        )
+    return tokenizer
 
 
 def _checked_url(url: str) -> str:

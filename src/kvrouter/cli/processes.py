@@ -18,6 +18,7 @@ from kvrouter.config.static_endpoint import static_cards
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.telemetry.logs import configure_logging
+from kvrouter.text.source import tokenizer_folder
 
 
 @click.command(cls=SettingsCommand, short_help="Serve workers that run in other processes.")
@@ -32,7 +33,8 @@ from kvrouter.telemetry.logs import configure_logging
     "model_paths",
     multiple=True,
     metavar="MODEL=FOLDER",
-    help="This host's folder with a model's tokenizer; without it the folder that its workers name is read.",
+    help="A model's tokenizer: this host's folder, or a Hugging Face repository; without it what its workers "
+    "name is read.",
 )
 @click.option(
     "--static-endpoint",
@@ -87,7 +89,7 @@ def worker() -> None:
 )
 @click.option("--worker-id", type=int, metavar="INT", help="Its id in the fleet.  [default: random]")
 @click.option("--model", metavar="NAME", help="The model that it serves.  [default: mock]")
-@click.option("--tokenizer", metavar="FOLDER", help="The model's tokenizer folder.  [default: mock]")
+@click.option("--tokenizer", metavar="FOLDER|REPOSITORY", help="The model's tokenizer.  [default: mock]")
 @click.option("--role", metavar="prefill|decode|both", help="Which legs it serves.  [default: both]")
 @click.option("--block-size", type=int, metavar="INT", help="Tokens in a KV block.  [default: 64]")
 @click.option("--context-length", type=int, metavar="INT", help="Prompt and answer.  [default: 32768 tokens]")
@@ -212,7 +214,8 @@ def model_folders(pairs: tuple[str, ...]) -> dict[ModelName, Path]:
         model, equals, folder = pair.partition("=")
         if not equals or not model or not folder:
             raise ConfigError(f"--model-path: must be MODEL=FOLDER, not {pair!r}", param="model_path")
-        if not Path(folder).is_dir():
-            raise ConfigError(f"--model-path: {folder} is no folder", param="model_path")
-        folders[ModelName(model)] = Path(folder)
+        try:
+            folders[ModelName(model)] = tokenizer_folder(folder)
+        except ConfigError as error:
+            raise ConfigError(f"--model-path: {error.message}", param="model_path") from error
     return folders

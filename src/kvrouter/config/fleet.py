@@ -85,8 +85,9 @@ class ModelSpec(Part):
     """What clients put into ``model``, and the name under which engines that run already serve it."""
 
     tokenizer: Annotated[str, MinLen(1)] | None = None
-    """``mock``, or a folder with ``tokenizer.json`` and ``tokenizer_config.json``. Unset: ``mock`` for mock
-    engines, and the folder that an engine that runs already has loaded its own from, where it is here too."""
+    """``mock``, a folder with ``tokenizer.json`` and ``tokenizer_config.json``, or a Hugging Face repository,
+    as ``Qwen/Qwen3-8B`` or ``Qwen/Qwen3-8B@REVISION``, which is read from the local cache, else downloaded.
+    Unset: ``mock`` for mock engines, and what an engine that runs already has loaded its own from."""
 
     block_size: Annotated[Whole, Interval(ge=1, le=4096)] | None = None
     """Tokens in one KV block, on every worker of the model. Unset: 64 for mock engines, and what engines that
@@ -260,6 +261,14 @@ class FleetFile(Part):
     def groups_of(self, model: ModelSpec) -> list[WorkerGroup]:
         """Return the groups that serve ``model``; one that names no model serves the only one."""
         return [group for group in self.workers if group.model in (None, model.name)]
+
+    def has_mocks(self, model: ModelSpec) -> bool:
+        """Whether mock engines serve ``model``: what is not said of it is then what they have."""
+        return any(isinstance(group.engine, MockEngineSpec) for group in self.groups_of(model))
+
+    def said_tokenizer(self, model: ModelSpec) -> str | None:
+        """Return what the file says ``model`` is tokenized with; None where its engines are asked."""
+        return model.mock_tokenizer if self.has_mocks(model) else model.tokenizer
 
     def model_of(self, group: WorkerGroup) -> ModelSpec:
         """Return the model that ``group`` serves."""

@@ -1,9 +1,9 @@
 """What a fleet file must say as a whole: names that meet, domains that exist, models that somebody
 decodes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -11,7 +11,9 @@ from pydantic import ValidationError
 from kvrouter.config.document import Document, parse_document
 from kvrouter.config.engine_checks import engine_problems, engine_warnings, pair_problems
 from kvrouter.config.fleet import FleetFile, WorkerGroup
+from kvrouter.config.fleet_rest import FleetRest, entries, without_mistakes
 from kvrouter.config.problems import (
+    Path,
     Problem,
     config_error,
     did_you_mean,
@@ -41,25 +43,43 @@ def default_fleet_document() -> Document:
     return parse_document(path.read_text("utf-8"), path.name)
 
 
-def default_fleet_path() -> Path:
+def default_fleet_path() -> FilePath:
     """Return where that fleet's file is."""
-    return Path(str(files("kvrouter.config").joinpath("default-fleet.yaml")))
+    return FilePath(str(files("kvrouter.config").joinpath("default-fleet.yaml")))
 
 
 def load_fleet(document: Document) -> LoadedFleet:
     """Validate a fleet file; raise ConfigError with one line, file and line number per mistake."""
-    fleet = _validated(document)
-    raise_problems(
-        [
-            *_name_problems(fleet),
-            *_topology_problems(fleet),
-            *_router_problems(fleet),
-            *engine_problems(fleet),
-            *_size_problems(fleet),
-        ],
-        document.place,
-    )
-    return _with_warnings(fleet)
+    examined = examine_fleet(document)
+    if examined.fleet is None or examined.problems:
+        raise config_error(examined.problems, document.place)
+    return _with_warnings(examined.fleet)
+
+
+class ExaminedFleet(NamedTuple):
+    """All that is wrong with a fleet file, in the order of its lines.
+
+    ``fleet`` is the file without what is wrong; None where too little is left of it.
+    """
+
+    fleet: FleetFile | None
+    problems: tuple[Problem, ...]
+
+
+def examine_fleet(document: Document) -> ExaminedFleet:
+    """Return every mistake of a file at once: those of single values, and those of the rest together."""
+    problems: list[Problem] = []
+    try:
+        rest: FleetRest | None = FleetRest(FleetFile.model_validate(document.content), frozenset())
+    except ValidationError as error:
+        problems = innermost([problem_of(item, FleetFile) for item in error.errors()])
+        rest = without_mistakes(document.content, [problem.path for problem in problems])
+    if rest is not None:
+        for check, depends_on in _CHECKS:
+            if rest.can_judge(depends_on):
+                problems += check(rest.fleet)
+    problems.sort(key=lambda problem: document.line_of(problem.path))
+    return ExaminedFleet(None if rest is None else rest.fleet, tuple(problems))
 
 
 def settings_document(document: Document) -> Document:
@@ -116,9 +136,17 @@ def _with_warnings(fleet: FleetFile) -> LoadedFleet:
 
 
 def _name_problems(fleet: FleetFile) -> Iterator[Problem]:
-    names = [model.name for model in fleet.models]
-    yield from _repeated("models", names)
+    yield from _repeated_names(fleet)
+    yield from _model_problems(fleet)
+
+
+def _repeated_names(fleet: FleetFile) -> Iterator[Problem]:
+    yield from _repeated("models", [model.name for model in fleet.models])
     yield from _repeated("workers", [group.name for group in fleet.workers])
+
+
+def _model_problems(fleet: FleetFile) -> Iterator[Problem]:
+    names = [model.name for model in fleet.models]
     for position, group in enumerate(fleet.workers):
         path = ("workers", position, "model")
         if group.model is None and len(names) > 1:
@@ -191,7 +219,13 @@ def _size_problems(fleet: FleetFile) -> Iterator[Problem]:
     if ranks > RANKS_MAX:
         yield Problem(("workers",), f"must have ≤ {RANKS_MAX} ranks together, not {ranks}")
     yield from pair_problems(fleet)
+
+
+def _role_problems(fleet: FleetFile) -> Iterator[Problem]:
+    names = [model.name for model in fleet.models]
     for position, model in enumerate(fleet.models):
+        if any(group.model not in (None, *names) for group in fleet.workers):
+            return  # who means which model is not known
         roles = {group.role for group in fleet.groups_of(model)}
         if not roles & {Role.DECODE, Role.BOTH}:
             yield Problem(("models", position), f"no worker decodes {model.name!r}: add role decode or both")
@@ -235,3 +269,18 @@ def _domain_warnings(groups: Sequence[WorkerGroup], model: str, domain: str) -> 
         yield f"{domain}={value} has prefill workers and no decode worker: they get no requests of {model!r}"
     for value in sorted(decodes - prefills):
         yield f"{domain}={value} has decode workers and no prefill worker: they get no requests of {model!r}"
+
+
+_Check = tuple[Callable[[FleetFile], Iterator[Problem]], tuple[Path, ...]]
+_LEVELS: Path = ("topology", "levels")
+
+_CHECKS: tuple[_Check, ...] = (
+    (_repeated_names, ()),
+    (_model_problems, tuple(entries("models", "name"))),
+    (_topology_problems, (_LEVELS,)),
+    (_router_problems, (_LEVELS, *entries("workers", "role", "topology_env"))),
+    (engine_problems, ()),
+    (_size_problems, tuple(entries("workers", "model", "role", "engine"))),
+    (_role_problems, (*entries("workers", "model", "role"), *entries("models", "name"))),
+)
+"""What is checked of a file as a whole, and the values without which a check would judge wrongly."""

@@ -83,11 +83,12 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A worker as discovery publishes it. A new ``incarnation`` of the same id is a new worker.
 
-    ``tokenizer`` is the folder of the model's tokenizer as the worker sees it, or ``mock``; a frontend that
-    was given none of its own for the model loads that. A worker that ``takes_calls`` gives its engine a
-    client's call as it was written; the others serve what their frontend understands of it. With
-    ``cache_is_partial`` some of its engine's KV events are lost for good: it holds more than it tells.
-    ``names`` are what else calls may ask it for: another name of the model (None), or an adapter of it.
+    ``tokenizer`` is the folder of the model's tokenizer as the worker sees it, a Hugging Face repository, or
+    ``mock``; a frontend that was given none of its own for the model loads that. A worker that
+    ``takes_calls`` gives its engine a client's call as it was written; the others serve what their frontend
+    understands of it. With ``cache_is_partial`` some of its engine's KV events are lost for good: it holds
+    more than it tells. ``names`` are what else calls may ask it for: another name of the model (None), or an
+    adapter of it.
     ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``; empty where nobody says. While it is
     ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
     """

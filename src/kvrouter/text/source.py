@@ -1,0 +1,112 @@
+"""Where a model's tokenizer is read from: the one that ships here, a folder, or a Hugging Face repository.
+
+A repository is looked for in the local cache of the Hugging Face tools first, and downloaded where it is not
+there. Their own variables apply: ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, and ``HF_HUB_OFFLINE=1``, which
+forbids the download.
+"""
+
+import logging
+import re
+from pathlib import Path
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.text.words import MOCK_FOLDER
+
+MOCK_TOKENIZER = "mock"
+"""The name of the tokenizer that ships with the package."""
+
+TOKENIZER_FILE = "tokenizer.json"
+
+REPOSITORY = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(@(?P<revision>[\w.-][\w./-]{0,127}))?"
+)
+"""A repository, as ``Qwen/Qwen3-8B``, or one revision of it, as ``Qwen/Qwen3-8B@main``."""
+
+FILES = (
+    TOKENIZER_FILE,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+"""What is read of a repository; weights are not downloaded."""
+
+DOWNLOAD_MAX_BYTES = 256 * 1024 * 1024
+"""A repository whose :data:`FILES` are larger is refused before anything is downloaded."""
+
+
+def is_repository(source: str) -> bool:
+    """Whether ``source`` is read as a repository: it has the form of one, and no folder here is called so."""
+    return REPOSITORY.fullmatch(source) is not None and not Path(source).is_dir()
+
+
+def settled_source(source: str) -> str:
+    """Return ``source`` as other processes on this host understand it too: folders are absolute."""
+    if source == MOCK_TOKENIZER or is_repository(source):
+        return source
+    return str(Path(source).resolve())
+
+
+def tokenizer_folder(source: str) -> Path:
+    """Return the folder that has the tokenizer of ``source``; a repository may be downloaded meanwhile.
+
+    Blocks: for how long, the Hugging Face client's own timeouts say. Raises :class:`ConfigError`.
+    """
+    if source == MOCK_TOKENIZER:
+        return MOCK_FOLDER
+    folder = _repository_folder(source) if is_repository(source) else Path(source)
+    if not (folder / TOKENIZER_FILE).is_file():
+        lacks = f"has no {TOKENIZER_FILE} here" if folder.is_dir() else "is no folder here"
+        raise ConfigError(f"{source} {lacks}", param=source)
+    return folder
+
+
+def _repository_folder(source: str) -> Path:
+    # The client takes a third of a second to import: only those who name a repository wait for it.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
+    from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+
+    match = REPOSITORY.fullmatch(source)
+    if match is None:
+        raise ConfigError(f"{source} is no Hugging Face repository", param=source)
+    disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    name, revision, files = match["name"], match["revision"], list(FILES)
+    try:
+        cached = Path(snapshot_download(name, revision=revision, allow_patterns=files, local_files_only=True))
+        if (cached / TOKENIZER_FILE).is_file():
+            return cached
+    except LocalEntryNotFoundError:
+        pass  # it is not in the cache
+    except HFValidationError as error:
+        raise ConfigError(f"{source}: {error}", param=source) from error
+    try:
+        planned = snapshot_download(name, revision=revision, allow_patterns=files, dry_run=True)
+        found = {each.filename: each.file_size or 0 for each in planned if not isinstance(each, str)}
+        if TOKENIZER_FILE not in found:
+            raise ConfigError(f"{source}: the repository has no {TOKENIZER_FILE}", param=source)
+        size = sum(found.values())
+        if size > DOWNLOAD_MAX_BYTES:
+            raise ConfigError(
+                f"{source}: the repository's tokenizer has {size} bytes, and ≤ {DOWNLOAD_MAX_BYTES} are read",
+                param=source,
+            )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        if not isinstance(error.__cause__ or error, OfflineModeIsEnabled):
+            said = str(error.__cause__ or error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"{source} is no folder here, and cannot be downloaded from the Hugging Face hub: {said}",
+                param=source,
+            ) from error
+        raise ConfigError(
+            f"{source} is no folder here and not in the Hugging Face cache, and HF_HUB_OFFLINE forbids a "
+            "download",
+            param=source,
+        ) from error

@@ -1,0 +1,122 @@
+"""A model's tokenizer by the name of its Hugging Face repository, from a hub on this host and its cache."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from kvrouter.text.source import DOWNLOAD_MAX_BYTES
+from kvrouter.text.words import MOCK_FOLDER
+from tests.support.local_hub import LocalHub, local_hub
+from tests.support.processes import fleet
+
+REPOSITORY = "acme/small"
+FILES = {path.name: path.read_bytes() for path in MOCK_FOLDER.iterdir() if path.name.endswith(".json")}
+WEIGHTS = {"model.safetensors": b"weights"}
+FLEET = """\
+version: 1
+models: [{{name: m, tokenizer: {tokenizer}}}]
+workers: [{{name: w}}]
+"""
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """The environment of somebody whose Hugging Face cache is empty."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
+        "HF_HOME": str(tmp_path / "hf"),
+    }
+
+
+async def check(
+    path: Path, tokenizer: str, environ: Mapping[str, str], hub: LocalHub | None, **more: str
+) -> tuple[int | None, str]:
+    """Run ``kvrouter fleet check``; return its exit code and what it printed."""
+    await asyncio.to_thread(path.write_text, FLEET.format(tokenizer=tokenizer))
+    endpoint = {} if hub is None else {"HF_ENDPOINT": hub.url}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrouter.cli", "fleet", "check", str(path)),
+        env={**environ, **endpoint, **more},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await process.communicate()
+    return process.returncode, out.decode()
+
+
+async def test_a_repository_is_downloaded_once_and_without_its_weights(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    async with local_hub(REPOSITORY, {**FILES, **WEIGHTS}) as hub:
+        assert await check(path, REPOSITORY, environ, hub) == (
+            0,
+            f"{path}: good: 1 workers for m, no transfer policy\n",
+        )
+        assert any(name.endswith("/tokenizer.json") for name in hub.asked)
+        assert not any("safetensors" in name for name in hub.asked)
+        hub.asked.clear()
+        assert (await check(path, REPOSITORY, environ, hub))[0] == 0
+        assert (await check(path, REPOSITORY, environ, hub, HF_HUB_OFFLINE="1"))[0] == 0
+        assert hub.asked == []
+
+
+async def test_what_cannot_be_had_is_told_with_its_line(tmp_path: Path, environ: dict[str, str]) -> None:
+    path = tmp_path / "fleet.yaml"
+    at = f"kvrouter: {path}:2: models[0].tokenizer: "
+    async with local_hub(REPOSITORY, FILES) as hub:
+        code, told = await check(path, "acme/other", environ, hub)
+        assert code == 2
+        assert told.startswith(f"{at}acme/other is no folder here, and cannot be downloaded")
+        code, told = await check(path, REPOSITORY, environ, hub, HF_HUB_OFFLINE="1")
+        assert code == 2
+        assert told.startswith(f"{at}{REPOSITORY} is no folder here and not in the Hugging Face cache")
+    async with local_hub(REPOSITORY, WEIGHTS) as hub:
+        code, told = await check(path, REPOSITORY, environ, hub)
+        assert (code, told) == (2, f"{at}{REPOSITORY}: the repository has no tokenizer.json\n")
+
+
+async def test_a_repository_that_would_fill_the_disk_is_refused_before_it_is_read(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    async with local_hub(REPOSITORY, FILES, claimed_bytes=DOWNLOAD_MAX_BYTES) as hub:
+        code, told = await check(path, REPOSITORY, environ, hub)
+    assert code == 2
+    assert f"and ≤ {DOWNLOAD_MAX_BYTES} are read" in told
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"tokenizer.json": b"{}"}, "is not a tokenizer"),
+        ({**FILES, "tokenizer_config.json": b"["}, "cannot read"),
+        ({**FILES, "chat_template.jinja": b"{% for %}"}, "template"),
+    ],
+)
+async def test_a_folder_that_cannot_be_read_is_not_good(
+    files: Mapping[str, bytes], said: str, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    code, told = await check(tmp_path / "fleet.yaml", str(folder), environ, None)
+    assert (code, said in told) == (2, True), told
+
+
+async def test_a_frontend_reads_the_repository_that_a_worker_announces(environ: dict[str, str]) -> None:
+    async with local_hub(REPOSITORY, FILES) as hub, fleet({**environ, "HF_ENDPOINT": hub.url}) as here:
+        await here.worker("--tokenizer", REPOSITORY)
+        frontend = await here.frontend()
+        body = {"model": "mock", "prompt": "one two", "max_tokens": 2}
+        for _ in range(600):
+            reply = await frontend.http.post("/v1/completions", json=body)
+            if reply.status_code == 200:
+                break
+            await asyncio.sleep(0.05)
+        assert reply.status_code == 200, reply.text
