@@ -75,15 +75,17 @@ class FrontendSettings(Section):
     right either way."""
 
     body_max_bytes: Annotated[
-        PositiveCount,
+        PositiveCount | None,
         Setting(
             flag="--body-max-bytes",
             variable="KVROUTER_BODY_MAX_BYTES",
             group=Group.FRONT_DOOR,
             unit="bytes",
         ),
-    ] = 64 * 1024 * 1024
-    """The largest request body; a larger one is answered with 413."""
+    ] = None
+    """The largest request body; a larger one is answered with 413. Unset: what a prompt for the longest
+    context of the models here can need, at most 64 MiB; 64 MiB where engines take calls as clients wrote
+    them, which may hold pictures."""
 
     uploads_max_bytes: Annotated[
         PositiveCount,

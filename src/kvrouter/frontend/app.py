@@ -42,10 +42,10 @@ class FrontDoor(Door):
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
             [*Pages(service, hall, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
+            bodies=bodies,
             settings=settings,
             observed=observed,
         )
-        self._bodies = bodies
         gauges = (Gauges(telemetry, service).refresh, hall.tell)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]
 

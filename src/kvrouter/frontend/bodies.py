@@ -9,6 +9,7 @@ from typing import TypeVar
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
 from kvrouter.fleet import Fleet
+from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.scanned import NUMBERS_MIN, BodyBounds, BodyOverBounds, ScannedBody, scanned
 from kvrouter.service.router import RouterService
@@ -18,6 +19,24 @@ OFF_LOOP_BYTES = 128 * 1024
 """A longer body is read in a thread: a tenth of a millisecond to scan, some tenths to decode."""
 
 THREADS = 2
+BODY_BYTES_MAX = 64 * 1024 * 1024
+"""No body is longer than this unless a setting says so, whatever contexts could need."""
+
+PAGE_BYTES_MAX = 64 * 1024
+"""For the routes of operators, whose bodies are a few numbers."""
+
+BESIDE_PROMPT_BYTES = 2 * 1024 * 1024
+"""What stands beside the text of a prompt: names of fields, quotes, everything that is no prompt."""
+
+ESCAPED_BYTES_PER_BYTE = 3
+"""JSON that is written in ASCII has six bytes for a character of two, and twelve for one of four."""
+
+TOKEN_CHARS_MIN = 16
+"""Characters of a token, though the longest of a vocabulary be shorter: escaped ones are written longer."""
+
+TOKEN_ID_BYTES = 12
+"""A token id in a list: ten digits, a comma, a space."""
+
 NUMBERS_MAX = 16_777_216
 """Token ids, though a worker say that its context is longer."""
 
@@ -71,6 +90,30 @@ class Bodies:
         """Scan and parse."""
         return await self.parse(await self.scan(data), parse)
 
+    def prompt_limit(self) -> BodyLimit:
+        """Return how long a body with a prompt may be: what the longest context here can need."""
+        if self._settings.body_max_bytes is not None:
+            return BodyLimit(self._settings.body_max_bytes, "as KVROUTER_BODY_MAX_BYTES says")
+        needed_bytes: list[int] = []
+        seen: set[ModelName] = set()
+        for model in self._service.models():
+            seen.add(model.fleet.model)
+            needed_bytes.append(TOKEN_ID_BYTES * _context_tokens(model.fleet))
+            if model.fleet.takes_calls:
+                needed_bytes.append(BODY_BYTES_MAX)  # its calls may hold pictures, of which nobody here knows
+        for name, text in self._texts.items():
+            # Of a model without any worker so far nobody knows whether it takes calls.
+            needed_bytes.append(_needed_bytes(text) if name in seen else BODY_BYTES_MAX)
+        most_bytes = max(needed_bytes, default=BODY_BYTES_MAX)
+        return BodyLimit(
+            min(BODY_BYTES_MAX, BESIDE_PROMPT_BYTES + most_bytes),
+            "which no prompt for the longest context here needs; KVROUTER_BODY_MAX_BYTES sets another limit",
+        )
+
+    def page_limit(self) -> BodyLimit:
+        """Return how long the body of an operator's route may be."""
+        return BodyLimit(PAGE_BYTES_MAX, "which no body of this route needs")
+
     def close(self) -> None:
         """Read no more bodies."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -83,6 +126,12 @@ class Bodies:
         contexts += [_context_tokens(model.fleet) for model in self._service.models()]
         numbers = min(NUMBERS_MAX, max(NUMBERS_MIN, *contexts, 0))
         return replace(self._bounds, numbers=numbers)
+
+
+def _needed_bytes(text: TextModel) -> int:
+    """How long the text of a prompt may be in JSON."""
+    chars = max(text.prompt_max_chars, TOKEN_CHARS_MIN * text.context_length_tokens)
+    return max(ESCAPED_BYTES_PER_BYTE * chars, TOKEN_ID_BYTES * text.context_length_tokens)
 
 
 def _context_tokens(fleet: Fleet) -> int:

@@ -11,9 +11,12 @@ from starlette.routing import Route
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import KvrouterError
+from kvrouter.frontend.bodies import BODY_BYTES_MAX, Bodies
 from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
-from kvrouter.frontend.http import AsgiBridge, Handler, HttpServer, Limits, Request, Responder
+from kvrouter.frontend.http import AsgiBridge, BodyLimit, Handler, HttpServer, Limits, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
+
+PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
 _ErrorOf: TypeAlias = Callable[[PageRequest, Exception], KvrouterError]
 _Answer: TypeAlias = Callable[[PageRequest, Exception], Awaitable[Response]]
@@ -31,12 +34,14 @@ class Door:
         calls: Mapping[str, Handler],
         routes: Iterable[Route],
         *,
+        bodies: Bodies,
         settings: FrontendSettings,
         observed: FrontObserved,
     ) -> None:
         self.observed = observed
         self.pages = _page_app(list(routes), observed)
         self._settings = settings
+        self._bodies = bodies
         self._calls = calls
         self._bridge = AsgiBridge(self.pages)
 
@@ -49,7 +54,8 @@ class Door:
         settings = self._settings
         limits = Limits(
             header_bytes=settings.header_max_bytes,
-            body_bytes=settings.body_max_bytes,
+            body_bytes=settings.body_max_bytes or BODY_BYTES_MAX,
+            body_limit=self._body_limit,
             uploads_bytes=settings.uploads_max_bytes,
             pipelined_requests=settings.pipelined_requests_max,
             connections=connections_max,
@@ -64,6 +70,11 @@ class Door:
             overflow_bytes=settings.write_overflow_bytes,
         )
         return HttpServer(self, limits, observer=self.observed.http, on_error=self.observed.error_answered)
+
+    def _body_limit(self, path: str) -> BodyLimit:
+        if path in self._calls or path in PAGES_WITH_PROMPTS:
+            return self._bodies.prompt_limit()
+        return self._bodies.page_limit()
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Answer one request."""

@@ -5,7 +5,7 @@ It knows nothing of routing or OpenAI beyond the shape of an error. A handler ge
 """
 
 from kvrouter.frontend.http.asgi import AsgiBridge
-from kvrouter.frontend.http.limits import Limits
+from kvrouter.frontend.http.limits import BodyLimit, Limits
 from kvrouter.frontend.http.messages import Request
 from kvrouter.frontend.http.protocol import Handler, HttpEvent
 from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder, Stream
@@ -16,6 +16,7 @@ __all__ = [
     "SSE_DONE",
     "SSE_FILLER",
     "AsgiBridge",
+    "BodyLimit",
     "Disconnect",
     "Disconnected",
     "Handler",

@@ -1,11 +1,28 @@
 """The limits of the HTTP server: every queue, buffer and wait, with the number that makes it full."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TypeAlias
 
 from kvrouter.core.errors import ConfigError
 
-__all__ = ["Limits"]
+__all__ = ["BODY_UNASKED_BYTES", "BodyLimit", "Limits"]
+
+BODY_UNASKED_BYTES = 64 * 1024
+"""``Limits.body_limit`` is asked for the limit of a longer body alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimit:
+    """How long a body may be, and what the refusal of a longer one says behind the number."""
+
+    max_bytes: int
+    why: str
+
+
+BodyLimits: TypeAlias = Callable[[str], BodyLimit]
+"""The limit of a body by the path of its request."""
 
 _MAY_BE_ZERO = frozenset({"linger_s"})
 
@@ -26,6 +43,9 @@ class Limits:
 
     body_bytes: int = 64 * 1024 * 1024
     """Body of one request; more is answered 413. Also the sum of the bodies that wait on one connection."""
+
+    body_limit: BodyLimits | None = None
+    """What bodies over ``BODY_UNASKED_BYTES`` may have at a path, where that is less than ``body_bytes``."""
 
     uploads_bytes: int = 512 * 1024 * 1024
     """Bytes of requests that have not reached their handler, over all connections; when there are more, the
@@ -83,6 +103,8 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "body_limit":
+                continue
             fits = value >= 0 if field.name in _MAY_BE_ZERO else value > 0
             if not (math.isfinite(value) and fits):
                 raise ConfigError(f"{field.name} must be a positive number, not {value}", param=field.name)

@@ -13,7 +13,7 @@ from urllib.parse import unquote_to_bytes
 import httptools
 
 from kvrouter.core.errors import BodyTooLarge, InvalidRequest
-from kvrouter.frontend.http.limits import Limits
+from kvrouter.frontend.http.limits import BODY_UNASKED_BYTES, Limits
 from kvrouter.frontend.http.messages import BadRequest, Request, RequestHead
 
 __all__ = ["MessageParser"]
@@ -139,6 +139,7 @@ class MessageParser:
         self._body = bytearray()
         self._head: RequestHead | None = None
         self._content_bytes: int | None = 0
+        self._body_fits_bytes = min(self._limits.body_bytes, BODY_UNASKED_BYTES)
 
     def _await_line(self) -> None:
         self._line = bytearray()
@@ -172,9 +173,8 @@ class MessageParser:
         }
         keep_alive = b"close" not in options and (version == "1.1" or b"keep-alive" in options)
         self._content_bytes = self._framing(version)
-        if self._content_bytes is not None and self._content_bytes > self._limits.body_bytes:
-            self._refuse_body()
         target, path, query = self._split_target(method)
+        self._check_body(self._content_bytes or 0, path)
         expects = self._content_bytes != 0 and version == "1.1"
         self._head = self._fresh_head = RequestHead(
             method=method,
@@ -189,8 +189,8 @@ class MessageParser:
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        if len(self._body) + len(body) > self._limits.body_bytes:
-            self._refuse_body()
+        if self._head is not None:
+            self._check_body(len(self._body) + len(body), self._head.path)
         self._body += body
 
     def on_message_complete(self) -> None:
@@ -259,9 +259,19 @@ class MessageParser:
         except UnicodeDecodeError:
             self._refuse(400, "the request target is not UTF-8")
 
-    def _refuse_body(self) -> NoReturn:
-        message = f"the request body is over {self._limits.body_bytes} bytes"
-        self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code)
+    def _check_body(self, body_bytes: int, path: str) -> None:
+        """Refuse a body that is too long for its path; a limit that was asked for holds for all of it."""
+        if body_bytes <= self._body_fits_bytes:
+            return
+        most, why = self._limits.body_bytes, ""
+        if self._limits.body_limit is not None:
+            limit = self._limits.body_limit(path)
+            if limit.max_bytes <= most:
+                most, why = limit.max_bytes, f", {limit.why}"
+        self._body_fits_bytes = most
+        if body_bytes > most:
+            message = f"the request body is over {most} bytes{why}"
+            self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code)
 
     def _refuse(self, status: int, reason: str, *, code: str = InvalidRequest.code) -> NoReturn:
         self.fault = BadRequest(status, reason, code)

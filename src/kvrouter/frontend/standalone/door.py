@@ -53,8 +53,7 @@ class StandaloneDoor(Door):
         if takes_prefills:
             by_path["/v1/prefill"] = calls.prefill
             routes.extend(PrefillPages(prefills).routes())
-        super().__init__(by_path, routes, settings=settings, observed=observed)
-        self._bodies = bodies
+        super().__init__(by_path, routes, bodies=bodies, settings=settings, observed=observed)
         self._telemetry = telemetry
         self._bookings = bookings
         self._prefills = prefills
