@@ -94,7 +94,7 @@ class AdmissionWork:
         Raises ConfigError for files that hold none, and OSError when the port is taken.
         """
         async with _files(self.certificate, cluster, observed, health) as files:
-            places = Places(cluster, namespace=self.namespace, lost=observed.lost)
+            places = Places(cluster, namespace=self.namespace, lost=observed.lost_at_admission)
             door = AdmissionDoor(
                 facts=lambda: facts_for_admission(cluster),
                 labels=places.labels_of,

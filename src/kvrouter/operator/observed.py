@@ -14,6 +14,7 @@ from kvrouter.telemetry.seldom import Seldom
 log = logging.getLogger(__name__)
 
 API_SERVER = "the API server"
+LEADER, ADMISSION = "leader", "admission"
 
 
 class Observed:
@@ -24,6 +25,8 @@ class Observed:
         health.waits_for(API_SERVER, "it has not answered yet")
         self.telemetry = OperatorTelemetry()
         self._seldom = Seldom()
+        self._lost: dict[str, set[str]] = {}
+        self._others: dict[Key, str] = {}
 
     def answered(self) -> None:
         """The API server answered."""
@@ -37,6 +40,11 @@ class Observed:
     def follows(self, identity: str, reason: str) -> None:
         """This replica no longer leads."""
         self.telemetry.leading.set(0.0)
+        self.telemetry.waiting.set(0)
+        self._others.clear()
+        self.telemetry.stood_back.set(0)
+        for kind in self._lost:  # what only a leader watches is nobody's loss any more
+            self._mark(kind, LEADER, is_lost=False)
         log_event(log, Event.OPERATOR_FOLLOWS, identity=identity, reason=reason)
 
     def not_renewed(self, error: ClusterError) -> None:
@@ -78,9 +86,31 @@ class Observed:
         """So many deployments wait to be looked at."""
         self.telemetry.waiting.set(deployments)
 
+    def stood_back(self, key: Key, holder: str | None) -> None:
+        """Another operator looks after a deployment; with None no longer."""
+        if holder is None:
+            self._others.pop(key, None)
+        else:
+            self._others[key] = holder
+            log_event(log, Event.OPERATOR_STANDS_BACK, deployment=str(key), detail=holder)
+        self.telemetry.stood_back.set(len(self._others))
+
     def lost(self, kind: Kind, error: ClusterError | None) -> None:
-        """This kind cannot be watched; with None it can again."""
-        self.telemetry.watches_lost.set(float(error is not None), kind.name)
+        """The leader cannot watch this kind; with None it can again."""
+        self._tell_lost(kind, error, LEADER)
+
+    def lost_at_admission(self, kind: Kind, error: ClusterError | None) -> None:
+        """The admission door cannot watch this kind; with None it can again."""
+        self._tell_lost(kind, error, ADMISSION)
+
+    def _mark(self, kind: str, whose: str, *, is_lost: bool) -> None:
+        """One gauge for a kind: it is lost while anybody in this process cannot watch it."""
+        by = self._lost.setdefault(kind, set())
+        (by.add if is_lost else by.discard)(whose)
+        self.telemetry.watches_lost.set(float(bool(by)), kind)
+
+    def _tell_lost(self, kind: Kind, error: ClusterError | None, whose: str) -> None:
+        self._mark(kind.name, whose, is_lost=error is not None)
         if error is None:
             log_event(log, Event.CLUSTER_BACK, kind=kind.name)
         else:

@@ -88,6 +88,7 @@ class Event(StrEnum):
     INTERNAL_ERROR = "internal_error"
     OPERATOR_LEADS = "operator_leads"
     OPERATOR_FOLLOWS = "operator_follows"
+    OPERATOR_STANDS_BACK = "operator_stands_back"
     LEASE_NOT_RENEWED = "lease_not_renewed"
     CLUSTER_LOST = "cluster_lost"
     CLUSTER_BACK = "cluster_back"
@@ -370,6 +371,9 @@ EVENTS: dict[Event, EventSpec] = {
     Event.OPERATOR_LEADS: EventSpec(logging.INFO, "This replica of the operator got the lease: it writes."),
     Event.OPERATOR_FOLLOWS: EventSpec(
         logging.WARNING, "This replica of the operator no longer holds the lease, and writes nothing more."
+    ),
+    Event.OPERATOR_STANDS_BACK: EventSpec(
+        logging.WARNING, "Another operator looks after a deployment: this one leaves it alone."
     ),
     Event.LEASE_NOT_RENEWED: EventSpec(
         logging.WARNING, "The operator's lease could not be read or written; it is tried again."

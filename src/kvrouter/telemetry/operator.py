@@ -12,6 +12,9 @@ class OperatorTelemetry(MetricsPage):
 
     leading = gauge("kvrouter_operator_leading", "1 on the replica that holds the lease, 0 on the others.")
     waiting = gauge("kvrouter_operator_waiting", "Deployments that wait to be looked at.")
+    stood_back = gauge(
+        "kvrouter_operator_stood_back", "Deployments that are left to another operator, which came first."
+    )
     looks = counter(
         "kvrouter_operator_looks", "Looks at a deployment, by how they ended: done or failed.", "result"
     )

@@ -1,6 +1,7 @@
 """What the leader does: it watches, and looks at each deployment whose objects, pods or nodes changed."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
 from kvrouter.operator.reconcile.backlog import Backlog
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
 from kvrouter.operator.reconcile.cards import EXPIRE_S, FLEET_LABEL, WORKERS, Cards, fleet_of
+from kvrouter.operator.reconcile.claims import AGAIN_S, Claims
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
@@ -53,6 +55,9 @@ class Listener(ReconcilerListener, Protocol):
 
     def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
         """A deployment was looked at; with ``error`` it is again in ``retry_s`` seconds."""
+
+    def stood_back(self, key: Key, holder: str | None) -> None:
+        """Another operator looks after a deployment; with None this one does, or nobody has to any more."""
 
     def waiting(self, deployments: int) -> None:
         """So many deployments wait to be looked at."""
@@ -123,7 +128,10 @@ class Driver:
             defaults=defaults,
             recorder=Recorder(cluster, identity),
             listener=listener,
+            name=str(lease),
         )
+        self._claims = Claims(cluster, lease, time.monotonic)
+        self._others: dict[Key, str] = {}
 
     async def run(self) -> None:
         """Watch and look until cancelled."""
@@ -149,6 +157,7 @@ class Driver:
             group.create_task(self._every(self._facts_s, self._read_facts))
             group.create_task(self._every(self._resync_s, self._resync))
             group.create_task(self._every(EXPIRE_S, self._expire))
+            group.create_task(self._every(AGAIN_S, self._look_at_others))
             for _ in range(LOOKS_AT_A_TIME):
                 group.create_task(self._look())
 
@@ -164,9 +173,10 @@ class Driver:
             error: Exception | None = None
             retry_s = 0.0
             try:
-                await self._know_topology(key)
-                await self._write_bindings()
-                await self._reconciler.reconcile(key, self._facts)
+                if not await self._is_anothers(key):
+                    await self._know_topology(key)
+                    await self._write_bindings()
+                    await self._reconciler.reconcile(key, self._facts)
             except Exception as failed:  # noqa: BLE001 - one deployment's trouble must not stop the others
                 error = failed
             if error is None:
@@ -176,6 +186,25 @@ class Driver:
                 retry_s = self._backlog.failed(key, loop.time())
             self._stirred.set()
             self._listener.looked(key, loop.time() - began_s, error, retry_s)
+
+    async def _is_anothers(self, key: Key) -> bool:
+        """Whether another operator looks after a deployment; this one then leaves everything of it alone."""
+        found = self._deployments.get(key)
+        is_leaving = found is None or bool(metadata_of(found).get("deletionTimestamp"))
+        holder = None if found is None or is_leaving else await self._claims.other(found)
+        if holder != self._others.get(key):
+            self._bindings_due = True
+            self._listener.stood_back(key, holder)
+        if holder is None:
+            self._others.pop(key, None)
+            return False
+        self._others[key] = holder
+        await self._reconciler.leave(key, holder)
+        return True
+
+    async def _look_at_others(self) -> None:
+        for key in self._others:
+            self._add(key)
 
     async def _know_topology(self, key: Key) -> None:
         """A topology may be younger than what was read; whoever admitted the deployment had read it anew."""
@@ -195,6 +224,7 @@ class Driver:
         wanted = [
             each
             for found in self._deployments.all()
+            if key_of(found) not in self._others
             if (each := wanted_by(found, self._facts, last_levels(self._applied, found))) is not None
         ]
         try:
@@ -317,6 +347,7 @@ class Driver:
         if self._deployments.get(key) is None:
             self._owners.pop(uid, None)
             self._fleets.pop(Key(key.namespace, fleet_name(*key)), None)
+            self._claims.forget(key)
             self._generations.pop(key, None)
             self._asked.pop(key, None)
             self._bindings_due = True

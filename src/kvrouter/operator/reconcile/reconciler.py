@@ -29,6 +29,7 @@ from kvrouter.operator.plan import (
     registers_elsewhere,
 )
 from kvrouter.operator.reconcile.applied import WORKLOADS, Applied, Changes
+from kvrouter.operator.reconcile.claims import handing_over
 from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
@@ -102,9 +103,11 @@ class Reconciler:
         defaults: PlanDefaults,
         recorder: Recorder,
         listener: Listener,
+        name: str,
     ) -> None:
         self._cluster, self._seen, self._applied = cluster, seen, applied
         self._defaults, self._recorder, self._listener = defaults, recorder, listener
+        self._name = name
         self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
     async def reconcile(self, key: Key, facts: ClusterFacts) -> None:
@@ -169,6 +172,15 @@ class Reconciler:
         if refusals.writes or refusals.labels:
             raise WriteRefused("; ".join((*refusals.writes, *refusals.labels)))
 
+    async def leave(self, key: Key, holder: str) -> None:
+        """Another operator looks after the deployment at ``key``: tell it, and forget what was written."""
+        found = self._seen.deployments.get(key)
+        self._applied.forget(key)
+        self._written.pop(key, None)
+        if found is not None:
+            said = handing_over(self._name, holder, *key)
+            await self._recorder.record_once(found, "OtherOperator", said, warns=True)
+
     def is_as_told(self, found: Manifest) -> bool:
         """Whether the status that a watch shows is the one that was written last."""
         return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
@@ -192,6 +204,7 @@ class Reconciler:
     async def _write(
         self, found: Manifest, before: DeploymentStatus | None, status: DeploymentStatus
     ) -> None:
+        status = status.model_copy(update={"operator": self._name})
         if status == before == _status_of(found):
             return
         key = key_of(found)

@@ -1,0 +1,106 @@
+"""Which operator looks after a deployment, where several could: the first one, until it is gone."""
+
+from collections.abc import Callable
+
+from kvrouter.operator.api import API_VERSION, KIND
+from kvrouter.operator.reconcile.cluster import Cluster, Refused
+from kvrouter.operator.reconcile.kinds import (
+    DEPLOYMENTS_OF_GRAPHS,
+    LEASES,
+    Key,
+    Manifest,
+    key_of,
+    uid_of,
+    version_of,
+)
+
+GONE_S = 120.0
+"""For how long another operator's lease must not be renewed, or not be there, before it counts as gone: far
+more than its replicas need to take over from each other, for two operators in turns would roll the fleet."""
+AGAIN_S = 15.0
+"""How often that is looked at."""
+
+
+class Claims:
+    """An operator is known by its lease, which its replicas share. It writes that into the status of each
+    deployment before anything else, and leaves those alone that name another one.
+
+    ``clock`` returns seconds that never go back.
+    """
+
+    def __init__(self, cluster: Cluster, lease: Key, clock: Callable[[], float]) -> None:
+        self._cluster, self._clock = cluster, clock
+        self.name = str(lease)
+        self._held: dict[Key, str] = {}
+        self._seen: dict[str, tuple[str | None, float]] = {}
+
+    async def other(self, found: Manifest) -> str | None:
+        """Return which operator looks after a deployment instead of this one; None when this one does, from
+        now on or already. Raises ClusterError, and then it is to be asked again.
+        """
+        key, holder = key_of(found), _holder(found)
+        if holder == self.name or (not holder and self._held.get(key) == uid_of(found)):
+            self._held[key] = uid_of(found)
+            return None
+        self._held.pop(key, None)
+        if holder and not await self._is_gone(holder):
+            return holder
+        await self._claim(found)
+        self._held[key] = uid_of(found)
+        return None
+
+    def forget(self, key: Key) -> None:
+        """The deployment at ``key`` is gone."""
+        self._held.pop(key, None)
+
+    async def _claim(self, found: Manifest) -> None:
+        """Write this operator's name. Refused with 409 when the deployment was changed since it was seen:
+        another operator may have been quicker.
+        """
+        status = found.get("status")
+        key = key_of(found)
+        manifest: Manifest = {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "metadata": {
+                "namespace": key.namespace,
+                "name": key.name,
+                "uid": uid_of(found),
+                "resourceVersion": version_of(found),
+            },
+            "status": {**(status if isinstance(status, dict) else {}), "operator": self.name},
+        }
+        await self._cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+
+    async def _is_gone(self, holder: str) -> bool:
+        """Whether nobody has renewed another operator's lease for long, by this process's own clock.
+
+        One whose lease may not be read is there.
+        """
+        namespace, _, name = holder.rpartition("/")
+        try:
+            lease = await self._cluster.read(LEASES, Key(namespace, name))
+        except Refused:
+            return False
+        stamp = None if lease is None else version_of(lease)
+        known, since_s = self._seen.get(holder, ("", 0.0))
+        if holder not in self._seen or known != stamp:
+            self._seen[holder] = (stamp, self._clock())
+            return False
+        return self._clock() - since_s >= GONE_S
+
+
+def handing_over(name: str, holder: str, namespace: str, deployment: str) -> str:
+    """Return what a deployment's event says when another operator looks after it."""
+    patch = f'{{"status": {{"operator": "{name}"}}}}'
+    return (
+        f"the operator {name} leaves this deployment to the operator {holder}, which looks after it already: "
+        f"let one of them watch another namespace, or uninstall one. To hand it over: kubectl patch dgd "
+        f"{deployment} --namespace {namespace} --subresource=status --type=merge --patch '{patch}'"
+    )
+
+
+def _holder(found: Manifest) -> str:
+    status = found.get("status")
+    holder = status.get("operator") if isinstance(status, dict) else None
+    return holder if isinstance(holder, str) else ""

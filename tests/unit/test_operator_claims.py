@@ -1,0 +1,98 @@
+"""Of two operators that could look after a deployment the first one does, until it is gone."""
+
+from typing import cast
+
+import pytest
+
+from kvrouter.operator.reconcile.claims import GONE_S, Claims, handing_over
+from kvrouter.operator.reconcile.cluster import Cluster, Refused
+from kvrouter.operator.reconcile.kinds import LEASES, Key, Kind, Manifest, metadata_of, version_of
+
+ONE, TWO = Key("one", "kvrouter-operator"), Key("two", "kvrouter-operator")
+PLACE = Key("team", "llm")
+
+
+class Server:
+    """An API server with one deployment, and a lease for each operator that is there."""
+
+    def __init__(self) -> None:
+        self.deployment: Manifest = {
+            "metadata": {"namespace": "team", "name": "llm", "uid": "u", "resourceVersion": "1"},
+            "status": {"observedGeneration": 3},
+        }
+        self.leases: dict[Key, int | None] = {ONE: 1, TWO: 1}
+        self.now_s = 0.0
+
+    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+        assert kind == LEASES
+        if key not in self.leases:
+            return None
+        if self.leases[key] is None:
+            raise Refused("GET /x: forbidden", status=403)
+        return {"metadata": {"resourceVersion": str(self.leases[key])}}
+
+    async def apply(self, _kind: Kind, manifest: Manifest, *, subresource: str) -> Manifest:
+        assert subresource == "status"
+        if version_of(manifest) != version_of(self.deployment):
+            raise Refused("PATCH /x: conflict", status=409)
+        version = str(int(version_of(self.deployment)) + 1)
+        metadata = {**metadata_of(self.deployment), "resourceVersion": version}
+        self.deployment = {"metadata": metadata, "status": manifest["status"]}
+        return self.deployment
+
+    def claims(self, lease: Key) -> Claims:
+        return Claims(cast(Cluster, self), lease, lambda: self.now_s)
+
+
+async def test_the_first_one_keeps_it_while_its_lease_is_renewed() -> None:
+    server = Server()
+    one, two = server.claims(ONE), server.claims(TWO)
+    seen = server.deployment
+    assert await one.other(seen) is None
+    assert server.deployment["status"] == {"observedGeneration": 3, "operator": "one/kvrouter-operator"}
+    assert await one.other(seen) is None, "its own watch may be late"
+    with pytest.raises(Refused):
+        await two.other(seen)
+    for renewals in range(100):
+        server.leases[ONE], server.now_s = renewals, server.now_s + 10.0
+        assert await two.other(server.deployment) == "one/kvrouter-operator"
+        assert await one.other(server.deployment) is None
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_one_that_is_gone_for_long_is_succeeded(*, is_there: bool) -> None:
+    server = Server()
+    one, two = server.claims(ONE), server.claims(TWO)
+    await one.other(server.deployment)
+    if not is_there:
+        del server.leases[ONE]
+    assert await two.other(server.deployment) == str(ONE)
+    server.now_s = GONE_S - 1.0
+    assert await two.other(server.deployment) == str(ONE)
+    server.now_s = GONE_S
+    assert await two.other(server.deployment) is None
+    assert await one.other(server.deployment) == str(TWO)
+
+
+async def test_one_whose_lease_may_not_be_read_is_there_until_somebody_hands_over() -> None:
+    server = Server()
+    one, two = server.claims(ONE), server.claims(TWO)
+    await one.other(server.deployment)
+    server.leases[ONE] = None
+    for _ in range(3):
+        server.now_s += 10 * GONE_S
+        assert await two.other(server.deployment) == str(ONE)
+    server.deployment = {**server.deployment, "status": {"operator": str(TWO)}}
+    assert await two.other(server.deployment) is None
+    assert await one.other(server.deployment) == str(TWO)
+    assert f'--patch \'{{"status": {{"operator": "{TWO}"}}}}\'' in handing_over(str(TWO), str(ONE), *PLACE)
+
+
+async def test_a_later_deployment_of_the_same_name_is_claimed_anew() -> None:
+    server = Server()
+    one = server.claims(ONE)
+    await one.other(server.deployment)
+    later: Manifest = {"metadata": {**metadata_of(server.deployment), "uid": "v"}}
+    server.deployment = later
+    assert await one.other(later) is None
+    assert server.deployment["status"] == {"operator": str(ONE)}
