@@ -299,11 +299,11 @@ async def test_refusals_are_counted_by_reason() -> None:
     assert response.headers["retry-after"] == "1"
 
 
-async def test_a_model_without_a_tokenizer_here_is_not_served() -> None:
+async def test_a_model_without_a_tokenizer_here_is_not_served_yet() -> None:
     async with open_house(card(1, model="other"), card(2), script=says("ok")) as house:
         response = await house.chat(model="other")
         listed = (await house.http.get("/v1/models")).json()
-    assert response.status_code == 404
+    assert (response.status_code, error_of(response)["code"]) == (503, "model_not_ready")
     assert [model["id"] for model in listed["data"]] == [MODEL]
 
 

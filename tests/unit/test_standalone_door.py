@@ -189,7 +189,7 @@ async def test_token_ids_need_no_tokenizer_here() -> None:
     async with open_router(card(1), has_tokenizer=False) as here:
         assert (await here.route())[0] == 200
         status, answer = await here.post("/v1/route", {"model": MODEL, "prompt": "hello"})
-        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert (status, answer["error"]["code"]) == (503, "model_not_ready")
 
 
 async def test_wishes_hold_as_at_the_front_door() -> None:

@@ -130,6 +130,19 @@ class KvRouterConfig(Section):
     ] = 1000
     """Of how many of the last requests the decisions can be read back by request id."""
 
+    router_min_initial_workers: Annotated[
+        Count,
+        Setting(
+            flag="--router-min-initial-workers",
+            variable="DYN_ROUTER_MIN_INITIAL_WORKERS",
+            group=Group.ROUTING,
+            unit="workers",
+        ),
+    ] = 0
+    """How many workers must have registered before the router says that it accepts requests and is ready: the
+    first one of a fleet that starts would get them all. Once so many were here, later losses change nothing.
+    At 0 it waits for none. Requests that come all the same are answered."""
+
     active_decode_blocks_threshold: Annotated[
         Fraction | None,
         Setting(

@@ -13,6 +13,7 @@
     │   ├── RoutingRefused           nobody may take this request now
     │   │   ├── NoEligibleWorker     no worker passes; counts per reason
     │   │   └── AllWorkersBusy       workers pass, and each one is busy
+    │   ├── ModelNotReady            the model is on its way, or nobody knows yet whether it is
     │   └── ShuttingDown             this router drains
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
@@ -79,7 +80,7 @@ class NotFound(InvalidRequest):
 
 
 class UnknownModel(NotFound):
-    """No worker ever registered this model."""
+    """The fleet is known, and no worker ever registered this model."""
 
     code = "model_not_found"
 
@@ -141,6 +142,14 @@ class AllWorkersBusy(RoutingRefused):
     """Worker ranks pass the constraints, and each of them is over its busy threshold."""
 
     code = "all_workers_busy"
+
+
+class ModelNotReady(Unavailable):
+    """The model cannot be asked yet: it has workers and no tokenizer here, or this router does not know yet
+    which models there are.
+    """
+
+    code = "model_not_ready"
 
 
 class ShuttingDown(Unavailable):

@@ -66,7 +66,8 @@ class Fleet:
         self._rank_at: list[WorkerRank | None] = []
         self._free: list[Slot] = []
         self._derived: dict[tuple[object, object], object] = {}
-        self._took_calls = False
+        self._last_took_calls = False
+        self._last_names: Mapping[str, str | None] = {}
 
     # --- who is there
 
@@ -120,14 +121,14 @@ class Fleet:
         """Whether every worker gives its engine calls as clients wrote them; without any worker, whether the
         last ones did.
         """
-        if self._members:
-            self._took_calls = self.derived(_takes_calls, None)
-        return self._took_calls
+        return self.derived(_takes_calls, None) if self._members else self._last_took_calls
 
     @property
     def names(self) -> Mapping[str, str | None]:
-        """What else calls may ask for: another name of the model (None), or an adapter of it."""
-        return self.derived(_names, None)
+        """What else calls may ask for: another name of the model (None), or an adapter of it. Without any
+        worker, what the last one took.
+        """
+        return self.derived(_names, None) if self._members else self._last_names
 
     @property
     def required_domain(self) -> str | None:
@@ -208,6 +209,8 @@ class Fleet:
         member = self._members.get(worker_id)
         if member is None or member.card.incarnation != incarnation:
             return []
+        if len(self._members) == 1:
+            self._last_names, self._last_took_calls = self.names, self.takes_calls
         freed = self._drop(member)
         del self._members[worker_id]
         self._changed()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.answered import Reading, answer_query, answer_stream, answer_whole
 from kvrouter.frontend.bodies import Bodies
@@ -74,7 +74,11 @@ class GenerateRoutes:
         if self._hall.passes(body):
             await self._serve_passed(exchange, body, wishes, received_s)
             return
-        parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=wishes))
+        try:
+            parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=wishes))
+        except InvalidRequest:
+            self._hall.refuse_on_its_way(body)
+            raise
         call = parsed.call
         text = self._hall.text_of(call)
         matcher = StopMatcher(call.stops)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvrouter.core.errors import ShuttingDown, UnknownModel
+from kvrouter.core.errors import ModelNotReady, ShuttingDown
 from kvrouter.frontend.errors import NotReady
 from kvrouter.frontend.prepare import Hall, Named
 from kvrouter.frontend.readiness import Awaited, nobody_awaited, why_not_ready
@@ -66,12 +66,17 @@ class Pages:
         name = request.path_params["model"]
         named = self._hall.names().get(name)
         if named is None:
-            raise UnknownModel(f"model: {name!r} is not served here", param="model")
+            model = self._service.model(self._hall.named(name).model)
+            raise ModelNotReady(
+                f"model: {model.fleet.model!r} has no worker, or no tokenizer here", param="model"
+            )
         return json_page(self._model_json(name, named))
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: the process answers, whatever it can do."""
-        status = "draining" if self._service.is_draining else "ok"
+        """``GET /health``: the process answers, whatever it can do; else whoever asks would restart it."""
+        status = "ok" if self._service.why_too_few is None else "starting"
+        if self._service.is_draining:
+            status = "draining"
         return json_page({"status": status, "running_requests": self._service.running})
 
     async def ready(self, _: Request) -> Response:
@@ -79,6 +84,7 @@ class Pages:
         the engines that are still awaited.
         """
         self._refuse_draining()
+        self._refuse_too_few()
         awaited = list(self._awaited())
         reasons = self._why_not_ready()
         if reasons is None:
@@ -89,9 +95,12 @@ class Pages:
     async def accepting(self, _: Request) -> Response:
         """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
         found. A door that just opened has a moment to learn the fleet, so that nobody is refused for that.
-        One that could not ask discovery yet knows nobody, and must take the place of no door that does.
+        One that could not ask discovery yet knows nobody, and must take the place of no door that does; nor
+        must one that waits for a number of workers at its start. One that asked, and knows that nobody is
+        there, knows as much as any other.
         """
         self._refuse_draining()
+        self._refuse_too_few()
         lost = self._service.store_lost
         if lost is not None and not self._hall.models():
             raise NotReady(f"this router could not learn yet which workers are there: {lost}")
@@ -104,6 +113,11 @@ class Pages:
     def _refuse_draining(self) -> None:
         if self._service.is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
+
+    def _refuse_too_few(self) -> None:
+        why = self._service.why_too_few
+        if why is not None:
+            raise NotReady(f"this router waits for its first workers: {why}")
 
     def _why_not_ready(self) -> list[str] | None:
         """What each model lacks; None when one lacks nothing."""

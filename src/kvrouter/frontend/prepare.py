@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvrouter.config import UnknownNvext
 from kvrouter.core.constraints import RoutingConstraints, adapter_taint
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.frontend.contradictions import refuse_contradictions
@@ -54,9 +54,7 @@ class Hall:
 
     def named(self, name: str) -> Named:
         """Return the model that calls mean by ``name``, and the adapter; an unknown name as it is."""
-        try:
-            return Named(self._service.model(ModelName(name)).fleet.model, None)
-        except UnknownModel:
+        if self._service.find(ModelName(name)) is None:
             for model in self._service.models():
                 if name in model.fleet.names:
                     return Named(model.fleet.model, model.fleet.names[name])
@@ -84,18 +82,26 @@ class Hall:
         return self.text(model)
 
     def text(self, model: ModelName) -> TextModel:
-        """Return what turns the model's text into tokens; raise :class:`UnknownModel` when it is not here."""
+        """Return what turns the model's text into tokens; raise :class:`ModelNotReady` if it is not here."""
         text = self._texts.get(model)
         if text is None:
-            raise UnknownModel(f"model: {model!r} has workers, and no tokenizer here", param="model")
+            raise ModelNotReady(f"model: the tokenizer of {model!r} is not loaded here", param="model")
         return text
+
+    def refuse_on_its_way(self, body: ScannedBody) -> None:
+        """Raise :class:`ModelNotReady` when the model of the call in ``body`` may be on its way: its engines
+        may take what is refused without them. Raises InvalidRequest for what is no call.
+        """
+        if self._service.why_fleet_unknown is not None:
+            self._service.model(self.named(model_of(body)).model)
 
     def model_in(self, body: ScannedBody) -> ModelName | None:
         """Return the served model that a body names; None when it names none."""
         try:
-            return self._service.model(self.named(model_of(body)).model).fleet.model
-        except (InvalidRequest, UnknownModel):
+            model = self._service.find(self.named(model_of(body)).model)
+        except InvalidRequest:
             return None
+        return None if model is None else model.fleet.model
 
     def passes(self, body: ScannedBody) -> bool:
         """Whether the call in ``body`` goes to its engine as it was written. Raises InvalidRequest."""

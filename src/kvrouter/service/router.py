@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.errors import ConfigError, ShuttingDown, UnknownModel
+from kvrouter.core.errors import ConfigError, ModelNotReady, ShuttingDown, UnknownModel
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest
@@ -56,6 +56,8 @@ class RouterService:
         self._is_draining = False
         self._stops: list[Callable[[], None]] = []
         self._store_lost: str | None = None
+        self._had_enough = False
+        """Whether as many workers were here at one time as are waited for at the start."""
         config = parts.config
         self._contacts = Contacts(
             parts.plane,
@@ -126,13 +128,42 @@ class RouterService:
         """Every model that a worker ever registered."""
         return iter(self._models.values())
 
+    def find(self, name: ModelName) -> ModelRouter | None:
+        """Return the model's map room; None when no worker ever registered it."""
+        return self._models.get(name)
+
     def model(self, name: ModelName) -> ModelRouter:
-        """Return the model's map room; raise :class:`UnknownModel`."""
-        model = self._models.get(name)
-        if model is None:
-            known = ", ".join(sorted(self._models)) or "none"
-            raise UnknownModel(f"model: {name!r} is not served here; known: {known}", param="model")
-        return model
+        """Return the model's map room.
+
+        Raises :class:`UnknownModel`, or :class:`ModelNotReady` while its workers may be on their way.
+        """
+        model = self.find(name)
+        if model is not None:
+            return model
+        why = self.why_fleet_unknown
+        if why is not None:
+            raise ModelNotReady(
+                f"model: whether {name!r} is served here is not known yet: {why}", param="model"
+            )
+        known = ", ".join(sorted(self._models))
+        raise UnknownModel(f"model: {name!r} is not served here; known: {known}", param="model")
+
+    @property
+    def why_fleet_unknown(self) -> str | None:
+        """Why this router cannot say which models there are; None when it can."""
+        if self._store_lost is not None:
+            return "discovery cannot be reached"
+        if not self._models:
+            return "no worker has registered yet"
+        return self.why_too_few
+
+    @property
+    def why_too_few(self) -> str | None:
+        """How many of the workers are here that this router waits for at its start; None once all were."""
+        least = self._parts.config.router_min_initial_workers
+        if self._had_enough or least == 0:
+            return None
+        return f"{len(self._model_of)} of {least} workers have registered"
 
     def generate(self, request: GenerateRequest, *, received_s: float | None = None) -> Generation:
         """Return the request's answer, to be read; nothing is decided before the first read.
@@ -195,6 +226,7 @@ class RouterService:
             return
         self._models[card.model] = model
         self._model_of[card.worker_id] = card.model
+        self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
             observed.worker_warned(card, warning)
         odd = self._contacts.follow(card)

@@ -1,0 +1,117 @@
+"""A model that may be on its way is answered 503, which clients try again; 404 is for one that nobody has."""
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from kvrouter import KvRouter, KvRouterConfig
+from kvrouter.core.errors import ModelNotReady, UnknownModel
+from tests.support.embedding import program
+from tests.support.fleets import MODEL, card
+from tests.support.front import House, error_of, open_house, says
+from tests.support.mock_fleets import BLOCK, alike
+
+TWO = KvRouterConfig(router_min_initial_workers=2)
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def told(response: httpx.Response) -> tuple[int, object, str | None]:
+    return response.status_code, error_of(response)["code"], response.headers.get("retry-after")
+
+
+ON_ITS_WAY = (503, "model_not_ready", "1")
+NOBODYS = (404, "model_not_found", None)
+
+
+async def all_ways(house: House, model: str) -> list[tuple[int, object, str | None]]:
+    """How each route that names a model answers for it."""
+    return [
+        told(await house.chat(model=model)),
+        told(await house.complete(model=model)),
+        told(await house.http.get(f"/v1/models/{model}")),
+        told(await house.http.post("/v1/route/explain", json={"model": model, "prompt": "hello"})),
+    ]
+
+
+async def test_while_nobody_registered_any_model_may_be_on_its_way() -> None:
+    async with open_house(settle_s=0.0) as house:
+        accepting = await house.http.get("/accepting")
+        before = await all_ways(house, MODEL)
+        house.bench.discovery.put(card(1))
+        after = await all_ways(house, "other")
+    assert accepting.status_code == 200, "it asked, and knows as much as any other"
+    assert before == [ON_ITS_WAY] * 4
+    assert after == [NOBODYS] * 4
+
+
+async def test_what_only_its_engines_would_take_is_not_refused_before_they_are_known() -> None:
+    async with open_house() as house:
+        tools = told(await house.chat(tools=[TOOL]))
+        broken = await house.http.post("/v1/chat/completions", content=b'{"model": "mock",')
+        house.bench.discovery.put(card(1))
+        known = await house.chat(tools=[TOOL])
+    assert tools == ON_ITS_WAY
+    assert (broken.status_code, known.status_code) == (400, 400)
+
+
+async def test_while_discovery_is_lost_nobody_knows_whether_a_model_came() -> None:
+    async with open_house(card(1), script=says("ok")) as house:
+        on_store = house.bench.discovery.on_store
+        assert on_store is not None
+        on_store(False, "10.1.2.3 refused")
+        other, served = await house.complete(model="other"), await house.complete()
+        on_store(True, "")
+        back = await house.complete(model="other")
+    assert (told(other), served.status_code, told(back)) == (ON_ITS_WAY, 200, NOBODYS)
+    assert "10.1.2.3" not in other.text
+
+
+async def test_a_model_whose_tokenizer_is_not_here_is_not_ready() -> None:
+    async with open_house(card(1, model="other"), card(2)) as house:
+        found = await all_ways(house, "other")
+    assert found == [ON_ITS_WAY] * 4
+
+
+async def test_adapters_and_other_names_of_a_model_stay_known_when_its_workers_left() -> None:
+    named = replace(card(1), takes_calls=True, names={"style": "style", "another": None})
+    async with open_house(named, replace(card(2), takes_calls=True)) as house:
+        house.bench.discovery.drop(2)
+        house.bench.discovery.drop(1)
+        found = [await house.complete(model=name) for name in ("style", "another", MODEL)]
+        listed = await house.http.get("/v1/models/style")
+    assert [told(each) for each in found] == [(503, "no_eligible_worker", "1")] * 3
+    assert told(listed) == ON_ITS_WAY
+
+
+async def test_the_start_waits_for_as_many_workers_as_were_asked_for_and_only_the_start() -> None:
+    async with open_house(card(1), config=TWO, settle_s=0.0, script=says("ok")) as house:
+        pages = "/accepting", "/ready"
+        few = [await house.http.get(page) for page in pages]
+        healthy = await house.http.get("/health")
+        other, served = await house.complete(model="other"), await house.complete()
+        house.bench.discovery.put(card(1, incarnation=2))
+        same = await house.http.get("/accepting")
+        house.bench.discovery.put(card(2))
+        enough = [await house.http.get(page) for page in pages]
+        house.bench.discovery.drop(2)
+        house.bench.discovery.drop(1, 2)
+        left = await house.http.get("/accepting")
+        ok = await house.http.get("/health")
+    assert [told(each) for each in few] == [(503, "not_ready", "1")] * 2
+    assert all("1 of 2 workers" in each.text for each in few)
+    assert (healthy.status_code, healthy.json()["status"]) == (200, "starting"), "nobody restarts it for that"
+    assert (told(other), served.status_code) == (ON_ITS_WAY, 200)
+    assert (same.status_code, left.status_code) == (503, 200)
+    assert [each.status_code for each in enough] == [200, 200]
+    assert ok.json()["status"] == "ok"
+
+
+async def test_a_program_is_told_the_same() -> None:
+    config = KvRouterConfig(router_min_initial_workers=3)
+    async with program(alike(replicas=2)) as here:
+        async with KvRouter(here.endpoint, BLOCK, kv_router_config=config) as router:
+            with pytest.raises(ModelNotReady, match="2 of 3 workers"):
+                await router.best_worker([1], model="other")
+        async with KvRouter(here.endpoint, BLOCK) as router:
+            with pytest.raises(UnknownModel):
+                await router.best_worker([1], model="other")
