@@ -5,6 +5,9 @@ memoryview of either; read where it lies) or as a sequence of ints (copied, whic
 hash column is ``bytes``: unsigned 64-bit integers, little-endian, 8 bytes each. An ``out`` column is a
 writable, C-contiguous buffer of unsigned 32-bit integers over slots.
 
+A number out of range is refused by the name of its argument, and memory that cannot be had for what comes in
+is a MemoryError.
+
 Short calls keep the interpreter lock: a call of one microsecond that gave it up could wait milliseconds to
 get it back. Big batches and ``dump`` give it up.
 """
@@ -72,7 +75,8 @@ class Prompt:
         """A prompt whose tokens are elsewhere, from the hash of each of its leading full blocks.
 
         Full blocks beyond those have no hashes, as a partial tail has none. Raises ValueError (a column that
-        is not a multiple of 8 bytes, fewer tokens than blocks, block_size below 1) or OverflowError.
+        is not a multiple of 8 bytes, fewer tokens than blocks, more than 2**32-1 tokens, block_size below 1)
+        or OverflowError.
         """
     @property
     def isl_tokens(self) -> int:
@@ -225,7 +229,11 @@ class Column:
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Ledger:
-    """Load by slot; the contract is kvrouter.ledger.port.Ledger. ``n_slots`` is the room to begin with."""
+    """Load by slot; the contract is kvrouter.ledger.port.Ledger. ``n_slots`` is the room to begin with.
+
+    Raises ValueError for a number out of range, by the argument's name (at most 65,536 slots, and 2**32-1
+    prefill tokens a lease), and OverflowError for a sum that would not fit; then nothing has changed.
+    """
 
     def __new__(cls, n_slots: int = ...) -> Self: ...
     def ensure_slots(self, n_slots: int) -> bool:

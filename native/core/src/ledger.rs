@@ -49,6 +49,8 @@ pub enum NotBooked {
     LeaseExists,
     /// The slot has no place in the columns yet.
     NoSuchSlot,
+    /// The slot's sum would not fit.
+    TooMuch,
 }
 
 impl Ledger {
@@ -122,6 +124,7 @@ impl Ledger {
         if self.by_key.contains_key(&key) {
             return Err(NotBooked::LeaseExists);
         }
+        self.check_room(slot, prefill_tokens, prompt)?;
         let id = self.next_id;
         self.next_id += 1;
         let mut lease = Lease { key: key.clone(), slot, prefill_tokens, blocks: None };
@@ -135,6 +138,24 @@ impl Ledger {
         self.by_key.insert(key, id);
         self.leases.insert(id, lease);
         Ok(id)
+    }
+
+    /// Sees that the slot's sums stay within their range with so many tokens, and all blocks of the prompt, more.
+    fn check_room(&self, slot: u32, prefill_tokens: i64, prompt: &Prompt) -> Result<(), NotBooked> {
+        let blocks = i64::try_from(prompt.total_blocks()).map_err(|_| NotBooked::TooMuch)?;
+        self.check_sums(slot, prefill_tokens, blocks)
+    }
+
+    fn check_sums(&self, slot: u32, prefill_tokens: i64, blocks: i64) -> Result<(), NotBooked> {
+        let fits = |column: &Column, more: i64| {
+            column[slot as usize].load(Ordering::Relaxed).checked_add(more).is_some()
+        };
+        let fit = fits(&self.prefill_tokens, prefill_tokens) && fits(&self.active_blocks, blocks);
+        if fit {
+            Ok(())
+        } else {
+            Err(NotBooked::TooMuch)
+        }
     }
 
     /// The open lease with this key.
@@ -151,13 +172,18 @@ impl Ledger {
     }
 
     /// Adds `n` full blocks of output. False when the lease is not open.
-    pub fn output_block(&mut self, id: u64, n: u32) -> bool {
-        let Some(lease) = self.leases.get_mut(&id) else { return false };
+    ///
+    /// # Errors
+    /// When the slot's sum would not fit; nothing is added.
+    pub fn output_block(&mut self, id: u64, n: u32) -> Result<bool, NotBooked> {
+        let Some(lease) = self.leases.get(&id) else { return Ok(false) };
+        self.check_sums(lease.slot, 0, i64::from(n))?;
+        let Some(lease) = self.leases.get_mut(&id) else { return Ok(false) };
         if let Some(blocks) = &mut lease.blocks {
             blocks.n_own += i64::from(n);
             add(&self.active_blocks, lease.slot, i64::from(n));
         }
-        true
+        Ok(true)
     }
 
     /// Ends a lease. False when it is not open.
@@ -184,11 +210,14 @@ impl Ledger {
     /// not open.
     ///
     /// # Errors
-    /// When the columns have no such slot; the lease stays where it is.
+    /// When the columns have no such slot, or its sums would not fit; the lease stays where it is.
     pub fn move_to(&mut self, id: u64, slot: u32, prefill_tokens: i64) -> Result<bool, NotBooked> {
         if slot as usize >= self.n_slots() {
             return Err(NotBooked::NoSuchSlot);
         }
+        let Some(lease) = self.leases.get(&id) else { return Ok(false) };
+        let held = lease.blocks.as_ref().map_or(0, |blocks| blocks.n_own + blocks.prompt.n_blocks() as i64);
+        self.check_sums(slot, prefill_tokens, held)?;
         let Some(mut lease) = self.leases.remove(&id) else { return Ok(false) };
         self.withdraw(&lease);
         lease.slot = slot;
@@ -282,9 +311,22 @@ mod tests {
         assert_eq!(out, [2, 3]);
         assert_eq!(ledger.move_to(b, 1, 0), Ok(true));
         assert_eq!(active(&ledger), [4, 3]);
-        assert!(ledger.output_block(b, 2));
+        assert_eq!(ledger.output_block(b, 2), Ok(true));
         assert!(ledger.close(a) && ledger.close(b) && ledger.close(c) && !ledger.close(c));
         assert_eq!(active(&ledger), [0, 0]);
         assert_eq!(ledger.n_runs(), 0);
+    }
+
+    #[test]
+    fn sums_that_would_not_fit_are_refused_and_change_nothing() {
+        let mut ledger = Ledger::new(2);
+        let prompt = prompt(&[1, 1]);
+        let a = ledger.book(key("a"), 0, &prompt, i64::MAX, true).unwrap();
+        assert_eq!(ledger.book(key("b"), 0, &prompt, 1, true), Err(NotBooked::TooMuch));
+        let b = ledger.book(key("b"), 1, &prompt, 1, true).unwrap();
+        assert_eq!(ledger.move_to(b, 0, 1), Err(NotBooked::TooMuch));
+        assert_eq!(ledger.move_to(b, 0, 0), Ok(true));
+        assert!(ledger.close(a) && ledger.close(b));
+        assert_eq!(active(&ledger), [0, 0]);
     }
 }

@@ -7,8 +7,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::buffers::OutColumn;
+use crate::checked;
 use crate::hashing::Prompt;
-use crate::index::{checked_slot, secret};
+use crate::index::secret;
 
 #[pyclass(frozen, get_all, eq, module = "kvrouter._native")]
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -31,7 +32,11 @@ pub struct ApproximateIndex(Mutex<approximate::ApproximateIndex>);
 impl ApproximateIndex {
     #[new]
     #[pyo3(signature = (*, ttl_s=120.0, max_blocks=1 << 20, prune_target_ratio=0.8))]
-    fn new(ttl_s: f64, max_blocks: usize, prune_target_ratio: f64) -> PyResult<Self> {
+    fn new(
+        ttl_s: f64,
+        #[pyo3(from_py_with = checked::max_blocks)] max_blocks: usize,
+        prune_target_ratio: f64,
+    ) -> PyResult<Self> {
         if ttl_s.is_nan() || ttl_s <= 0.0 {
             return Err(PyValueError::new_err(format!("ttl_s: above 0 seconds, not {ttl_s}")));
         }
@@ -52,8 +57,12 @@ impl ApproximateIndex {
         ))))
     }
 
-    fn touch(&self, slot: i64, prompt: &Prompt, now_s: f64) -> PyResult<()> {
-        let slot = checked_slot(slot)?;
+    fn touch(
+        &self,
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
+        prompt: &Prompt,
+        now_s: f64,
+    ) -> PyResult<()> {
         check_now(now_s)?;
         self.lock().touch(slot, prompt.inner.sequence_hashes(), now_s);
         Ok(())
@@ -79,8 +88,7 @@ impl ApproximateIndex {
         Ok(self.lock().expire(now_s))
     }
 
-    fn drop(&self, slot: i64) -> PyResult<usize> {
-        let slot = checked_slot(slot)?;
+    fn drop(&self, #[pyo3(from_py_with = checked::slot)] slot: u32) -> PyResult<usize> {
         Ok(self.lock().drop_slot(slot))
     }
 

@@ -1,10 +1,12 @@
 //! What crosses the border without a copy: token buffers in, u32 columns out, hash columns as bytes.
 
 use pyo3::buffer::PyBuffer;
-use pyo3::exceptions::{PyBufferError, PyOverflowError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyMemoryError, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList, PyTuple};
+
+use crate::checked::{pushed, told, ITEMS_MAX};
 
 /// Calls `f` with the token ids of `tokens`: a C-contiguous u32 buffer as it lies, any sequence of ints
 /// copied.
@@ -50,17 +52,25 @@ fn described(object: &Bound<'_, PyAny>) -> String {
 fn sequence_tokens(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     type GetItem = unsafe extern "C" fn(*mut ffi::PyObject, ffi::Py_ssize_t) -> *mut ffi::PyObject;
     let n_tokens = tokens.len()?;
-    let mut ids = Vec::with_capacity(n_tokens);
+    if n_tokens > ITEMS_MAX {
+        return Err(PyValueError::new_err(format!(
+            "tokens: at most {ITEMS_MAX} items of a sequence, not {n_tokens}"
+        )));
+    }
+    let mut ids = Vec::new();
     let get_item: GetItem = if tokens.is_instance_of::<PyList>() {
         ffi::PyList_GetItem
     } else if tokens.is_instance_of::<PyTuple>() {
         ffi::PyTuple_GetItem
     } else {
         for item in tokens.try_iter()? {
-            ids.push(token(&item?, ids.len())?);
+            let id = token(&item?, ids.len())?;
+            pushed(&mut ids, id, "tokens")?;
         }
         return Ok(ids);
     };
+    ids.try_reserve_exact(n_tokens)
+        .map_err(|_| PyMemoryError::new_err("tokens: there is no memory for so much"))?;
     for position in 0..n_tokens {
         // SAFETY: the type fits the function. The borrowed item stays in its sequence: reading a plain int runs no code,
         // and for anything else a reference is taken first.
@@ -98,7 +108,7 @@ fn token(item: &Bound<'_, PyAny>, position: usize) -> PyResult<u32> {
 
 fn token_error(position: usize, item: &Bound<'_, PyAny>, error: &PyErr) -> PyErr {
     if error.is_instance_of::<PyOverflowError>(item.py()) {
-        PyOverflowError::new_err(format!("tokens[{position}]: {item} is not within 0..4294967295"))
+        PyOverflowError::new_err(format!("tokens[{position}]: {} is not within 0..4294967295", told(item)))
     } else {
         PyTypeError::new_err(format!("tokens[{position}]: an int, not {}", described(item)))
     }
@@ -160,6 +170,9 @@ pub fn extend_from_column(hashes: &mut Vec<u64>, column: &[u8], name: &str) -> P
             column.len()
         )));
     }
+    hashes
+        .try_reserve(column.len() / 8)
+        .map_err(|_| PyMemoryError::new_err(format!("{name}: there is no memory for so much")))?;
     hashes.extend(column.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("8 bytes"))));
     Ok(())
 }

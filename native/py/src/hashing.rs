@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use kvrouter_core::{hashing as core, prompt};
-use pyo3::exceptions::{PyOverflowError, PyValueError};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::buffers::{extend_from_column, to_column, with_tokens};
+use crate::checked;
 
 #[pyclass(frozen, module = "kvrouter._native")]
 pub struct Prompt {
@@ -20,14 +21,14 @@ impl Prompt {
     #[pyo3(signature = (tokens, *, block_size, seed=core::SEED, mm_hashes=None))]
     fn new(
         tokens: &Bound<'_, PyAny>,
-        block_size: i64,
-        seed: u64,
-        mm_hashes: Option<Vec<Vec<u64>>>,
+        #[pyo3(from_py_with = checked::block_size)] block_size: usize,
+        #[pyo3(from_py_with = checked::seed)] seed: u64,
+        #[pyo3(from_py_with = checked::mm_hashes)] mm_hashes: Option<Vec<Vec<u64>>>,
     ) -> PyResult<Self> {
-        let block_size = checked_block_size(block_size)?;
         let mm_hashes = mm_hashes.as_deref();
         let prompt = with_tokens(tokens, |ids| {
             check_mm_hashes(mm_hashes, ids.len() / block_size)?;
+            checked::room_for_hashes(ids.len() / block_size * 4, "tokens")?;
             Ok::<_, PyErr>(prompt::Prompt::new(ids, block_size, seed, mm_hashes.unwrap_or_default()))
         })??;
         Ok(Prompt { inner: Arc::new(prompt) })
@@ -35,18 +36,20 @@ impl Prompt {
 
     #[staticmethod]
     #[pyo3(signature = (block_hashes, *, isl_tokens, block_size))]
-    fn from_blocks(block_hashes: &[u8], isl_tokens: i64, block_size: i64) -> PyResult<Self> {
-        let block_size = checked_block_size(block_size)?;
-        let mut hashes = Vec::with_capacity(block_hashes.len() / 8);
+    fn from_blocks(
+        block_hashes: &[u8],
+        #[pyo3(from_py_with = checked::isl_tokens)] isl_tokens: usize,
+        #[pyo3(from_py_with = checked::block_size)] block_size: usize,
+    ) -> PyResult<Self> {
+        let mut hashes = Vec::new();
         extend_from_column(&mut hashes, block_hashes, "block_hashes")?;
-        let full_blocks = usize::try_from(isl_tokens).map_or(0, |tokens| tokens / block_size);
-        if isl_tokens < 0 || hashes.len() > full_blocks {
+        if hashes.len() > isl_tokens / block_size {
             return Err(PyValueError::new_err(format!(
                 "isl_tokens: at least the {} blocks of {block_size} tokens, not {isl_tokens}",
                 hashes.len()
             )));
         }
-        let prompt = prompt::Prompt::from_blocks(hashes, isl_tokens as usize, block_size);
+        let prompt = prompt::Prompt::from_blocks(hashes, isl_tokens, block_size);
         Ok(Prompt { inner: Arc::new(prompt) })
     }
 
@@ -90,18 +93,6 @@ impl Prompt {
     }
 }
 
-fn checked_block_size(block_size: i64) -> PyResult<usize> {
-    match usize::try_from(block_size) {
-        Ok(0) | Err(_) => {
-            Err(PyValueError::new_err(format!("block_size: at least 1 token, not {block_size}")))
-        }
-        Ok(_) if block_size > i64::from(u32::MAX) => {
-            Err(PyOverflowError::new_err(format!("block_size: at most 4294967295 tokens, not {block_size}")))
-        }
-        Ok(size) => Ok(size),
-    }
-}
-
 fn check_mm_hashes(mm_hashes: Option<&[Vec<u64>]>, n_blocks: usize) -> PyResult<()> {
     match mm_hashes {
         Some(salts) if salts.len() != n_blocks => Err(PyValueError::new_err(format!(
@@ -122,14 +113,14 @@ pub fn hash_seed(lora_name: Option<&str>, cache_namespace: Option<&str>) -> u64 
 #[pyo3(signature = (tokens, *, block_size, seed=core::SEED, mm_hashes=None))]
 pub fn block_hashes<'py>(
     tokens: &Bound<'py, PyAny>,
-    block_size: i64,
-    seed: u64,
-    mm_hashes: Option<Vec<Vec<u64>>>,
+    #[pyo3(from_py_with = checked::block_size)] block_size: usize,
+    #[pyo3(from_py_with = checked::seed)] seed: u64,
+    #[pyo3(from_py_with = checked::mm_hashes)] mm_hashes: Option<Vec<Vec<u64>>>,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let block_size = checked_block_size(block_size)?;
     let mm_hashes = mm_hashes.as_deref();
     let hashes = with_tokens(tokens, |ids| {
         check_mm_hashes(mm_hashes, ids.len() / block_size)?;
+        checked::room_for_hashes(ids.len() / block_size, "tokens")?;
         Ok::<_, PyErr>(core::block_hashes(ids, block_size, seed, mm_hashes.unwrap_or_default()))
     })??;
     to_column(tokens.py(), &hashes)
@@ -137,7 +128,7 @@ pub fn block_hashes<'py>(
 
 #[pyfunction]
 pub fn sequence_hashes<'py>(py: Python<'py>, block_hashes: &[u8]) -> PyResult<Bound<'py, PyBytes>> {
-    let mut hashes = Vec::with_capacity(block_hashes.len() / 8);
+    let mut hashes = Vec::new();
     extend_from_column(&mut hashes, block_hashes, "block_hashes")?;
     to_column(py, &core::sequence_hashes(&hashes))
 }

@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kvrouter_core::index::{self, MEDIA, SLOTS_MAX};
+use kvrouter_core::index::{self, MEDIA};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::buffers::{to_column, OutColumn};
+use crate::checked;
 use crate::events::{self, Batch};
 use crate::hashing::Prompt;
 
@@ -99,7 +100,9 @@ pub struct BlockIndex {
 impl BlockIndex {
     #[new]
     #[pyo3(signature = (*, blocks_per_rank_max=1 << 26))]
-    fn new(blocks_per_rank_max: usize) -> PyResult<Self> {
+    fn new(
+        #[pyo3(from_py_with = checked::blocks_per_rank_max)] blocks_per_rank_max: usize,
+    ) -> PyResult<Self> {
         if blocks_per_rank_max == 0 {
             return Err(PyValueError::new_err("blocks_per_rank_max: at least 1, not 0"));
         }
@@ -107,14 +110,21 @@ impl BlockIndex {
         Ok(BlockIndex { index: Mutex::new(index), n_waiting: AtomicUsize::new(0) })
     }
 
-    fn apply(&self, py: Python<'_>, slot: i64, events: &Bound<'_, PyAny>) -> PyResult<Applied> {
-        let slot = checked_slot(slot)?;
+    fn apply(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
+        events: &Bound<'_, PyAny>,
+    ) -> PyResult<Applied> {
         let batch = events::decode(events)?;
         Ok(self.apply_batch(py, slot, &batch).into())
     }
 
-    fn dump<'py>(&self, py: Python<'py>, slot: i64) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let slot = checked_slot(slot)?;
+    fn dump<'py>(
+        &self,
+        py: Python<'py>,
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let columns = py.detach(|| self.wait().dump(slot));
         let mut held = Vec::new();
         for column in &columns {
@@ -127,18 +137,20 @@ impl BlockIndex {
     fn dump_some<'py>(
         &self,
         py: Python<'py>,
-        slot: i64,
-        place: u64,
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
+        #[pyo3(from_py_with = checked::place)] place: u64,
     ) -> PyResult<Option<(Vec<Bound<'py, PyAny>>, u64)>> {
-        let slot = checked_slot(slot)?;
         let Some((column, next)) = self.lock(py).dump_some(slot, place) else { return Ok(None) };
         let mut held = Vec::new();
         extend_held(py, &mut held, &column)?;
         Ok(Some((held, next)))
     }
 
-    fn drop_some(&self, py: Python<'_>, slot: i64) -> PyResult<Applied> {
-        let slot = checked_slot(slot)?;
+    fn drop_some(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
+    ) -> PyResult<Applied> {
         let cleared = self.lock(py).drop_some(slot) as u64;
         Ok(index::Applied { cleared, ..index::Applied::default() }.into())
     }
@@ -149,9 +161,8 @@ impl BlockIndex {
         py: Python<'_>,
         prompt: &Prompt,
         out: &Bound<'_, PyAny>,
-        medium: usize,
+        #[pyo3(from_py_with = checked::medium)] medium: usize,
     ) -> PyResult<()> {
-        check_medium(medium)?;
         let mut out = OutColumn::get(out)?;
         let index = self.lock(py);
         let out = out.as_mut_slice(py);
@@ -166,9 +177,13 @@ impl BlockIndex {
     }
 
     #[pyo3(signature = (slot, medium=0))]
-    fn held(&self, py: Python<'_>, slot: i64, medium: usize) -> PyResult<usize> {
-        check_medium(medium)?;
-        Ok(self.lock(py).held(checked_slot(slot)?, medium))
+    fn held(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
+        #[pyo3(from_py_with = checked::medium)] medium: usize,
+    ) -> usize {
+        self.lock(py).held(slot, medium)
     }
 
     fn stats(&self, py: Python<'_>) -> IndexStats {
@@ -230,20 +245,6 @@ fn extend_held<'py>(
         held.push(events::held(to_column(py, names)?, to_column(py, sequences)?, column.medium)?);
     }
     Ok(())
-}
-
-pub fn checked_slot(slot: i64) -> PyResult<u32> {
-    match u32::try_from(slot) {
-        Ok(slot) if (slot as usize) < SLOTS_MAX => Ok(slot),
-        _ => Err(PyValueError::new_err(format!("slot: within 0..{}, not {slot}", SLOTS_MAX - 1))),
-    }
-}
-
-fn check_medium(medium: usize) -> PyResult<()> {
-    if medium < MEDIA {
-        return Ok(());
-    }
-    Err(PyValueError::new_err(format!("medium: within 0..{}, not {medium}", MEDIA - 1)))
 }
 
 /// A number that nobody outside this process can know.

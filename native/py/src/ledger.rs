@@ -4,13 +4,13 @@ use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvrouter_core::ledger::{self, NotBooked};
-use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyOverflowError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 
 use crate::buffers::OutColumn;
+use crate::checked;
 use crate::hashing::Prompt;
-use crate::index::checked_slot;
 
 pyo3::import_exception!(kvrouter.ledger.port, LeaseExists);
 
@@ -74,11 +74,11 @@ pub struct Ledger(Mutex<ledger::Ledger>);
 impl Ledger {
     #[new]
     #[pyo3(signature = (n_slots=64))]
-    fn new(n_slots: usize) -> Self {
+    fn new(#[pyo3(from_py_with = checked::n_slots)] n_slots: usize) -> Self {
         Ledger(Mutex::new(ledger::Ledger::new(n_slots)))
     }
 
-    fn ensure_slots(&self, n_slots: usize) -> bool {
+    fn ensure_slots(&self, #[pyo3(from_py_with = checked::n_slots)] n_slots: usize) -> bool {
         self.lock().ensure_slots(n_slots)
     }
 
@@ -100,19 +100,18 @@ impl Ledger {
     #[pyo3(signature = (*, key, slot, prompt, prefill_tokens, track_blocks=true))]
     fn book(
         &self,
-        key: (String, String, u32),
-        slot: i64,
+        #[pyo3(from_py_with = checked::key)] key: (String, String, u32),
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
         prompt: &Prompt,
-        prefill_tokens: i64,
+        #[pyo3(from_py_with = checked::prefill_tokens)] prefill_tokens: i64,
         track_blocks: bool,
     ) -> PyResult<u64> {
-        let slot = checked_slot(slot)?;
-        check_prefill_tokens(prefill_tokens)?;
         let key = lease_key(key);
         let mut ledger = self.lock();
         match ledger.book(key.clone(), slot, &prompt.inner, prefill_tokens, track_blocks) {
             Ok(id) => Ok(id),
             Err(NotBooked::NoSuchSlot) => Err(no_such_slot(slot, ledger.n_slots())),
+            Err(NotBooked::TooMuch) => Err(too_much()),
             Err(NotBooked::LeaseExists) => Err(LeaseExists::new_err((
                 key.router_id.into_string(),
                 key.request_id.into_string(),
@@ -121,29 +120,40 @@ impl Ledger {
         }
     }
 
-    fn find(&self, key: (String, String, u32)) -> Option<u64> {
+    fn find(&self, #[pyo3(from_py_with = checked::key)] key: (String, String, u32)) -> Option<u64> {
         self.lock().find(&lease_key(key))
     }
 
-    fn first_token(&self, lease: u64) -> bool {
+    fn first_token(&self, #[pyo3(from_py_with = checked::lease)] lease: u64) -> bool {
         self.lock().first_token(lease)
     }
 
     #[pyo3(signature = (lease, n=1))]
-    fn output_block(&self, lease: u64, n: u32) -> bool {
-        self.lock().output_block(lease, n)
+    fn output_block(
+        &self,
+        #[pyo3(from_py_with = checked::lease)] lease: u64,
+        #[pyo3(from_py_with = checked::n_output_blocks)] n: u32,
+    ) -> PyResult<bool> {
+        self.lock().output_block(lease, n).map_err(|_| too_much())
     }
 
-    fn close(&self, lease: u64) -> bool {
+    fn close(&self, #[pyo3(from_py_with = checked::lease)] lease: u64) -> bool {
         self.lock().close(lease)
     }
 
     #[pyo3(name = "move")]
-    fn move_to(&self, lease: u64, slot: i64, prefill_tokens: i64) -> PyResult<bool> {
-        let slot = checked_slot(slot)?;
-        check_prefill_tokens(prefill_tokens)?;
+    fn move_to(
+        &self,
+        #[pyo3(from_py_with = checked::lease)] lease: u64,
+        #[pyo3(from_py_with = checked::slot)] slot: u32,
+        #[pyo3(from_py_with = checked::prefill_tokens)] prefill_tokens: i64,
+    ) -> PyResult<bool> {
         let mut ledger = self.lock();
-        ledger.move_to(lease, slot, prefill_tokens).map_err(|_| no_such_slot(slot, ledger.n_slots()))
+        let n_slots = ledger.n_slots();
+        ledger.move_to(lease, slot, prefill_tokens).map_err(|why| match why {
+            NotBooked::TooMuch => too_much(),
+            _ => no_such_slot(slot, n_slots),
+        })
     }
 
     #[pyo3(signature = (prompt, out, exclude=None))]
@@ -152,15 +162,14 @@ impl Ledger {
         py: Python<'_>,
         prompt: &Prompt,
         out: &Bound<'_, PyAny>,
-        exclude: Option<u64>,
+        #[pyo3(from_py_with = checked::exclude)] exclude: Option<u64>,
     ) -> PyResult<()> {
         let mut out = OutColumn::get(out)?;
         self.lock().not_active(&prompt.inner, exclude, out.as_mut_slice(py));
         Ok(())
     }
 
-    fn drop_slot(&self, slot: i64) -> PyResult<usize> {
-        let slot = checked_slot(slot)?;
+    fn drop_slot(&self, #[pyo3(from_py_with = checked::slot)] slot: u32) -> PyResult<usize> {
         Ok(self.lock().drop_slot(slot))
     }
 
@@ -189,11 +198,8 @@ fn lease_key((router_id, request_id, leg_number): (String, String, u32)) -> ledg
     ledger::LeaseKey { router_id: router_id.into(), request_id: request_id.into(), leg_number }
 }
 
-fn check_prefill_tokens(prefill_tokens: i64) -> PyResult<()> {
-    if prefill_tokens >= 0 {
-        return Ok(());
-    }
-    Err(PyValueError::new_err(format!("prefill_tokens: 0 or more, not {prefill_tokens}")))
+fn too_much() -> PyErr {
+    PyOverflowError::new_err("the slot's sum would be over 9223372036854775807")
 }
 
 fn no_such_slot(slot: u32, n_slots: usize) -> PyErr {

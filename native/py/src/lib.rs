@@ -2,6 +2,7 @@
 
 mod approximate;
 mod buffers;
+mod checked;
 mod events;
 mod hashing;
 mod index;
