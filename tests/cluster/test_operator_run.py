@@ -70,8 +70,12 @@ async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_
         }
         row = plane.kubectl("get", "dgd", "llm", "--namespace", namespace, "--no-headers").split()
         assert row[:4] == ["llm", "True", "False", "zone"], "nobody runs in the pods of these nodes"
+
+        async def is_told() -> bool:  # events are written after the status
+            return "Applied" in reasons(plane, namespace)
+
+        await eventually(is_told)
         told = reasons(plane, namespace)
-        assert "Applied" in told
         assert not told & {"DomainWithoutDecode", "LabelsNotCopied"}, "a start is no trouble"
 
 
@@ -133,6 +137,38 @@ async def test_what_somebody_changed_or_deleted_is_put_right_and_all_goes_with_t
         plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
         for kind in ("deployments", "services", "pods"):
             plane.kubectl("wait", "--for=delete", kind, "--all", "--namespace", namespace, WAIT)
+
+
+async def test_what_was_orphaned_is_adopted_by_the_next_of_that_name_and_no_pod_ends(
+    plane: ControlPlane, namespace: str
+) -> None:
+    def uids() -> dict[str, str]:
+        found = plane.read(f"{OWNED},pods", "--namespace", namespace)["items"]
+        return {f"{each['kind']} {each['metadata']['name']}": each["metadata"]["uid"] for each in found}
+
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", **ZONE_POLICY))
+        wait(plane, namespace, "Ready=True")
+        before, first = uids(), generations(plane, namespace)
+        plane.kubectl("delete", "dgd", "llm", "--cascade=orphan", "--namespace", namespace)
+        assert uids() == before
+        plane.apply(graph(namespace, "llm", **ZONE_POLICY))
+        wait(plane, namespace, "Ready=True")
+
+        async def is_told() -> bool:
+            found = plane.read("events", "--namespace", namespace)["items"]
+            return any(
+                "adopted" in each["message"] and "Deployment llm-decode" in each["message"] for each in found
+            )
+
+        await eventually(is_told)
+        assert uids() == before
+        assert changed(first, generations(plane, namespace)) == set()
+        assert "NameTaken" not in reasons(plane, namespace)
+        dgd = plane.read("dgd", "llm", "--namespace", namespace)["metadata"]["uid"]
+        for each in plane.read(OWNED, "--namespace", namespace)["items"]:
+            owners = [owner["uid"] for owner in each["metadata"].get("ownerReferences", [])]
+            assert owners == ([] if each["metadata"]["name"] == "default" else [dgd])
 
 
 async def test_what_is_somebody_elses_is_left_alone_and_told(plane: ControlPlane, namespace: str) -> None:

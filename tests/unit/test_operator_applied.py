@@ -107,3 +107,63 @@ async def test_what_passes_by_itself_is_no_refusal_of_the_object(status: int) ->
     cluster.refuses = {"llm-a": status}
     with pytest.raises(Refused):
         await applied.apply(Key("team", "llm"), UID, [owned("Deployment", "llm-a", api="apps/v1")])
+
+
+LABELS: JsonValue = {
+    "app.kubernetes.io/managed-by": "kvrouter-operator",
+    "kvrouter.dev/deployment": "llm",
+    "kvrouter.dev/component": "decode",
+    "own": "too",
+}
+BY_US: JsonValue = {"manager": "kvrouter-operator", "operation": "Apply"}
+
+
+def left_behind(**metadata: JsonValue) -> Manifest:
+    """What ``--cascade=orphan`` leaves: all but its owner."""
+    found = owned("Deployment", "llm-decode", api="apps/v1", uid="of-the-one-before")
+    return {
+        **found,
+        "metadata": {
+            **metadata_of(found),
+            "ownerReferences": [],
+            "labels": LABELS,
+            "managedFields": [BY_US],
+            **metadata,
+        },
+    }
+
+
+def decode() -> Manifest:
+    found = owned("Deployment", "llm-decode", api="apps/v1")
+    return {**found, "metadata": {**metadata_of(found), "labels": LABELS}}
+
+
+async def test_what_a_deployment_of_the_same_name_left_behind_is_adopted() -> None:
+    cluster = Objects(left_behind())
+    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    changes = await applied.apply(Key("team", "llm"), UID, [decode()])
+    place = Place("Deployment", Key("team", "llm-decode"))
+    assert (changes.adopted, changes.taken, changes.created) == ([place], [], [])
+    assert changes.done == {"adopted": [place]}
+    assert (await applied.apply(Key("team", "llm"), UID, [decode()])).done == {}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ownerReferences": [{"kind": "Other", "uid": "of-another", "controller": True}]},
+        {"managedFields": [{"manager": "kubectl", "operation": "Apply"}]},
+        {"managedFields": [{"manager": "kvrouter-operator", "operation": "Update"}]},
+        {"managedFields": []},
+        {"labels": {}},
+        {"labels": {**cast(dict[str, JsonValue], LABELS), "kvrouter.dev/deployment": "other"}},
+        {"labels": {**cast(dict[str, JsonValue], LABELS), "kvrouter.dev/component": "prefill"}},
+        {"deletionTimestamp": "2026-01-01T00:00:00Z"},
+    ],
+)
+async def test_what_is_somebodys_or_nobodys_of_that_name_is_not(metadata: dict[str, JsonValue]) -> None:
+    cluster = Objects(left_behind(**metadata))
+    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    changes = await applied.apply(Key("team", "llm"), UID, [decode()])
+    assert [str(place) for place in changes.taken] == ["Deployment llm-decode"]
+    assert changes.done == {}

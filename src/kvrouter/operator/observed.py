@@ -55,13 +55,10 @@ class Observed:
 
     def changed(self, key: Key, changes: Changes) -> None:
         """Objects of this deployment were written."""
-        done = {"created": changes.created, "changed": changes.changed, "removed": changes.removed}
-        for change, places in done.items():
+        for change, places in changes.done.items():
             for place in places:
                 self.telemetry.objects.inc(place.kind, change)
-        told = "; ".join(
-            f"{change} {', '.join(map(str, places))}" for change, places in done.items() if places
-        )
+        told = "; ".join(f"{change} {', '.join(map(str, places))}" for change, places in changes.done.items())
         log_event(log, Event.DEPLOYMENT_APPLIED, deployment=str(key), detail=told)
 
     def labelled(self, pod: Key) -> None:

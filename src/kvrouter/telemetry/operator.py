@@ -21,7 +21,7 @@ class OperatorTelemetry(MetricsPage):
     look_s = histogram("kvrouter_operator_look_seconds", "How long a look takes.", bounds=_LOOK_S)
     objects = counter(
         "kvrouter_operator_objects",
-        "Objects of deployments that were written, by kind and change: created, changed or removed.",
+        "Objects of deployments that were written, by kind and change: created, adopted, changed or removed.",
         "kind",
         "change",
     )

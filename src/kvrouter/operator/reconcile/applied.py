@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvrouter.operator.reconcile.cluster import Cluster, Refused
+from kvrouter.operator.plan import COMPONENT_LABEL, DEPLOYMENT_LABEL
+from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of, version_of
 from kvrouter.operator.reconcile.watched import Watched
 
@@ -20,6 +21,10 @@ ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDINGS = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
 OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS)
 """The kinds that plans have manifests of."""
+
+
+WHOSE = ("app.kubernetes.io/managed-by", DEPLOYMENT_LABEL, COMPONENT_LABEL)
+"""Labels that say which deployment, and which component of it, an object is of."""
 
 
 class Place(NamedTuple):
@@ -44,11 +49,13 @@ class RefusedWrite(NamedTuple):
 
 @dataclass(slots=True)
 class Changes:
-    """What was done. ``taken`` are places where something is that this deployment does not own, ``refused``
-    are writes that the API server did not take.
+    """What was done. ``adopted`` are objects that a deployment of the same name had left behind, ``taken``
+    are places where something is that this deployment does not own, ``refused`` are writes that the API
+    server did not take.
     """
 
     created: list[Place] = field(default_factory=list)
+    adopted: list[Place] = field(default_factory=list)
     changed: list[Place] = field(default_factory=list)
     removed: list[Place] = field(default_factory=list)
     taken: list[Place] = field(default_factory=list)
@@ -57,7 +64,18 @@ class Changes:
     @property
     def are_any(self) -> bool:
         """Whether something was written."""
-        return bool(self.created or self.changed or self.removed)
+        return bool(self.done)
+
+    @property
+    def done(self) -> dict[str, list[Place]]:
+        """What was written, by what was done with it; nothing else has an entry."""
+        every = {
+            "created": self.created,
+            "adopted": self.adopted,
+            "changed": self.changed,
+            "removed": self.removed,
+        }
+        return {change: places for change, places in every.items() if places}
 
 
 class _Written(NamedTuple):
@@ -104,9 +122,13 @@ class Applied:
         kind = kind_of(manifest)
         place = Place(kind.name, key_of(manifest))
         there = self._owned[kind].get(place.key) or await self._cluster.read(kind, place.key)
+        is_adopted = False
         if there is not None and owner_uid_of(there) != owner_uid:
-            changes.taken.append(place)
-            return
+            there = await self._cluster.read(kind, place.key)  # a watch may be behind
+            is_adopted = there is not None and is_left_behind(there, manifest)
+            if there is not None and owner_uid_of(there) != owner_uid and not is_adopted:
+                changes.taken.append(place)
+                return
         if kind.name == "RoleBinding" and Place("ServiceAccount", place.key) in changes.taken:
             return  # somebody else's account gets no rights
         digest = _digest(manifest)
@@ -117,6 +139,8 @@ class Applied:
         self._written[owner][place] = _Written(digest, uid_of(now), _stamp(now))
         if there is None:
             changes.created.append(place)
+        elif is_adopted:
+            changes.adopted.append(place)
         elif _stamp(now) != _stamp(there):
             changes.changed.append(place)
 
@@ -159,6 +183,26 @@ def owner_uid_of(manifest: Manifest) -> str:
         if isinstance(owner, dict) and owner.get("controller"):
             return str(owner.get("uid"))
     return ""
+
+
+def is_left_behind(there: Manifest, manifest: Manifest) -> bool:
+    """Whether an object is what a deployment left behind that was deleted with ``--cascade=orphan``, where
+    ``manifest`` of one of the same name belongs: nobody controls it, it says whose it was, and an operator
+    wrote it.
+    """
+    metadata = metadata_of(there)
+    if owner_uid_of(there) or metadata.get("deletionTimestamp"):
+        return False
+    labels, wanted = metadata.get("labels"), metadata_of(manifest).get("labels")
+    if not isinstance(labels, dict) or not isinstance(wanted, dict):
+        return False
+    if any(labels.get(key) != wanted.get(key) for key in WHOSE):
+        return False
+    entries = metadata.get("managedFields")
+    return any(
+        isinstance(entry, dict) and (entry.get("manager"), entry.get("operation")) == (MANAGER, "Apply")
+        for entry in (entries if isinstance(entries, list) else [])
+    )
 
 
 def kind_of(manifest: Manifest) -> Kind:

@@ -247,8 +247,7 @@ class Reconciler:
     async def _tell(self, found: Manifest, changes: Changes) -> None:
         if not changes.are_any:
             return
-        done = {"created": changes.created, "changed": changes.changed, "removed": changes.removed}
-        parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in done.items() if places]
+        parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in changes.done.items()]
         await self._recorder.record(found, "Applied", "; ".join(parts))
 
     async def _name_taken(self, found: Manifest, changes: Changes) -> None:
