@@ -1,8 +1,8 @@
 """Write the definitions that a cluster installs, made from the models of the API.
 
-``python -m scripts.write_crds`` writes them to ``deploy/crds``, and all that is there to the chart, which
-cannot point out of its own folder; with ``--check`` it writes nothing, names each file that is not what the
-models say, and exits 1 when there is one.
+``python -m scripts.write_crds`` writes them to ``deploy/crds``; with ``--check`` it writes nothing, names
+each file that is not what the models say, and exits 1 when there is one. They are no part of the chart:
+Helm 4 would take over definitions that another chart wrote.
 """
 
 import sys
@@ -38,13 +38,9 @@ def main(arguments: list[str], deploy: Path = DEPLOY) -> int:
 
 
 def _files(deploy: Path) -> Iterator[tuple[Path, str]]:
-    """Each file and what it must hold: first those of the models, then the chart's copies of all."""
-    made = {name: MADE + make() for name, make in FILES.items()}
-    crds = deploy / "crds"
-    for name, text in made.items():
-        yield crds / name, text
-    for name in sorted({*made, *(path.name for path in crds.glob("*.yaml"))}):
-        yield deploy / "helm" / "kvrouter" / "crds" / name, made.get(name) or (crds / name).read_text("utf-8")
+    """Each file and what it must hold."""
+    for name, make in FILES.items():
+        yield deploy / "crds" / name, MADE + make()
 
 
 if __name__ == "__main__":

@@ -365,6 +365,7 @@ class ControlPlane:
             f"--root-ca-file={keys / 'ca.crt'}",
             # Nodes stay ready without a heartbeat, however slow this machine is.
             "--node-monitor-grace-period=24h",
+            "--horizontal-pod-autoscaler-sync-period=1s",
         ]
 
     def _kwok_flags(self) -> list[str]:

@@ -23,7 +23,7 @@ from tests.cluster.charted import (
 )
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.kubelet import Kubelet, PlayedPod
-from tests.cluster.operators import Operator, install_crds
+from tests.cluster.operators import Operator
 from tests.cluster.pods import BY_HAND
 from tests.support.chart import Manifest, is_hook, of_kind, rendered
 from tests.support.console import Step
@@ -112,7 +112,6 @@ class Shell:
             group, _, name = key.partition(".")
             values.setdefault(group, {})[name] = value
         self._manifests = rendered(values, namespace=namespace)
-        await asyncio.to_thread(install_crds, self._plane)
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
         shipped = [each for each in self._manifests if not is_hook(each)]
         await asyncio.to_thread(self._plane.apply, made, *shipped)

@@ -1,7 +1,6 @@
-"""Definitions of an older version, as Helm installed them, are upgraded by kubectl under live objects."""
+"""Definitions of an older version are upgraded by kubectl under live objects; nothing is forced unseen."""
 
 import asyncio
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK
 from tests.cluster.operators import CRDS, WAIT, graph
+from tests.cluster.preflighted import preflight
 from tests.support.chart import CHART
 from tests.support.processes import eventually
 
-UPGRADE = ("apply", "--server-side", "--force-conflicts", "--kustomize", str(CRDS))
+UPGRADE = ("apply", "--server-side", "--kustomize", str(CRDS))
+NEW_COLUMNS = ["NAME", "READY", "AVAILABLE", "DOMAIN", "ENFORCEMENT", "PREFILL/DECODE", "AGE"]
 NEW = "dgd.spec.components.kvCacheTransferTopology.mismatchPolicy"
 
 
@@ -33,9 +34,9 @@ async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_
     own_plane: ControlPlane, system: str, tmp_path: Path
 ) -> None:
     plane = own_plane
-    old = older_chart(tmp_path / "chart")
+    plane.kubectl("apply", "--server-side", "--kustomize", str(older(tmp_path)))
     with Config(kubeconfig_path=plane.admin, namespace=system) as helm:
-        await asyncio.to_thread(helm.install, old, "kvrouter", reachable(), namespace=system)
+        await asyncio.to_thread(helm.install, CHART, "kvrouter", reachable(), namespace=system)
     lead(plane, system)
     async with operator_as_deployed(plane, system, "one") as one:
         fleet = graph(system, "llm")
@@ -45,11 +46,9 @@ async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_
         await until(plane, system, "DomainBalanced=True")
         before = plane.read("dgd", "llm", "--namespace", system)
         told = plane.read("kvw", "llm-1", "--namespace", system)["spec"]
-        assert columns(plane, system) == ["NAME", "READY", "DOMAIN", "PREFILL/DECODE", "AGE"]
+        assert columns(plane, system) == ["NAME", "READY", "AVAILABLE", "DOMAIN", "PREFILL/DECODE", "AGE"]
         assert 'field "mismatchPolicy" does not exist' in explained(plane)
 
-        with pytest.raises(KubectlError, match="conflict with"):  # Helm wrote them
-            plane.kubectl("apply", "--server-side", "--kustomize", str(CRDS))
         plane.kubectl(*UPGRADE)
 
         async def is_served() -> bool:
@@ -63,7 +62,7 @@ async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_
         assert frontend.pop("mismatchPolicy") == "fail"  # its default, where nobody could say it before
         assert after["spec"] == before["spec"]
         assert plane.read("kvw", "llm-1", "--namespace", system)["spec"] == told
-        assert columns(plane, system) == ["NAME", "READY", "DOMAIN", "ENFORCEMENT", "PREFILL/DECODE", "AGE"]
+        assert columns(plane, system) == NEW_COLUMNS
 
         fleet["spec"]["components"][2]["replicas"] = 4
         await asyncio.to_thread(plane.apply, fleet)
@@ -77,10 +76,34 @@ async def test_objects_keep_what_they_say_and_the_operator_goes_on_with_the_new_
         await asyncio.to_thread(plane.kubectl, "wait", enforcement, "dgd/llm", "--namespace", system, WAIT)
 
 
-def older_chart(folder: Path) -> Path:
-    """The chart as it might have been: one field less that users write, and one column."""
-    shutil.copytree(CHART, folder)
-    path = folder / "crds" / "nvidia.com_dynamographdeployments.yaml"
+async def test_definitions_of_kvrouter_that_another_wrote_are_taken_over_as_preflight_says(
+    own_plane: ControlPlane, tmp_path: Path
+) -> None:
+    plane = own_plane
+    plane.kubectl("delete", "crd", "--selector", "app.kubernetes.io/part-of=kvrouter", WAIT)
+    old = str(older(tmp_path))
+    plane.kubectl("apply", "--server-side", "--field-manager=helm", "--kustomize", old)
+    code, told = preflight(plane)
+    assert code == 1
+    assert told.count("its fields are held by helm") == 3
+    with pytest.raises(KubectlError, match='conflict with "helm"'):
+        plane.kubectl(*UPGRADE)
+    (way_out,) = {line.rpartition("take them over once: kubectl ")[2] for line in told.splitlines()}
+    plane.kubectl(*way_out.replace("deploy/crds", str(CRDS)).split())
+
+    async def is_served() -> bool:
+        return "fail" in explained(plane)
+
+    await eventually(is_served)
+    assert preflight(plane)[0] == 0
+    plane.kubectl(*UPGRADE)
+
+
+def older(folder: Path) -> Path:
+    """The definitions as they might have been: one field less that users write, and one column."""
+    for each in CRDS.iterdir():
+        (folder / each.name).write_text(each.read_text())
+    path = folder / "nvidia.com_dynamographdeployments.yaml"
     definition = yaml.safe_load(path.read_text())
     (version,) = definition["spec"]["versions"]
     version["additionalPrinterColumns"] = [

@@ -20,7 +20,9 @@ EXAMPLES = ROOT / "examples" / "kubernetes"
 FILES = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
 ELSEWHERE = {"vllm.yaml", "migration/before.yaml"}
 """Their pods ask for a claim or for zones that these nodes do not have."""
+WITHOUT_POLICY = {"one-zone.yaml", "autoscaled.yaml"}
 SYSTEM = "kvrouter-system"
+OURS = "app.kubernetes.io/part-of=kvrouter"
 
 
 @pytest.fixture
@@ -38,14 +40,17 @@ def test_a_folder_of_kustomize_is_installed_where_pods_are_restricted_and_goes_a
     plane = own_plane
     before = left_over(plane, "default")
     path = str(ROOT / "deploy" / "kustomize" / folder)
-    plane.kubectl("apply", "--server-side", "--force-conflicts", "--kustomize", path)
+    install_crds(plane)
+    plane.kubectl("apply", "--server-side", "--kustomize", path)
     plane.kubectl("rollout", "status", f"deployment/{NAME}", "--namespace", SYSTEM, WAIT)
     if folder == "nats":
         plane.kubectl("rollout", "status", "statefulset/kvrouter-nats", "--namespace", SYSTEM, WAIT)
     pods = plane.read("pods", "--namespace", SYSTEM)["items"]
     assert len(pods) == (3 if folder == "nats" else 2)
-    until_stored(plane)
     plane.kubectl("delete", "--kustomize", path, "--ignore-not-found")
+    assert plane.read("customresourcedefinitions", "--selector", OURS)["items"]
+    until_stored(plane)
+    plane.kubectl("delete", "customresourcedefinitions", "--selector", OURS)
     assert left_over(plane, "default") - before == set()
     assert not [name for name in left_over(plane, "default") if name.startswith("Namespace")]
 
@@ -72,7 +77,7 @@ async def test_every_example_is_admitted_without_a_warning_and_becomes_what_it_s
                 namespace = stack.enter_context(new_namespace(plane))
                 documents = list(yaml.safe_load_all((EXAMPLES / file).read_text()))
                 for each in documents:
-                    if each["kind"] == "DynamoGraphDeployment":
+                    if each["kind"] in ("DynamoGraphDeployment", "HorizontalPodAutoscaler"):
                         each["metadata"]["namespace"] = namespace
                 assert await asyncio.to_thread(plane.apply, *documents) == [], file
                 for each in of_kind(documents, "DynamoGraphDeployment"):
@@ -89,6 +94,6 @@ async def becomes(plane: ControlPlane, namespace: str, name: str, file: str) -> 
         wanted = f"deployment/{name}-decode"
         await asyncio.to_thread(plane.kubectl, "wait", "--for=create", wanted, *of)
         return
-    conditions = ["Ready", "DomainBalanced"] if file != "one-zone.yaml" else ["Ready"]
+    conditions = ["Ready"] if file in WITHOUT_POLICY else ["Ready", "DomainBalanced"]
     for condition in conditions:
         await asyncio.to_thread(plane.kubectl, "wait", f"--for=condition={condition}", f"dgd/{name}", *of)

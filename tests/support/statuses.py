@@ -63,11 +63,13 @@ def settled(of: DynamoGraphDeployment) -> list[ComponentStatus]:
         ComponentStatus(
             name=component.name,
             type=component.type.value,
-            replicas=component.replicas,
-            ready_replicas=component.replicas,
-            updated_replicas=component.replicas,
+            desired_replicas=replicas,
+            replicas=replicas,
+            ready_replicas=replicas,
+            updated_replicas=replicas,
         )
         for component in of.spec.components
+        for replicas in [1 if component.replicas is None else component.replicas]
     ]
 
 

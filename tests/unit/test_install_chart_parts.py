@@ -32,7 +32,7 @@ def test_confined_to_a_namespace_it_may_do_nothing_in_others() -> None:
         "kvrouter-operator-deployments": "fleets",
     }
     whole = {each["metadata"]["name"] for each in of_kind(manifests, "ClusterRoleBinding")}
-    assert whole == {"kvrouter-operator-webhooks"}
+    assert whole == {"kvrouter-operator-definition", "kvrouter-operator-webhooks"}
     webhook = one(manifests, "ValidatingWebhookConfiguration")["webhooks"][0]
     assert webhook["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "fleets"}}
 

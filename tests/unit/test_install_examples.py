@@ -19,6 +19,7 @@ DEFAULTS = PlanDefaults(image="example.com/kvrouter:1")
 
 ENFORCED = {
     "one-zone.yaml": [None],
+    "autoscaled.yaml": [None],
     "two-zones-required.yaml": ["required"],
     "two-zones-fallback.yaml": ["fallback"],
     "two-zones-preferred.yaml": ["preferred"],

@@ -61,12 +61,7 @@ def test_a_value_without_a_comment_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize("folder", sorted(set(VARIANTS) - set(ALONE)))
 def test_each_folder_is_whole(folder: str) -> None:
     manifests = built(KUSTOMIZE / folder)
-    names = {each["metadata"]["name"] for each in of_kind(manifests, "CustomResourceDefinition")}
-    assert names == {
-        "dynamographdeployments.nvidia.com",
-        "kvrouternodeplaces.kvrouter.dev",
-        "kvrouterworkers.kvrouter.dev",
-    }
+    assert not of_kind(manifests, "CustomResourceDefinition")  # else `kubectl delete -k` deletes fleets
     assert of_kind(manifests, "Namespace", "kvrouter-system")
     assert {each["metadata"].get("namespace") for each in manifests} == {None, "kvrouter-system"}
     assert not [each for each in manifests if "helm.sh/hook" in each["metadata"].get("annotations", {})]
@@ -86,9 +81,6 @@ def test_another_image_is_named_once_and_reaches_the_operator_and_its_fleets(tmp
         place = tmp_path / path.relative_to(KUSTOMIZE.parent)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(path.read_text())
-    (tmp_path / "crds" / "Kustomization").write_text(
-        (KUSTOMIZE.parent / "crds" / "Kustomization").read_text()
-    )
     kustomization = tmp_path / "kustomize" / "default" / "kustomization.yaml"
     text = kustomization.read_text()
     kustomization.write_text(text.replace(f"newName: {IMAGE}", "newName: corp:5000/router"))

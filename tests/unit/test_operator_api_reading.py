@@ -29,7 +29,7 @@ def test_what_is_left_out_has_its_default() -> None:
         ComponentType.PREFILL,
         ComponentType.DECODE,
     ]
-    assert (prefill.replicas, frontend.pod_template, prefill.type.is_worker) == (1, {}, True)
+    assert (prefill.replicas, frontend.pod_template, prefill.type.is_worker) == (None, {}, True)
     assert frontend.kv_cache_transfer_topology is not None
     assert frontend.kv_cache_transfer_topology.mismatch_policy is MismatchPolicy.FAIL
     assert not frontend.type.is_worker

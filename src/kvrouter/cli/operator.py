@@ -246,6 +246,36 @@ def operator_clean_up(*, kubeconfig: Path | None, lease_namespace: str, lease_na
         click.echo(line)
 
 
+@operator.command("preflight", short_help="Say whether the definitions can be installed here, and how.")
+@click.option(
+    "--kubeconfig",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="How to reach the cluster.  [default: KUBECONFIG, ~/.kube/config, or this pod's service account]",
+)
+def operator_preflight(*, kubeconfig: Path | None) -> None:
+    """Look at the cluster before anything is installed or upgraded: a line for each definition says whose it
+    is, and what to do. Changes nothing.
+
+    Exits 1 where something is in the way: another project's definition of the same name, or one whose fields
+    are somebody else's.
+    """
+    with _extra_is_there():
+        from kvrouter.operator.run import preflight_operator  # noqa: PLC0415
+    looks = preflight_operator(kubeconfig or _own_kubeconfig())
+    for look in looks:
+        click.echo(f"{look.name}: {look.told}")
+    if any(look.is_in_the_way for look in looks):
+        sys.exit(1)
+
+
+def _own_kubeconfig() -> Path | None:
+    """Where kubectl would look; None in a pod."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return None
+    return Path(os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config")
+
+
 @contextmanager
 def _extra_is_there() -> Iterator[None]:
     """Say of a package that is missing how to install it."""

@@ -15,6 +15,7 @@ from kvrouter.operator.health import Health
 from kvrouter.operator.observed import Observed, log
 from kvrouter.operator.plan import PlanDefaults
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.kinds import Key
 from kvrouter.operator.reconcile.known import facts_for_admission
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
@@ -88,7 +89,7 @@ class AdmissionWork:
     host: str
     port: int
 
-    async def run(self, cluster: Cluster, observed: Observed, health: Health) -> None:
+    async def run(self, cluster: Cluster, definition: Definition, observed: Observed, health: Health) -> None:
         """Open the door once there is a certificate to show, and answer until cancelled.
 
         Raises ConfigError for files that hold none, and OSError when the port is taken.
@@ -103,6 +104,7 @@ class AdmissionWork:
                 certificate=ShownCertificate(files.cert, files.key),
                 listener=observed,
                 not_ready=health.why_not_ready,
+                is_ours=lambda: definition.is_ours,
             )
             port = await door.start(self.host, self.port)
             log_event(log, Event.READY, kind="admission", host=self.host, port=port)

@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 
 API_SERVER = "the API server"
 LEADER, ADMISSION = "leader", "admission"
+DEFINITION = "the definition"
 
 
 class Observed:
@@ -23,6 +24,7 @@ class Observed:
     def __init__(self, health: Health) -> None:
         self._health = health
         health.waits_for(API_SERVER, "it has not answered yet")
+        health.waits_for(DEFINITION, "it has not been looked at yet")
         self.telemetry = OperatorTelemetry()
         self._seldom = Seldom()
         self._lost: dict[str, set[str]] = {}
@@ -46,6 +48,18 @@ class Observed:
         for kind in self._lost:  # what only a leader watches is nobody's loss any more
             self._mark(kind, LEADER, is_lost=False)
         log_event(log, Event.OPERATOR_FOLLOWS, identity=identity, reason=reason)
+
+    def definition_is(self, why: str | None) -> None:
+        """The definition is not kvrouter's, for this reason; with None it is.
+
+        A replica that stands back is ready all the same: its door lets everything pass, and has to be found.
+        """
+        self._health.has(DEFINITION)
+        self.telemetry.definition_foreign.set(float(why is not None))
+        if why is None:
+            log_event(log, Event.DEFINITION_OWN)
+        else:
+            log_event(log, Event.DEFINITION_FOREIGN, reason=why)
 
     def not_renewed(self, error: ClusterError) -> None:
         """The lease could not be read or written."""

@@ -17,10 +17,12 @@ from kvrouter.operator.observed import Observed, log
 from kvrouter.operator.plan import PlanDefaults
 from kvrouter.operator.reconcile.clean_up import clean_up
 from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.driver import Driver
 from kvrouter.operator.reconcile.election import LeaseTimes
 from kvrouter.operator.reconcile.kinds import Key
 from kvrouter.operator.reconcile.leader import Leader
+from kvrouter.operator.reconcile.preflight import Look, preflight
 from kvrouter.telemetry import Event, log_event
 
 CONNECTIONS_MAX = 32
@@ -66,6 +68,16 @@ def clean_up_operator(lease: Key, kubeconfig: Path | None, identity: str) -> lis
     return asyncio.run(signed_in())
 
 
+def preflight_operator(kubeconfig: Path | None) -> list[Look]:
+    """Return how each definition stands in the cluster. Raises ConfigError and ClusterError as above."""
+
+    async def signed_in() -> list[Look]:
+        async with _signed_in(kubeconfig) as api:
+            return await preflight(Cluster(api))
+
+    return asyncio.run(signed_in())
+
+
 async def _run(settings: OperatorSettings) -> None:
     health = Health()
     observed = Observed(health)
@@ -82,8 +94,9 @@ def _work(
     settings: OperatorSettings, cluster: Cluster, observed: Observed, health: Health
 ) -> list[asyncio.Task[None]]:
     """Begin what a replica does until it is told to stop."""
+    definition = Definition(cluster, observed)
 
-    async def lead() -> None:
+    async def drive() -> None:
         await Driver(
             cluster,
             defaults=settings.defaults,
@@ -93,9 +106,13 @@ def _work(
             listener=observed,
         ).run()
 
+    async def lead() -> None:
+        await definition.while_ours(drive)
+
     leader = Leader(cluster, settings.lease, settings.identity, times=settings.times, listener=observed)
-    tasks = [asyncio.create_task(leader.run(lead))]
+    tasks = [asyncio.create_task(leader.run(lead)), asyncio.create_task(definition.run())]
     health.needs("the lease's renewal", tasks[0])
+    health.needs("the look at the definition", tasks[1])
     if settings.certificate is not None:
         admission = AdmissionWork(
             certificate=settings.certificate,
@@ -105,8 +122,8 @@ def _work(
             port=settings.admission_port,
         )
         health.waits_for(ADMISSION, "its door is not open yet")
-        tasks.append(asyncio.create_task(admission.run(cluster, observed, health)))
-        health.needs(ADMISSION, tasks[1])
+        tasks.append(asyncio.create_task(admission.run(cluster, definition, observed, health)))
+        health.needs(ADMISSION, tasks[-1])
     return tasks
 
 

@@ -89,6 +89,8 @@ class Event(StrEnum):
     OPERATOR_LEADS = "operator_leads"
     OPERATOR_FOLLOWS = "operator_follows"
     OPERATOR_STANDS_BACK = "operator_stands_back"
+    DEFINITION_FOREIGN = "definition_foreign"
+    DEFINITION_OWN = "definition_own"
     LEASE_NOT_RENEWED = "lease_not_renewed"
     CLUSTER_LOST = "cluster_lost"
     CLUSTER_BACK = "cluster_back"
@@ -374,6 +376,14 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.OPERATOR_STANDS_BACK: EventSpec(
         logging.WARNING, "Another operator looks after a deployment: this one leaves it alone."
+    ),
+    Event.DEFINITION_FOREIGN: EventSpec(
+        logging.WARNING,
+        "The cluster's definition of DynamoGraphDeployment is not kvrouter's: the operator reads, judges and "
+        "writes nothing. The reason says why, and `kvrouter operator preflight` the way out.",
+    ),
+    Event.DEFINITION_OWN: EventSpec(
+        logging.INFO, "The cluster's definition of DynamoGraphDeployment is kvrouter's: the operator works."
     ),
     Event.LEASE_NOT_RENEWED: EventSpec(
         logging.WARNING, "The operator's lease could not be read or written; it is tried again."

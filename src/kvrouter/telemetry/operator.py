@@ -11,6 +11,10 @@ class OperatorTelemetry(MetricsPage):
     """The metrics of one replica of the operator. Labels are given by position, in the order of the table."""
 
     leading = gauge("kvrouter_operator_leading", "1 on the replica that holds the lease, 0 on the others.")
+    definition_foreign = gauge(
+        "kvrouter_operator_definition_foreign",
+        "1 while the cluster's definition of DynamoGraphDeployment is not kvrouter's: nothing is done then.",
+    )
     waiting = gauge("kvrouter_operator_waiting", "Deployments that wait to be looked at.")
     stood_back = gauge(
         "kvrouter_operator_stood_back", "Deployments that are left to another operator, which came first."

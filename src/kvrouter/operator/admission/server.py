@@ -71,7 +71,8 @@ class AdmissionDoor:
     ``not_ready`` returns why the operator is not ready yet, or None. The cluster has ``facts_s`` to answer;
     then topologies count as unread, and only what needs none is admitted. ``defaults`` are what deployments
     are planned with; what is admitted by that is ``tried``. ``labels`` has ``labels_s``; then the pod is
-    bound without: the door never refuses one.
+    bound without: the door never refuses one. While ``is_ours`` is false everything is let pass as it is:
+    definition and objects are another project's.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class AdmissionDoor:
         certificate: ShownCertificate,
         listener: Listener,
         not_ready: Callable[[], str | None],
+        is_ours: Callable[[], bool] = lambda: True,
         facts_s: float = FACTS_S,
         body_s: float = BODY_S,
         labels_s: float = LABELS_S,
@@ -94,7 +96,7 @@ class AdmissionDoor:
     ) -> None:
         self._facts, self._labels, self._tried, self._defaults = facts, labels, tried, defaults
         self._listener, self._not_ready = listener, not_ready
-        self._certificate = certificate
+        self._certificate, self._is_ours = certificate, is_ours
         self._facts_s, self._body_s, self._reread_s = facts_s, body_s, reread_s
         self._labels_s = labels_s
         self._body_bytes_max = body_bytes_max
@@ -158,13 +160,17 @@ class AdmissionDoor:
         review = await self._asked(request, read_review)
         if isinstance(review, web.Response):
             return review
-        facts = await self._known()
-        verdict = judged(review, facts, self._defaults)
-        if verdict.is_allowed and is_judged(review):
-            tried = await self._tried(review, facts)
-            verdict = Verdict(tried.problems, (*verdict.warnings, *tried.warnings))
+        verdict = await self._verdict(review) if self._is_ours() else Verdict()
         self._listener.judged(verdict)
         return _json(answer(review.uid, verdict, review.name))
+
+    async def _verdict(self, review: Review) -> Verdict:
+        facts = await self._known()
+        verdict = judged(review, facts, self._defaults)
+        if not verdict.is_allowed or not is_judged(review):
+            return verdict
+        tried = await self._tried(review, facts)
+        return Verdict(tried.problems, (*verdict.warnings, *tried.warnings))
 
     async def _bind(self, request: web.Request) -> web.Response:
         if request.content_length is None or request.content_length > BINDING_BYTES_MAX:
@@ -175,7 +181,7 @@ class AdmissionDoor:
         labels: Mapping[str, str] | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(self._labels_s):
-                labels = await self._labels(review.pod)
+                labels = await self._labels(review.pod) if self._is_ours() else {}
         self._listener.bound(labels)
         return _json(bind_answer(review, labels or {}))
 

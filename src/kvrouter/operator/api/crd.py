@@ -13,6 +13,14 @@ CRD_NAME = f"{PLURAL}.{GROUP}"
 CRD_FILE = f"{GROUP}_{PLURAL}.yaml"
 YAML_WIDTH = 110
 
+DEFINITION = "kvrouter.dev/definition"
+"""Annotation of every definition that is kvrouter's: its version. One of the same name without it is another
+project's.
+"""
+DEFINITION_VERSION = "0.1.0"
+PART_OF = {"app.kubernetes.io/part-of": "kvrouter"}
+"""Label of every definition that is kvrouter's, by which they are picked."""
+
 
 def _condition(kind: str, field: str) -> str:
     return f'.status.conditions[?(@.type=="{kind}")].{field}'
@@ -91,7 +99,11 @@ def deployment_crd() -> Schema:
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": CRD_NAME},
+        "metadata": {
+            "name": CRD_NAME,
+            "labels": {**PART_OF},
+            "annotations": {DEFINITION: DEFINITION_VERSION},
+        },
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",

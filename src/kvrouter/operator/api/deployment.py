@@ -136,10 +136,11 @@ class Component(Part):
     ]
     """What its pods are: ``frontend`` (HTTP and router), ``prefill``, ``decode``, or ``worker`` (both). It
     cannot change."""
-    replicas: Annotated[
-        int, Strict(), Ge(0), Le(REPLICAS_MAX), Field(json_schema_extra={"format": "int32"})
-    ] = 1
-    """How many pods."""
+    replicas: (
+        Annotated[int, Strict(), Ge(0), Le(REPLICAS_MAX), Field(json_schema_extra={"format": "int32"})] | None
+    ) = None
+    """How many pods. Left out, there is one at first, and then as many as whoever scales the component's
+    Deployment says (a HorizontalPodAutoscaler, KEDA, kubectl scale): the operator leaves the number alone."""
     pod_template: Annotated[
         Mapping[str, JsonValue],
         Field(json_schema_extra={"x-kubernetes-preserve-unknown-fields": True}),

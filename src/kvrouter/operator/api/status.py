@@ -48,6 +48,8 @@ class ComponentStatus(Part):
     """Name of the component."""
     type: Annotated[str, MaxLen(63)]
     """Type of the component."""
+    desired_replicas: Count = 0
+    """Pods that there should be: as the component states, or else as whoever scales its Deployment says."""
     replicas: Count = 0
     """Pods that there are."""
     ready_replicas: Count = 0

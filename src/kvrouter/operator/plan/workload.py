@@ -43,14 +43,18 @@ def component_metadata(
 def workload(
     deployment: DynamoGraphDeployment, component: Component, template: Manifest, annotations: Manifest
 ) -> Manifest:
-    """Return the Deployment of a component, with the hash of its template among its annotations."""
+    """Return the Deployment of a component, with the hash of its template among its annotations.
+
+    It states no replicas where the component does not: that number is whoever's who scales it.
+    """
     annotations = {TEMPLATE_HASH: template_hash(template), **annotations}
+    stated: Manifest = {} if component.replicas is None else {"replicas": component.replicas}
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
         "metadata": component_metadata(deployment, component, annotations),
         "spec": {
-            "replicas": component.replicas,
+            **stated,
             "selector": {"matchLabels": strings(selector(deployment.metadata.name, component.name))},
             "strategy": _strategy(component.type),
             "template": template,

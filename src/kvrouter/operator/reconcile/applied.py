@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvrouter.operator.plan import COMPONENT_LABEL, DEPLOYMENT_LABEL
 from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of, version_of
+from kvrouter.operator.reconcile.replicas import let_go_of_replicas, stated_replicas
 from kvrouter.operator.reconcile.watched import Watched
 
 WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
@@ -51,7 +52,8 @@ class RefusedWrite(NamedTuple):
 class Changes:
     """What was done. ``adopted`` are objects that a deployment of the same name had left behind, ``taken``
     are places where something is that this deployment does not own, ``refused`` are writes that the API
-    server did not take.
+    server did not take, ``set_back`` workloads that somebody else had scaled though the plan, the same as
+    before, states their number.
     """
 
     created: list[Place] = field(default_factory=list)
@@ -60,6 +62,7 @@ class Changes:
     removed: list[Place] = field(default_factory=list)
     taken: list[Place] = field(default_factory=list)
     refused: list[RefusedWrite] = field(default_factory=list)
+    set_back: list[Place] = field(default_factory=list)
 
     @property
     def are_any(self) -> bool:
@@ -135,6 +138,10 @@ class Applied:
         if there is not None and known == _Written(digest, uid_of(there), _stamp(there)):
             self._written[owner][place] = known
             return
+        if kind == WORKLOADS and there is not None and stated_replicas(manifest) is None:
+            await let_go_of_replicas(self._cluster, kind, manifest)
+        if known is not None and known.digest == digest and _is_scaled(there, manifest):
+            changes.set_back.append(place)
         now = await self._cluster.apply(kind, manifest)
         self._written[owner][place] = _Written(digest, uid_of(now), _stamp(now))
         if there is None:
@@ -212,6 +219,12 @@ def kind_of(manifest: Manifest) -> Kind:
         if (kind.api_version, kind.name) == named:
             return kind
     raise ValueError(f"{named} is not among the kinds that are owned: {', '.join(map(str, OWNED))}")
+
+
+def _is_scaled(there: Manifest | None, planned: Manifest) -> bool:
+    """Whether what is there has another number of pods than is planned."""
+    stated = stated_replicas(planned)
+    return there is not None and stated is not None and stated_replicas(there) != stated
 
 
 def _stamp(manifest: Manifest) -> str:

@@ -173,6 +173,17 @@ class Cluster:
         finally:
             _hang_up(response)
 
+    async def claim(self, kind: Kind, manifest: Manifest, *, manager: str) -> Manifest:
+        """Be one more of those who hold the fields of ``manifest``, as the field manager ``manager``.
+
+        Refused with 409 where another holds one of them with another value, or the object is not of the
+        ``resourceVersion`` that is named.
+        """
+        query = (("fieldManager", manager),)
+        return await self._call(
+            "PATCH", kind.path(*key_of(manifest)), query=query, body=manifest, content_type=APPLY
+        )
+
     async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
         """Make the fields of ``manifest`` so, by server-side apply, whoever wrote them before."""
         path = kind.path(*key_of(manifest), subresource)

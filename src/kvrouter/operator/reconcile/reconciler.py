@@ -55,6 +55,10 @@ from kvrouter.operator.status import (
 )
 
 WARNINGS_TOLD_MAX = 20
+SET_BACK = (
+    "was scaled by somebody else, and is set back to the replicas that its component states: leave replicas "
+    "out of spec.components where an autoscaler or kubectl scale has the say"
+)
 
 
 class NameTaken(ClusterError):
@@ -249,6 +253,8 @@ class Reconciler:
             return
         parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in changes.done.items()]
         await self._recorder.record(found, "Applied", "; ".join(parts))
+        for place in changes.set_back:
+            await self._recorder.record(found, "ReplicasSetBack", f"{place} {SET_BACK}", warns=True)
 
     async def _name_taken(self, found: Manifest, changes: Changes) -> None:
         message = f"{', '.join(map(str, changes.taken))}: {NAME_TAKEN_MEND}"

@@ -5,6 +5,7 @@ from datetime import datetime
 
 from kvrouter.config.problems import Problem
 from kvrouter.operator.api import (
+    Component,
     ComponentStatus,
     ComponentType,
     Condition,
@@ -54,11 +55,14 @@ def deployment_status(
     findings = {
         READY: ready(spec.components, components, planned.problems, refusals),
         AVAILABLE: _with_mistakes(
-            available(spec.components, policy, found, workers), role_mistakes(found, workers)
+            available(_scaled(spec.components, components), policy, found, workers),
+            role_mistakes(found, workers),
         ),
     }
     if policy is not None and planned.resolution is not None:
-        decode_replicas = sum(each.replicas for each in spec.components if _takes_decode(each.type))
+        decode_replicas = sum(
+            each.desired_replicas for each in components if _takes_decode(ComponentType(each.type))
+        )
         places = places_of(found, copy_of(policy, planned.resolution), decode_replicas=decode_replicas)
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
         findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, facts, refusals)
@@ -88,6 +92,15 @@ def unreadable_status(
 
 def _with_mistakes(finding: Finding, mistakes: Sequence[str]) -> Finding:
     return finding._replace(message=". ".join((finding.message, *mistakes)))
+
+
+def _scaled(components: Sequence[Component], there: Sequence[ComponentStatus]) -> list[Component]:
+    """``components`` with as many replicas as there should be, whoever says so."""
+    desired = {each.name: each.desired_replicas for each in there}
+    return [
+        each.model_copy(update={"replicas": desired.get(each.name, 1)}) if each.replicas is None else each
+        for each in components
+    ]
 
 
 def _takes_decode(kind: ComponentType) -> bool:

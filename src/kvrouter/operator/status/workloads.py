@@ -39,10 +39,12 @@ def component_status(component: Component, workload: Mapping[str, object] | None
     """
     found = workload or {}
     status, metadata = _mapping(found.get("status")), _mapping(found.get("metadata"))
+    scaled = _count(_mapping(found.get("spec")).get("replicas", 1))
     is_seen = _count(status.get("observedGeneration")) >= _count(metadata.get("generation"))
     return ComponentStatus(
         name=component.name,
         type=component.type.value,
+        desired_replicas=scaled if component.replicas is None else component.replicas,
         replicas=_count(status.get("replicas")),
         ready_replicas=_count(status.get("readyReplicas")),
         updated_replicas=_count(status.get("updatedReplicas")) if is_seen else 0,
@@ -87,18 +89,18 @@ def ready(
         message = f"{told(refusals.taken)}: {NAME_TAKEN_MEND}"
         return Finding(ConditionStatus.FALSE, "NameTaken", message)
     by_name = {status.name: status for status in found}
-    pairs = [(component, by_name[component.name]) for component in components if component.name in by_name]
-    if len(pairs) < len(components):
+    there = [by_name[component.name] for component in components if component.name in by_name]
+    if len(there) < len(components):
         return Finding(ConditionStatus.FALSE, "NotApplied", "not every component is in the cluster yet")
     updating = [
-        f"{component.name} {min(status.updated_replicas, component.replicas)} of {component.replicas}"
-        for component, status in pairs
-        if status.updated_replicas < component.replicas or status.replicas > status.updated_replicas
+        f"{status.name} {min(status.updated_replicas, status.desired_replicas)} of {status.desired_replicas}"
+        for status in there
+        if status.updated_replicas < status.desired_replicas or status.replicas > status.updated_replicas
     ]
     missing = [
-        f"{component.name} {status.ready_replicas} of {component.replicas}"
-        for component, status in pairs
-        if status.ready_replicas < component.replicas
+        f"{status.name} {status.ready_replicas} of {status.desired_replicas}"
+        for status in there
+        if status.ready_replicas < status.desired_replicas
     ]
     if refusals.pods and (updating or missing):
         message = f"the API server refuses pods of {told(refusals.pods)}"
@@ -110,7 +112,7 @@ def ready(
     if missing:
         message = f"Ready pods: {', '.join(missing)}. kubectl describe pod shows what the others wait for"
         return Finding(ConditionStatus.FALSE, "PodsNotReady", message)
-    count = sum(component.replicas for component in components)
+    count = sum(status.desired_replicas for status in there)
     return Finding(ConditionStatus.TRUE, "AllPodsReady", f"all {count} pods are Ready")
 
 

@@ -1,0 +1,98 @@
+"""The number of a component's pods: whose it is, and how it changes hands."""
+
+from typing import cast
+
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.operator.plan import Manifest, plan
+from kvrouter.operator.reconcile.applied import WORKLOADS
+from kvrouter.operator.reconcile.cluster import Cluster
+from kvrouter.operator.reconcile.kinds import Key, Kind
+from kvrouter.operator.reconcile.replicas import HOLDER, let_go_of_replicas
+from kvrouter.operator.status import component_status
+from tests.support.deployments import DEFAULTS, FACTS, deployment
+
+OPERATOR, SCALER = "kvrouter-operator", "kube-controller-manager"
+PLANNED: Manifest = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"namespace": "team", "name": "llm-decode"},
+    "spec": {},
+}
+
+
+class Held:
+    """A cluster with one Deployment, and who claimed what of it."""
+
+    def __init__(self, there: Manifest | None) -> None:
+        self.there = there
+        self.claimed: list[tuple[str, Manifest]] = []
+
+    async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
+        return self.there
+
+    async def claim(self, _kind: Kind, manifest: Manifest, *, manager: str) -> Manifest:
+        self.claimed.append((manager, manifest))
+        return manifest
+
+
+def held_by(*managers: tuple[str, str]) -> Manifest:
+    fields: JsonValue = {"f:spec": {"f:replicas": {}}}
+    entries: list[JsonValue] = [
+        {"manager": manager, "operation": operation, "fieldsV1": fields} for manager, operation in managers
+    ]
+    others: JsonValue = {"manager": OPERATOR, "operation": "Apply", "fieldsV1": {"f:spec": {}}}
+    metadata: Manifest = {
+        "namespace": "team",
+        "name": "llm-decode",
+        "uid": "u",
+        "resourceVersion": "7",
+        "managedFields": [*entries, others],
+    }
+    return {"metadata": metadata, "spec": {"replicas": 3}}
+
+
+async def test_what_the_operator_alone_holds_another_holds_before_it_lets_go() -> None:
+    cluster = Held(held_by((OPERATOR, "Apply")))
+    await let_go_of_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
+    ((manager, claimed),) = cluster.claimed
+    assert manager == HOLDER != OPERATOR
+    assert claimed["spec"] == {"replicas": 3}
+    assert claimed["metadata"] == {
+        "namespace": "team",
+        "name": "llm-decode",
+        "uid": "u",
+        "resourceVersion": "7",  # else it might hold a number that somebody changed meanwhile
+    }
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        None,
+        held_by((SCALER, "Update")),
+        held_by((OPERATOR, "Apply"), (SCALER, "Update")),
+        held_by((HOLDER, "Apply")),
+        {"metadata": {}, "spec": {}},
+        {"metadata": {}},
+    ],
+)
+async def test_what_another_holds_already_is_left_alone(there: Manifest | None) -> None:
+    cluster = Held(there)
+    await let_go_of_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
+    assert cluster.claimed == []
+
+
+def test_a_deployment_states_the_number_where_its_component_does() -> None:
+    stated = deployment(types=("frontend",))
+    (component,) = stated.spec.components
+    for replicas, expected in ((None, {}), (0, {"replicas": 0}), (4, {"replicas": 4})):
+        part = component.model_copy(update={"replicas": replicas})
+        of = stated.model_copy(update={"spec": stated.spec.model_copy(update={"components": (part,)})})
+        planned = plan(of, FACTS, DEFAULTS)
+        (workload,) = [each for each in planned.manifests if each["kind"] == "Deployment"]
+        spec = cast(Manifest, workload["spec"])
+        assert {key: spec[key] for key in spec if key == "replicas"} == expected
+        scaled = component_status(part, {"spec": {"replicas": 9}})
+        assert scaled.desired_replicas == (9 if replicas is None else replicas)
