@@ -17,12 +17,21 @@ BY_HAND = {"kvrouter.test/kubelet": "by-hand"}
 """Labels of a pod that KWOK leaves alone: whoever wants it to run, and to go, writes so itself."""
 
 BOUND_WITHIN_S = 120
+HASH = "5d9c8f7b6"
+DRAWN = "bcdfghjklmnpqrstvwxz2456789"
+"""What Kubernetes makes of a template's hash, and the characters that it draws the ends of names from."""
 
 
 def pod(namespace: str, name: str, labels: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The manifest of a pod."""
     metadata = {"namespace": namespace, "name": name, "labels": dict(labels or {})}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec()}
+
+
+def worker_name(workload: str, number: int) -> str:
+    """A name as the pods of this Deployment have it, another one for each number."""
+    end = [DRAWN[number // len(DRAWN) ** place % len(DRAWN)] for place in range(5)]
+    return f"{workload}-{HASH}-{''.join(end)}"
 
 
 def pod_spec() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tests.cluster.missions import (
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK, ZONE
 from tests.cluster.operators import account_with_roles, install_crds, operator
-from tests.cluster.pods import bound, pod
+from tests.cluster.pods import bound, pod, worker_name
 from tests.support.processes import eventually
 from tests.support.waits import until
 
@@ -61,7 +61,7 @@ async def labels_come_at_binding(flight: Mission) -> None:
         numbers = iter(range(1_000))
 
         async def is_in_force() -> bool:
-            stray = pod(flight.namespace, f"{NAME}-decode-{next(numbers)}")
+            stray = pod(flight.namespace, worker_name(f"{NAME}-decode", next(numbers)))
             seen = await bound(flight.plane, api, stray)
             return PLACE in seen["metadata"].get("labels", {})
 

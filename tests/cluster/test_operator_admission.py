@@ -11,7 +11,7 @@ from kubernetes.aio.client import ApiClient
 from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.nodes import RACK
 from tests.cluster.operators import Operator, graph, install_crds, operator
-from tests.cluster.pods import bound, pod
+from tests.cluster.pods import bound, pod, worker_name
 from tests.cluster.webhooks import (
     SECRET,
     SERVICE,
@@ -71,7 +71,7 @@ async def test_where_the_cluster_labels_pods_itself_a_webhook_on_bindings_adds_n
             numbers = count()
 
             async def is_left() -> bool:
-                seen = await bound(plane, api, pod(namespace, f"llm-prefill-{next(numbers)}"))
+                seen = await bound(plane, api, pod(namespace, worker_name("llm-prefill", next(numbers))))
                 node = plane.read("node", seen["spec"]["nodeName"])
                 is_labelled = seen["metadata"]["labels"].get(RACK) == node["metadata"]["labels"][RACK]
                 return is_labelled and bool(await answers(one))

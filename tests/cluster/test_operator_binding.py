@@ -16,7 +16,7 @@ from tests.cluster.grove import install_grove, topology
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK, ZONE
 from tests.cluster.operators import WAIT, graph, install_crds, operator
-from tests.cluster.pods import bound, pod
+from tests.cluster.pods import bound, pod, worker_name
 from tests.cluster.webhooks import (
     SERVICE,
     name_of,
@@ -82,7 +82,7 @@ async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
                 "rack": of_node[RACK],
                 "block": "",
             }
-            other = await bound(plane, api, pod(namespace, "llm-frontend-1", FORGED))
+            other = await bound(plane, api, pod(namespace, worker_name("llm-frontend", 1), FORGED))
             assert {key: other["metadata"]["labels"][key] for key in FORGED} == FORGED
 
             wait(plane, namespace, "Ready=True")
@@ -113,7 +113,7 @@ async def test_a_webhook_that_does_not_answer_holds_up_no_pod(
             plane.apply(on_bindings(namespace, port))
 
             async def is_passed_over() -> bool:
-                await bound(plane, api, pod(namespace, f"llm-prefill-{next(numbers)}"))
+                await bound(plane, api, pod(namespace, worker_name("llm-prefill", next(numbers))))
                 return passed_over(plane) > before
 
             await eventually(is_passed_over)
@@ -147,7 +147,7 @@ async def until_in_force(plane: ControlPlane, api: ApiClient, namespace: str) ->
     seen: dict[str, Any] = {}
 
     async def is_in_force() -> bool:
-        stray = pod(namespace, f"llm-prefill-{next(numbers)}", FORGED)
+        stray = pod(namespace, worker_name("llm-prefill", next(numbers)), FORGED)
         seen.update(await bound(plane, api, stray))
         return bool(seen["metadata"]["labels"][LABELS["zone"]] != "forged")
 

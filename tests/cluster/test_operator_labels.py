@@ -9,7 +9,7 @@ from kvrouter.operator.labels import Copy, Node, binding_policy, node_places
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
 from tests.cluster.operators import install_crds
-from tests.cluster.pods import bound, pod
+from tests.cluster.pods import bound, pod, worker_name
 from tests.support.processes import eventually
 
 ZONE_COPY = Copy("zone", "topology.kubernetes.io/zone", "grove.io/topology.zone")
@@ -17,6 +17,14 @@ RACK_COPY = Copy("rack", RACK, "grove.io/topology.rack")
 NOWHERE = Copy("block", "example.com/block", "grove.io/topology.block")
 COPIES = (ZONE_COPY, RACK_COPY, NOWHERE)
 KINDS = "mutatingadmissionpolicybinding,mutatingadmissionpolicy,kvrouternodeplaces"
+STRANGERS = (
+    "stranger-0",
+    worker_name("other", 1),  # elsewhere it were a worker
+    "llm-prefill-0",
+    "llm-prefill-migrate-x7k2p",
+    worker_name("llm-prefill-b", 1),
+    f"{worker_name('llm-prefill', 20_000)}-0",
+)
 FORGED = {copy.pod_label: "forged" for copy in COPIES}
 
 
@@ -34,7 +42,9 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
     seen: dict[str, Any] = {}
 
     async def is_in_force() -> bool:
-        seen.update(await bound(plane, api, pod(namespace, f"llm-prefill-{next(numbers)}", FORGED)))
+        seen.update(
+            await bound(plane, api, pod(namespace, worker_name("llm-prefill", next(numbers)), FORGED))
+        )
         return bool(seen["metadata"]["labels"][ZONE_COPY.pod_label] != "forged")
 
     await eventually(is_in_force)
@@ -45,13 +55,11 @@ async def test_every_level_reaches_workers_over_what_users_wrote_and_no_other_po
         RACK_COPY.pod_label: of_node[RACK_COPY.node_label],
         NOWHERE.pod_label: "",
     }
-    bare = await bound(plane, api, pod(namespace, "llm-prefill-bare"))
+    bare = await bound(plane, api, pod(namespace, worker_name("llm-prefill", 10_000)))
     assert bare["metadata"]["labels"].keys() >= FORGED.keys()
-    for stranger in ("stranger-0", "other-0"):
+    for stranger in STRANGERS:
         seen = await bound(plane, api, pod(namespace, stranger, FORGED))
-        assert {key: seen["metadata"]["labels"][key] for key in FORGED} == FORGED, (
-            "elsewhere it were a worker"
-        )
+        assert {key: seen["metadata"]["labels"][key] for key in FORGED} == FORGED
     plane.kubectl("delete", KINDS, name)
 
 
@@ -67,7 +75,7 @@ async def test_a_pod_on_a_node_that_the_policy_does_not_know_is_bound_as_it_is(
     numbers = count()
 
     async def told(node: str) -> str:
-        manifest = pod(namespace, f"llm-prefill-{next(numbers)}", FORGED)
+        manifest = pod(namespace, worker_name("llm-prefill", next(numbers)), FORGED)
         manifest["spec"]["nodeSelector"] = {RACK: f"{node[:-2]}-rack-{node[-1]}"}
         seen = await bound(plane, api, manifest)
         assert seen["spec"]["nodeName"] == node

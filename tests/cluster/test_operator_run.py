@@ -20,7 +20,7 @@ from tests.cluster.operators import (
     install_crds,
     operator,
 )
-from tests.cluster.pods import bound, pod
+from tests.cluster.pods import bound, pod, worker_name
 from tests.support.processes import eventually
 
 OWNED = "deployments,services,serviceaccounts,roles,rolebindings"
@@ -251,7 +251,7 @@ async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_
         seen: dict[str, Any] = {}
 
         async def is_in_force() -> bool:
-            stray = pod(namespace, f"llm-prefill-{next(numbers)}", {RACK: "forged"})
+            stray = pod(namespace, worker_name("llm-prefill", next(numbers)), {RACK: "forged"})
             seen.update(await bound(plane, api, stray))
             return bool(seen["metadata"]["labels"][RACK] != "forged")
 

@@ -17,9 +17,11 @@ from kvrouter.operator.labels import (
     binding_policy,
     copies_of,
     gather_s,
+    is_pod_of,
     late_labels,
     node_places,
     pod_labels,
+    pod_name_stem,
     read_node,
     read_pod,
     resolve,
@@ -105,8 +107,12 @@ def test_the_policy_is_about_the_binding_of_workers_and_looks_their_node_up() ->
             {
                 "name": "is-a-worker",
                 "expression": "request.namespace in params.spec.workers && "
-                "params.spec.workers[request.namespace]"
-                ".exists(start, object.metadata.name.startsWith(start))",
+                "params.spec.workers[request.namespace].exists(start, "
+                "object.metadata.name.startsWith(start) && "
+                "(object.metadata.name.substring(size(start))"
+                ".matches('^[456789bcdf]{1,10}-[bcdfghjklmnpqrstvwxz2456789]{5}$') || "
+                "size(object.metadata.name) == 63 && object.metadata.name.substring(size(start))"
+                ".matches('^([456789bcdf]{1,10}-?)?[bcdfghjklmnpqrstvwxz2456789]{5}$')))",
             }
         ],
         "variables": [
@@ -161,6 +167,31 @@ def test_however_many_nodes_come_little_is_written(nodes: int) -> None:
     written = json.dumps(node_places("p", (ZONE, RACK, *copies_of(LEVELS)), there, {})).encode()
     assert 300 * len(written) / gather_s(nodes) < 50 * 2**20
     assert gather_s(nodes) <= 5
+
+
+@pytest.mark.parametrize(
+    ("workload", "name", "is_one"),
+    [
+        ("llm-prefill", "llm-prefill-5d9c8f7b6-x7k2p", True),
+        ("llm-prefill", "llm-prefill-4-bcdfg", True),
+        ("llm-prefill", "llm-prefill-0", False),
+        ("llm-prefill", "llm-prefill-migrate-x7k2p", False),
+        ("llm-prefill", "llm-prefill-b-5d9c8f7b6-x7k2p", False),
+        ("llm-prefill", "llm-prefill-5d9c8f7b6", False),
+        ("llm-prefill", "llm-prefill-x7k2p", False),
+        ("llm-prefill", "llm-prefill-5d9c8f7b6-x7k2p-0", False),
+        ("llm-prefill", "my-llm-prefill-5d9c8f7b6-x7k2p", False),
+        ("llm-prefill", "llm-prefill-5d9c8f7b6-x7k2p\n", False),
+        ("a" * 50, f"{'a' * 50}-5d9c8f7x7k2p", True),
+        ("a" * 47, f"{'a' * 47}-5d9c8f7b6-x7k2p", True),
+        ("a" * 57, f"{'a' * 57}-x7k2p", True),
+        ("a" * 63, f"{'a' * 58}x7k2p", True),
+        ("a" * 56, f"{'a' * 56}-x7k2p", False),
+        ("a" * 63, f"{'a' * 58}-0", False),
+    ],
+)
+def test_pods_of_a_deployment_are_known_by_their_whole_names(workload: str, name: str, is_one: bool) -> None:
+    assert is_pod_of(pod_name_stem(workload), name) is is_one
 
 
 def test_pods_of_a_long_name_are_known_by_what_is_left_of_it() -> None:

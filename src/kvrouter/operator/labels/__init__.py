@@ -12,6 +12,7 @@ from kvrouter.operator.labels.places import (
     PLACES_PLURAL,
     PLACES_VERSION,
     gather_s,
+    is_pod_of,
     node_places,
     pod_name_stem,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "binding_policy",
     "copies_of",
     "gather_s",
+    "is_pod_of",
     "late_labels",
     "node_places",
     "pod_labels",

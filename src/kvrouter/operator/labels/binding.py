@@ -7,14 +7,25 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from kvrouter.operator.labels.copies import Copy
-from kvrouter.operator.labels.places import PLACES_KIND, PLACES_VERSION
+from kvrouter.operator.labels.places import (
+    PLACES_KIND,
+    PLACES_VERSION,
+    POD_NAME_CHARS_MAX,
+    POD_NAME_END,
+    POD_NAME_END_CUT,
+)
 
 API_VERSION = "admissionregistration.k8s.io/v1"
+_END = "object.metadata.name.substring(size(start))"
 IS_A_WORKER = (
-    "request.namespace in params.spec.workers && "
-    "params.spec.workers[request.namespace].exists(start, object.metadata.name.startsWith(start))"
+    "request.namespace in params.spec.workers && params.spec.workers[request.namespace].exists(start, "
+    "object.metadata.name.startsWith(start) && "
+    f"({_END}.matches('^{POD_NAME_END}$') || size(object.metadata.name) == {POD_NAME_CHARS_MAX} && "
+    f"{_END}.matches('^{POD_NAME_END_CUT}$')))"
 )
-"""A Binding knows its pod's namespace and name, and none of its labels."""
+"""A Binding knows its pod's namespace and name, and none of its labels. The same in CEL as
+:func:`~kvrouter.operator.labels.places.is_pod_of`.
+"""
 
 
 class BoundPod(NamedTuple):

@@ -2,6 +2,7 @@
 whether that is a worker's.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pydantic import JsonValue
@@ -21,7 +22,17 @@ GATHER_S = 0.2
 GATHER_NODE_S = 0.001
 
 POD_NAME_STEM_CHARS_MAX = 58
-"""A ReplicaSet's pods are named by it, cut to these characters, and five more of chance."""
+"""A ReplicaSet's pods are named by it and a dash, cut to these characters, and five more of chance."""
+
+POD_NAME_CHARS_MAX = POD_NAME_STEM_CHARS_MAX + 5
+_HASH = "[456789bcdf]{1,10}"
+_CHANCE = "[bcdfghjklmnpqrstvwxz2456789]{5}"
+POD_NAME_END = f"{_HASH}-{_CHANCE}"
+"""What follows the stem: the hash that a Deployment's ReplicaSet has in its name, and the five characters. It
+has the digits of a number, written so that they make no words; both are a regular expression of RE2 too."""
+
+POD_NAME_END_CUT = f"({_HASH}-?)?{_CHANCE}"
+"""What follows it in a name of :data:`POD_NAME_CHARS_MAX` characters, which may have been cut."""
 
 
 def node_places(
@@ -61,3 +72,15 @@ def gather_s(nodes: int) -> float:
 def pod_name_stem(workload: str) -> str:
     """Return what the names of a Deployment's pods start with."""
     return f"{workload}-"[:POD_NAME_STEM_CHARS_MAX]
+
+
+def is_pod_of(stem: str, name: str) -> bool:
+    """Return whether a pod has a name as the pods of the Deployment of ``stem`` have it.
+
+    Other pods' names begin alike: those of Deployments with a longer name, of Jobs, of StatefulSets.
+    """
+    if not name.startswith(stem):
+        return False
+    end = name.removeprefix(stem)
+    is_cut = len(name) == POD_NAME_CHARS_MAX and re.fullmatch(POD_NAME_END_CUT, end)
+    return bool(is_cut or re.fullmatch(POD_NAME_END, end))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.operator.facts import ClusterFacts
-from kvrouter.operator.labels import BoundPod, Copy, pod_labels, pod_name_stem, read_node
+from kvrouter.operator.labels import BoundPod, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
 from kvrouter.operator.reconcile.kinds import (
@@ -104,12 +104,12 @@ class Places:
         return None if node is None else pod_labels(node.labels, copies)
 
     def _copies_for(self, pod: BoundPod) -> Sequence[Copy]:
-        """Of two that a name may be of, the one with more of it: llm-a-b is no pod of llm-a."""
+        """Of two that a name may be of, as names that were cut may be, the one with more of it."""
         found = {
             stem: workers.copies
             for workers in self._workers.get(pod.namespace, {}).values()
             for stem in workers.stems
-            if pod.name.startswith(stem)
+            if is_pod_of(stem, pod.name)
         }
         return found[max(found, key=len)] if found else ()
 
