@@ -31,7 +31,8 @@ class JsonBounds:
     ``depth`` counts containers in containers, ``values`` all values, ``items`` the members of one object or
     the elements of one array. Numbers in arrays of the outermost object's ``number_fields`` are token ids
     (``nvext.token_data`` is one of an object in it): they count as ``numbers``, and as nothing else.
-    ``key_bytes`` and ``number_bytes`` bound one name and one number.
+    ``text_bytes`` bounds all strings that are not plain ASCII, ``short_bytes`` each string in the outermost
+    object's ``short_fields``, ``key_bytes`` one name, ``number_bytes`` one number: all as they are written.
     """
 
     def __new__(
@@ -41,9 +42,12 @@ class JsonBounds:
         values: int,
         items: int,
         numbers: int,
+        text_bytes: int,
+        short_bytes: int,
         key_bytes: int,
         number_bytes: int,
         number_fields: Sequence[str],
+        short_fields: Sequence[str],
     ) -> JsonBounds: ...
     def scan(self, text: bytes) -> tuple[dict[str, tuple[int, int]], int]:
         """Where the fields of the outermost object are (begin and end, by their names as they are written;

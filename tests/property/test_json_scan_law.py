@@ -36,9 +36,12 @@ def bounds(*, depth: int = MANY, values: int = MANY, items: int = MANY, numbers:
         values=values,
         items=items,
         numbers=numbers,
+        text_bytes=MANY,
+        short_bytes=MANY,
         key_bytes=MANY,
         number_bytes=MANY,
         number_fields=TOKEN_FIELDS,
+        short_fields=("nvext",),
     )
 
 

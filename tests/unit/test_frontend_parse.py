@@ -9,7 +9,14 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.decode import SHOWN_CHARS_MAX
 from kvrouter.frontend.openai.parse import ChatCall, CompletionCall
-from kvrouter.frontend.openai.scanned import DEPTH_MAX, ITEMS_MAX, NUMBERS_MIN, BodyOverBounds
+from kvrouter.frontend.openai.scanned import (
+    DEPTH_MAX,
+    ITEMS_MAX,
+    NUMBERS_MIN,
+    SHORT_BYTES_MAX,
+    TEXT_BYTES_MAX,
+    BodyOverBounds,
+)
 from kvrouter.frontend.openai.wishes import TAINT_CHARS_MAX, TAINTS_MAX
 from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passed
 
@@ -374,6 +381,8 @@ LIST = b'{"model":"m","messages":[{"role":"user","content":"a"}],"%s":[%s]}'
         (LIST % (b"tools", b",".join([b"[" + b"0," * 99 + b"0]"] * 700)), "tools", "values"),
         (LIST % (b"tools", b"[" * 100_000), "tools" + "[0]" * (DEPTH_MAX - 1), "depth"),
         (LIST % (b"tools", b'{"a":{"b":' + b"1" * 1000 + b"}}"), "tools[0].a.b", "number_bytes"),
+        (LIST % (b"tools", b'"' + b"a" * 5000 + b"\\n" * TEXT_BYTES_MAX + b'"'), "tools", "text_bytes"),
+        (LIST % (b"nvext", b'{"a":"' + b"a" * SHORT_BYTES_MAX + b'"}'), "nvext[0].a", "short_bytes"),
         (LIST % (b"tools", b'{"' + b"a" * 5000 + b'":1}'), "tools[0]", "key_bytes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

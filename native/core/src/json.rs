@@ -16,12 +16,18 @@ pub struct Limits {
     pub items: usize,
     /// Numbers in arrays of `number_fields`, all together.
     pub numbers: usize,
+    /// Bytes of all strings together that are not plain ASCII, as they are written: with escapes, or others.
+    pub text_bytes: usize,
+    /// Bytes of a string in one of `short_fields`.
+    pub short_bytes: usize,
     /// Bytes of a name in an object.
     pub key_bytes: usize,
     /// Bytes of a number.
     pub number_bytes: usize,
     /// Fields of the outermost object, and with a dot of an object in it, that hold lists of token ids.
     pub number_fields: Vec<Vec<u8>>,
+    /// Fields of the outermost object that hold no long string.
+    pub short_fields: Vec<Vec<u8>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +38,8 @@ pub enum Fault {
     Values,
     Items,
     Numbers,
+    TextBytes,
+    ShortBytes,
     KeyBytes,
     NumberBytes,
 }
@@ -49,6 +57,7 @@ pub struct Refused {
 pub struct Scanned {
     pub values: usize,
     pub numbers: usize,
+    pub text_bytes: usize,
     pub fields: Vec<(Range<usize>, Range<usize>)>,
 }
 
@@ -59,8 +68,15 @@ pub fn scan(text: &[u8], limits: &Limits) -> Result<Scanned, Refused> {
         let (fault, at) = (Fault::Syntax("this is not UTF-8"), error.valid_up_to());
         return Err(Refused { fault, at, path: String::new() });
     }
-    let mut scanner =
-        Scanner { text, limits, at: 0, frames: Vec::new(), in_numbers: false, found: Scanned::default() };
+    let mut scanner = Scanner {
+        text,
+        limits,
+        at: 0,
+        frames: Vec::new(),
+        in_numbers: false,
+        in_short: false,
+        found: Scanned::default(),
+    };
     match scanner.run() {
         Ok(()) => Ok(scanner.found),
         Err(fault) => Err(Refused { fault, at: scanner.at, path: scanner.path(fault) }),
@@ -82,6 +98,7 @@ struct Scanner<'a> {
     at: usize,
     frames: Vec<Frame>,
     in_numbers: bool,
+    in_short: bool,
     found: Scanned,
 }
 
@@ -148,7 +165,7 @@ impl Scanner<'_> {
                 self.frames.push(Frame { is_object: first == b'{', begun: 0, items: 0, key: 0..0 });
                 return Ok(true);
             }
-            b'"' => self.string()?,
+            b'"' => self.text()?,
             b'-' | b'0'..=b'9' => self.number()?,
             b't' => self.word(b"true")?,
             b'f' => self.word(b"false")?,
@@ -200,6 +217,7 @@ impl Scanner<'_> {
         if self.frames.len() == 1 {
             let name = &self.text[key.clone()];
             self.in_numbers = self.limits.number_fields.iter().any(|field| field == name);
+            self.in_short = self.limits.short_fields.iter().any(|field| field == name);
             self.found.fields.push((key.clone(), self.at..self.at));
         } else if let [Frame { is_object: true, key: outer, .. }, _] = &self.frames[..] {
             let (outer, name) = (&self.text[outer.clone()], &self.text[key.clone()]);
@@ -223,16 +241,38 @@ impl Scanner<'_> {
         }
     }
 
-    fn string(&mut self) -> Result<(), Fault> {
+    /// A string that is a value: one that is no plain ASCII is slow to decode.
+    fn text(&mut self) -> Result<(), Fault> {
+        let begin = self.at;
+        let is_escaped = self.string()?;
+        let written = &self.text[begin..self.at];
+        if self.in_short && written.len() > self.limits.short_bytes {
+            return Err(Fault::ShortBytes);
+        }
+        if is_escaped || !written.is_ascii() {
+            self.found.text_bytes += written.len();
+            if self.found.text_bytes > self.limits.text_bytes {
+                return Err(Fault::TextBytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes a string; returns whether it has escapes.
+    fn string(&mut self) -> Result<bool, Fault> {
         self.at += 1;
+        let mut is_escaped = false;
         loop {
             self.at += plain_bytes(&self.text[self.at..]);
             match self.peek() {
                 Some(b'"') => {
                     self.at += 1;
-                    return Ok(());
+                    return Ok(is_escaped);
                 }
-                Some(b'\\') => self.escape()?,
+                Some(b'\\') => {
+                    is_escaped = true;
+                    self.escape()?;
+                }
                 Some(_) => return Err(Fault::Syntax("a control character in a string is not escaped")),
                 None => return Err(Fault::Syntax("a string does not end")),
             }
@@ -310,7 +350,7 @@ impl Scanner<'_> {
     /// field for what is counted over all, else of the value itself.
     fn path(&self, fault: Fault) -> String {
         let frames = match fault {
-            Fault::Values | Fault::Numbers => &self.frames[..self.frames.len().min(1)],
+            Fault::Values | Fault::Numbers | Fault::TextBytes => &self.frames[..self.frames.len().min(1)],
             Fault::Items | Fault::KeyBytes => &self.frames[..self.frames.len().saturating_sub(1)],
             _ => &self.frames[..],
         };
@@ -370,9 +410,12 @@ mod tests {
             values: 20,
             items: 5,
             numbers: 6,
+            text_bytes: 40,
+            short_bytes: 12,
             key_bytes: 8,
             number_bytes: 10,
             number_fields: vec![b"prompt".to_vec(), b"x.ids".to_vec()],
+            short_fields: vec![b"s".to_vec()],
         }
     }
 
@@ -408,6 +451,17 @@ mod tests {
         assert_eq!(refused(r#"{"m":-Infinity}"#), (Fault::NotFinite, "m".into()));
         assert_eq!(refused(r#"{"m":{"123456789":1}}"#), (Fault::KeyBytes, "m".into()));
         assert_eq!(refused(r#"{"m":12345678901}"#), (Fault::NumberBytes, "m".into()));
+        assert_eq!(refused(r#"{"s":{"a":["12345678901"]}}"#), (Fault::ShortBytes, "s.a[0]".into()));
+        assert_eq!(refused(&format!(r#"{{"m":["{}\n"]}}"#, "x".repeat(40))), (Fault::TextBytes, "m".into()));
+        assert_eq!(
+            refused(&format!(r#"{{"m":["é","{}"]}}"#, "é".repeat(19))),
+            (Fault::TextBytes, "m".into())
+        );
+        assert!(scan(
+            format!(r#"{{"m":["é","{}"],"s":"1234567890"}}"#, "x".repeat(90)).as_bytes(),
+            &limits()
+        )
+        .is_ok());
         assert_eq!(refused(r#"{"x":{"ids":[1,2,3,4,5,6,7]}}"#), (Fault::Numbers, "x".into()));
         assert_eq!(refused(r#"{"x":{"ids":1,"id":[1,2,3,4,5,6]}}"#), (Fault::Items, "x.id".into()));
         assert!(scan(br#"{"prompt":[1,2,3,4,5,6]}"#, &limits()).is_ok());
@@ -456,10 +510,11 @@ mod tests {
 
     #[test]
     fn strings_end_where_they_end_whatever_their_length() {
+        let limits = Limits { text_bytes: 1000, ..limits() };
         for size in 0..100 {
             for escape in ["", "\\\"", "\\n", "\\u00e9", "é"] {
                 let text = format!("[\"{}{escape}{}\", 1]", "x".repeat(size), "y".repeat(size / 2));
-                assert_eq!(scan(text.as_bytes(), &limits()).unwrap().values, 3, "{text}");
+                assert_eq!(scan(text.as_bytes(), &limits).unwrap().values, 3, "{text}");
             }
         }
     }

@@ -15,18 +15,32 @@ pub struct JsonBounds(json::Limits);
 #[pymethods]
 impl JsonBounds {
     #[new]
-    #[pyo3(signature = (*, depth, values, items, numbers, key_bytes, number_bytes, number_fields))]
+    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (*, depth, values, items, numbers, text_bytes, short_bytes, key_bytes, number_bytes, number_fields, short_fields))]
     fn new(
         depth: usize,
         values: usize,
         items: usize,
         numbers: usize,
+        text_bytes: usize,
+        short_bytes: usize,
         key_bytes: usize,
         number_bytes: usize,
         number_fields: Vec<String>,
+        short_fields: Vec<String>,
     ) -> Self {
-        let number_fields = number_fields.into_iter().map(String::into_bytes).collect();
-        JsonBounds(json::Limits { depth, values, items, numbers, key_bytes, number_bytes, number_fields })
+        JsonBounds(json::Limits {
+            depth,
+            values,
+            items,
+            numbers,
+            text_bytes,
+            short_bytes,
+            key_bytes,
+            number_bytes,
+            number_fields: number_fields.into_iter().map(String::into_bytes).collect(),
+            short_fields: short_fields.into_iter().map(String::into_bytes).collect(),
+        })
     }
 
     /// The fields of the outermost object, by their names, and how many values there are.
@@ -54,6 +68,8 @@ fn refusal(refused: &Refused) -> PyErr {
         Fault::Values => ("values", ""),
         Fault::Items => ("items", ""),
         Fault::Numbers => ("numbers", ""),
+        Fault::TextBytes => ("text_bytes", ""),
+        Fault::ShortBytes => ("short_bytes", ""),
         Fault::KeyBytes => ("key_bytes", ""),
         Fault::NumberBytes => ("number_bytes", ""),
     };

@@ -121,7 +121,7 @@ class FrontendSettings(Section):
         ),
     ] = 64
     """How deep lists and objects of a body may stand inside each other. A body over this bound, or over
-    one of the three that follow, is answered with 400."""
+    one of the four that follow, is answered with 400."""
 
     body_max_values: Annotated[
         PositiveCount,
@@ -158,6 +158,18 @@ class FrontendSettings(Section):
     ] = None
     """How many token ids the prompts of a body may hold. Unset: as many as the longest context of the models
     here, at least 262,144."""
+
+    body_max_text_bytes: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--body-max-text-bytes",
+            variable="KVROUTER_BODY_MAX_TEXT_BYTES",
+            group=Group.FRONT_DOOR,
+            unit="bytes",
+        ),
+    ] = 16 * 1024 * 1024
+    """How long the texts of a body may be in all, as JSON has them. Texts that are plain ASCII without line
+    breaks and quotes, as pictures are, do not count."""
 
     header_max_bytes: Annotated[
         Annotated[Whole, Interval(ge=1024, le=1024 * 1024)],

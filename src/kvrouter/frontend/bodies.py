@@ -66,6 +66,7 @@ class Bodies:
             values=settings.body_max_values,
             items=settings.body_max_items,
             numbers=settings.body_max_token_ids or NUMBERS_MIN,
+            text_bytes=settings.body_max_text_bytes,
         )
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvrouter-body")
 

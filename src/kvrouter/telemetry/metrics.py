@@ -380,8 +380,8 @@ class Telemetry(MetricsPage):
     )
     bodies_refused = counter(
         "kvrouter_bodies_refused",
-        "Bodies that hold more than their bounds allow: depth, values, items, numbers, key_bytes or "
-        "number_bytes.",
+        "Bodies that hold more than their bounds allow: depth, values, items, numbers, text_bytes, "
+        "short_bytes, key_bytes or number_bytes.",
         "bound",
     )
     build_info = gauge("kvrouter_build_info", "1, with the version that runs.", "version")

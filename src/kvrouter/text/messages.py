@@ -19,9 +19,12 @@ _BOUNDS = JsonBounds(
     values=ARGUMENT_VALUES_MAX,
     items=ARGUMENT_VALUES_MAX,
     numbers=0,
+    text_bytes=2**63,
+    short_bytes=0,
     key_bytes=4_096,
     number_bytes=512,
     number_fields=(),
+    short_fields=(),
 )
 
 

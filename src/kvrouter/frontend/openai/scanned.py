@@ -19,10 +19,14 @@ ITEMS_MAX = 8_192
 NUMBERS_MIN = 262_144
 """As many token ids are decoded whatever the contexts are, so that the error can say how many they were."""
 
+TEXT_BYTES_MAX = 16 * 1024 * 1024
+SHORT_BYTES_MAX = 16_384
 KEY_BYTES_MAX = 4_096
 NUMBER_BYTES_MAX = 512
 SHOWN_BYTES_MAX = 16
 TOKEN_FIELDS = ("prompt", "token_ids", "nvext.token_data")
+SHORT_FIELDS = ("nvext",)
+"""What an error about them quotes is short."""
 
 _NAME = msgspec.json.Decoder(str)
 
@@ -49,6 +53,8 @@ class BodyBounds:
     """Elements of one list, token ids apart, or fields of one object."""
     numbers: int = NUMBERS_MIN
     """Token ids."""
+    text_bytes: int = TEXT_BYTES_MAX
+    """Texts that are not plain ASCII, as pictures are: to decode a megabyte stops everybody for some 3 ms."""
 
 
 class ScannedBody(NamedTuple):
@@ -93,9 +99,12 @@ def _native(bounds: BodyBounds) -> JsonBounds:
         values=bounds.values,
         items=bounds.items,
         numbers=bounds.numbers,
+        text_bytes=bounds.text_bytes,
+        short_bytes=SHORT_BYTES_MAX,
         key_bytes=KEY_BYTES_MAX,
         number_bytes=NUMBER_BYTES_MAX,
         number_fields=TOKEN_FIELDS,
+        short_fields=SHORT_FIELDS,
     )
 
 
@@ -113,6 +122,8 @@ def _told(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidReque
         "values": f"with it the body holds more than {bounds.values} values (KVROUTER_BODY_MAX_VALUES)",
         "items": f"more than {bounds.items} elements or fields (KVROUTER_BODY_MAX_ITEMS)",
         "numbers": f"more than {bounds.numbers} token ids (KVROUTER_BODY_MAX_TOKEN_IDS)",
+        "text_bytes": f"more than {bounds.text_bytes} bytes of text (KVROUTER_BODY_MAX_TEXT_BYTES)",
+        "short_bytes": f"a text is longer than {SHORT_BYTES_MAX} bytes",
         "key_bytes": f"a field's name is longer than {KEY_BYTES_MAX} bytes",
         "number_bytes": f"a number is longer than {NUMBER_BYTES_MAX} bytes",
     }[refused.kind]

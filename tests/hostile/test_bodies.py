@@ -1,0 +1,125 @@
+"""Bodies that would become a hundred times their size: refused while others are served, and nothing is built.
+
+A body is received, copied once and scanned: that is what the bars allow.
+"""
+
+import asyncio
+
+import pytest
+
+from tests.hostile.bystanders import Bystanders
+from tests.hostile.meter import MIB, Meter
+from tests.support.processes import Frontend, fleet
+
+BODY_BYTES = 20_000_000
+LONG_BODY_BYTES = 59_000_000
+LOOP_CPU_MAX_S_PER_MB = 0.02
+"""Of the event loop. A quiet machine needs 0.003; to build the values took 0.1 to 0.4."""
+
+MEMORY_MAX = 3.0
+"""The most that is held for a body, in its own length."""
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MESSAGES = b'"messages":[{"role":"user","content":"hi"}]'
+
+
+def filled(head: bytes, item: bytes, tail: bytes, *, size_bytes: int = BODY_BYTES) -> bytes:
+    """A body of about this size: ``item`` again and again between its two ends."""
+    return head + item * ((size_bytes - len(head) - len(tail)) // len(item)) + tail
+
+
+def chat(field: bytes, item: bytes, tail: bytes) -> bytes:
+    return filled(b'{"model":"mock",' + MESSAGES + b"," + field, item, tail)
+
+
+def said(item: bytes, tail: bytes, *, size_bytes: int = BODY_BYTES) -> bytes:
+    head = b'{"model":"mock","messages":[{"role":"user","content":"'
+    return filled(head, item, tail, size_bytes=size_bytes)
+
+
+BODIES = {
+    "a number that is none": (
+        CHAT,
+        said(b"a", b'"}],"temperature":NaN}', size_bytes=LONG_BODY_BYTES),
+        "temperature",
+    ),
+    "empty messages": (CHAT, filled(b'{"model":"mock","messages":[', b"{},", b"{}]}"), "messages"),
+    "empty prompts": (COMPLETION, filled(b'{"model":"mock","prompt":[', b"[],", b"[]]}"), "prompt"),
+    "token ids": (COMPLETION, filled(b'{"model":"mock","prompt":[', b"1,", b"1]}"), "prompt"),
+    "tools": (CHAT, chat(b'"tools":[', b"{},", b"{}]}"), "tools"),
+    "stops": (CHAT, chat(b'"stop":[', b'"",', b'""]}'), "stop"),
+    "biases": (CHAT, chat(b'"logit_bias":{', b'"1":1,', b'"1":1}}'), "logit_bias"),
+    "taints": (
+        CHAT,
+        chat(b'"nvext":{"routing_constraints":{"required_taints":[', b'"a",', b'"a"]}}}'),
+        "nvext.routing_constraints.required_taints",
+    ),
+    "a word that is none": (
+        CHAT,
+        chat(b'"nvext":{"router_config_override":{"router_mode":"', b"a", b'"}}}'),
+        "nvext.router_config_override.router_mode",
+    ),
+    "lists inside each other": (CHAT, chat(b'"tools":', b"[", b""), None),
+    "a number without end": (CHAT, chat(b'"seed":', b"1", b"}"), "seed"),
+    "a name without end": (CHAT, chat(b'"metadata":{"', b"a", b'":1}}'), "metadata"),
+    "escapes": (CHAT, said(b"\\u6f22", b'"}]}'), "messages"),
+    "one wide character": (CHAT, said(b"a", '😀"}]}'.encode()), "messages"),
+    "letters": (CHAT, said(b"a", b'"}]}'), "messages"),
+    "letters and two answers": (CHAT, said(b"a", b'"}],"n":2}'), "n"),
+    "calls in a string": (
+        CHAT,
+        filled(
+            b'{"model":"mock","messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f",'
+            b'"arguments":"{\\"a\\":[',
+            b"[],",
+            b'[]]}"}}]}]}',
+        ),
+        "messages",
+    ),
+}
+
+
+async def test_a_body_that_is_refused_costs_nobody_anything() -> None:
+    async with fleet({"KVROUTER_BODY_MAX_BYTES": str(64 * MIB)}) as here:
+        await here.worker()
+        frontend = await here.frontend()
+        async with Bystanders(frontend, max_tokens=1_000):
+            for kind, (path, body, param) in BODIES.items():
+                cpu_s, held = await cost_of(frontend, path, body, param, kind)
+                assert cpu_s < LOOP_CPU_MAX_S_PER_MB * len(body) / 1e6, (kind, cpu_s)
+                assert held < MEMORY_MAX, (kind, held)
+
+
+@pytest.mark.parametrize("command", ["frontend", "router"])
+async def test_no_body_is_read_that_no_prompt_needs(command: str) -> None:
+    """With settings as they come: the mock model's context needs a few megabytes."""
+    path = CHAT if command == "frontend" else "/v1/route"
+    async with fleet() as here:
+        await here.worker()
+        door = await here.door(command)
+        meter = Meter(door.pid)
+        meter.forget_peak()
+        before_bytes = meter.resident_bytes()
+        body = said(b"a", b'"}]}', size_bytes=LONG_BODY_BYTES)
+        for _ in range(3):
+            reply = await door.http.post(path, content=body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+            assert "KVROUTER_BODY_MAX_BYTES" in reply.text
+        assert meter.peak_bytes() - before_bytes < len(body) / 2
+
+
+async def cost_of(
+    frontend: Frontend, path: str, body: bytes, param: str | None, kind: str
+) -> tuple[float, float]:
+    """CPU time of the event loop, in seconds, and memory, in lengths of the body, that its refusal takes."""
+    meter = Meter(frontend.pid)
+    before_s, before_bytes = meter.loop_cpu_s(), meter.resident_bytes()
+    meter.forget_peak()
+    reply = await frontend.http.post(path, content=body)
+    assert reply.status_code == 400, (kind, reply.status_code, reply.text)
+    assert len(reply.content) < 2_000
+    if param is not None:
+        assert reply.json()["error"]["param"] == param, (kind, reply.text)
+    await asyncio.sleep(0)
+    held = (meter.peak_bytes() - before_bytes) / len(body)
+    return meter.loop_cpu_s() - before_s, held
