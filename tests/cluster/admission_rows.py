@@ -23,6 +23,13 @@ def of_frontend(**policy: Any) -> list[Fields]:
 WORKERS = [component("frontend"), component("prefill"), component("decode")]
 
 
+def of_port(port: str, **fields: Any) -> Fields:
+    """A frontend that says where it listens."""
+    main = {"name": "main", "env": [{"name": "DYN_HTTP_PORT", "value": port}], **fields}
+    return component("frontend", podTemplate={"spec": {"containers": [main]}})
+
+
+MAIN = "spec.components[0].podTemplate.spec.containers[0]"
 FORGED = component("decode", podTemplate={**ENGINE, "metadata": {"labels": {ZONE: "here"}}})
 
 
@@ -235,5 +242,22 @@ WARNED: list[Case] = [
     Case(
         spec([*WORKERS[:2], FORGED], experimental={"kvTransferPolicy": BY_LABEL}),
         (f"podTemplate.metadata.labels.{ZONE}: is the node's to say, and is left out: remove it here",),
+    ),
+    Case(
+        spec(WORKERS[1:], experimental={"kvTransferPolicy": BY_LABEL}),
+        (f"{GRAPH}: is kept by frontends, and no component is of type frontend",),
+    ),
+    graph(
+        f"{GRAPH}.labelKey: is 'app.kubernetes.io/zone', by which people and tools find pods",
+        labelKey="app.kubernetes.io/zone",
+        domain="zone",
+    ),
+    Case(
+        spec([of_port("70000"), *WORKERS[1:]]),
+        (f"{MAIN}.env: DYN_HTTP_PORT must be a port from 1 to 65535, not '70000'",),
+    ),
+    Case(
+        spec([of_port("9000", readinessProbe={"httpGet": {"port": 8000}}), *WORKERS[1:]]),
+        (f"{MAIN}.readinessProbe: asks port 8000, and the frontend listens on 9000 (DYN_HTTP_PORT)",),
     ),
 ]

@@ -151,6 +151,12 @@ def test_planes_on_nats_without_nats_are_refused(fleets: dict[str, str]) -> None
         rendered({"fleets": fleets})
 
 
+def test_a_service_monitor_without_its_service_is_refused() -> None:
+    with pytest.raises(HelmRenderError, match=r"serviceMonitor\.enabled needs metrics\.service"):
+        rendered({"metrics": {"service": False, "serviceMonitor": {"enabled": True}}})
+    assert of_kind(rendered({"metrics": {"service": False}}), "Service") != []
+
+
 def test_the_schema_knows_every_value_and_no_other() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())

@@ -261,11 +261,14 @@ def test_what_is_planned_otherwise_than_written_is_a_warning() -> None:
     place: Fields = {"metadata": {"labels": {"grove.io/topology.zone": "here"}}}
     forged = component("decode")
     forged["podTemplate"] = {**_fields(forged["podTemplate"]), **place}
-    document["spec"] = {**_fields(document["spec"]), "components": [component("prefill"), forged]}
+    document["spec"] = {
+        **_fields(document["spec"]),
+        "components": [component("frontend"), component("prefill"), forged],
+    }
     verdict = validated(document, None, GROVE)
     assert verdict.is_allowed
     assert lines(verdict.warnings) == [
-        "spec.components[1].podTemplate.metadata.labels.grove.io/topology.zone: is the node's to say, and is "
+        "spec.components[2].podTemplate.metadata.labels.grove.io/topology.zone: is the node's to say, and is "
         "left out: remove it here"
     ]
 

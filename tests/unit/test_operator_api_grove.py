@@ -35,6 +35,8 @@ def test_levels_that_cannot_be_used_are_left_out_and_told() -> None:
         {"domain": "x" * (LEVEL_CHARS_MAX + 1), "key": "a.b/x"},
         {"domain": "host"},
         "host",
+        {"domain": "row", "key": "no key"},
+        {"domain": "hall", "labelKey": f"{'a' * 254}/hall"},
     ]
     found = read_topology({"metadata": {"name": "fabric"}, "spec": {"levels": levels}})
     assert found is not None
@@ -45,6 +47,8 @@ def test_levels_that_cannot_be_used_are_left_out_and_told() -> None:
         f"more than the {LEVEL_CHARS_MAX} characters",
         "needs a domain",
         "needs a domain",
+        "its key 'no key' is no key of a label",
+        "has too many characters before its '/'",
     ]
     for number, (oddity, why) in enumerate(zip(found.oddities, wrong, strict=True), start=1):
         assert oddity.startswith(f"ClusterTopologyBinding fabric: spec.levels[{number}]: ")

@@ -1,10 +1,11 @@
 """What workers' pods are asked: whether they take requests, where kvrouter knows how to ask."""
 
+import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.plan.manifest import Manifest, objects
 from kvrouter.operator.plan.serving import HEALTH_PORT
-from tests.support.deployments import at, deployment, has, planned, templates
+from tests.support.deployments import at, deployment, environment, has, of_kind, planned, templates
 
 
 def test_workers_are_ready_when_they_take_requests_and_nobody_else_is_asked() -> None:
@@ -27,6 +28,79 @@ def test_workers_are_ready_when_they_take_requests_and_nobody_else_is_asked() ->
     for index in (0, 2):
         assert not has(at(template, "spec", "containers", index), "readinessProbe")
         assert not has(at(template, "spec", "containers", index), "livenessProbe")
+
+
+@pytest.mark.parametrize(
+    ("main", "told"),
+    [
+        ({"env": [{"name": "DYN_HTTP_PORT", "value": "9000"}]}, []),
+        ({"env": [{"name": "KVROUTER_HTTP_PORT", "value": "9000"}]}, []),
+        ({"env": [{"name": "DYN_HTTP_PORT", "value": "0"}]}, ["env DYN_HTTP_PORT must be a port from 1 to"]),
+        ({"env": [{"name": "DYN_HTTP_PORT", "value": 9000}]}, []),
+        ({"env": [{"name": "DYN_HTTP_PORT", "value": "9" * 5000}]}, ["env DYN_HTTP_PORT must be a port"]),
+        (
+            {"env": [{"name": "DYN_HTTP_PORT", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "p"}}}]},
+            ["env DYN_HTTP_PORT is not written here, so the Service and the probes take 8000"],
+        ),
+        ({"args": ["frontend", "--http-port=8000"]}, []),
+        (
+            {"args": ["frontend", "--http-port", "9000"]},
+            ["args --http-port 9000 counts for the frontend, and the Service and the probes take 8000"],
+        ),
+        ({"args": ["frontend", "--http-port"]}, ["args --http-port  counts for the frontend"]),
+        (
+            {
+                "env": [{"name": "DYN_HTTP_PORT", "value": "9000"}],
+                "livenessProbe": {"tcpSocket": {"port": 1}},
+            },
+            ["livenessProbe asks port 1, and the frontend listens on 9000"],
+        ),
+        (
+            {
+                "ports": [{"name": "web", "containerPort": 8000}, {"name": "other", "containerPort": 8001}],
+                "readinessProbe": {"httpGet": {"port": "web"}},
+                "startupProbe": {"httpGet": {"port": "other"}},
+            },
+            ["startupProbe asks port 8001, and the frontend listens on 8000"],
+        ),
+        ({"readinessProbe": {"exec": {}}, "startupProbe": {"httpGet": {"port": "8000"}}}, []),
+    ],
+)
+def test_a_port_that_service_and_probes_cannot_follow_is_told(main: Manifest, told: list[str]) -> None:
+    found = planned(deployment(types=("frontend",), pods={"frontend": pod_of(main)}))
+    lines = [f"{warning.path[-1]} {warning.must}" for warning in found.warnings]
+    assert len(lines) == len(told)
+    assert all(line.startswith(words) for line, words in zip(lines, told, strict=True)), lines
+
+
+def pod_of(main: Manifest) -> JsonValue:
+    return {"spec": {"containers": [{"name": "main", **main}]}}
+
+
+def test_a_variable_is_offered_under_none_of_its_names_where_the_user_says_it_under_one() -> None:
+    said: JsonValue = [
+        {"name": "KVROUTER_HTTP_PORT", "value": "9000"},
+        {"name": "DYN_HEALTH_PORT", "value": "7"},
+    ]
+    found = planned(deployment(types=("frontend", "worker"), pods={"frontend": pod_of({"env": said})}))
+    names = environment(templates(found)["frontend"])
+    assert "DYN_HTTP_PORT" not in names
+    (service,) = of_kind(found, "Service").values()
+    assert at(service, "spec", "ports", 0, "port") == 9000
+
+
+def test_what_follows_from_the_policy_is_taken_back_under_each_of_its_names() -> None:
+    forged: JsonValue = [{"name": "KVROUTER_KV_TRANSFER_DOMAIN", "value": "rack"}]
+    main: Manifest = {"image": "example.com/engine:1", "env": forged}
+    found = planned(
+        deployment(policy={"labelKey": "a.b/zone", "domain": "zone"}, pods={"decode": pod_of(main)})
+    )
+    assert "KVROUTER_KV_TRANSFER_DOMAIN" not in environment(templates(found)["decode"])
+    (warning,) = found.warnings
+    assert (
+        "KVROUTER_KV_TRANSFER_DOMAIN follows from the policy of KV transfers, and becomes 'zone'"
+        in warning.must
+    )
 
 
 def test_a_users_own_health_port_and_probes_of_a_worker_win() -> None:

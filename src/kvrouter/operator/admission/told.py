@@ -6,9 +6,17 @@ from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.admission.placed import listed
 from kvrouter.operator.api import ComponentType, DeploymentSpec
 from kvrouter.operator.facts import ClusterFacts, Grove
-from kvrouter.operator.policy import GRAPH_POLICY, TOPOLOGY_NAME, Declared, NamedTopology, read_policy
+from kvrouter.operator.policy import (
+    GRAPH_POLICY,
+    TOPOLOGY_NAME,
+    Declared,
+    NamedTopology,
+    RawLabel,
+    read_policy,
+)
 
 COMPONENTS: Path = ("spec", "components")
+RECOMMENDED_LABELS = "app.kubernetes.io/"
 
 
 def warnings_of(spec: DeploymentSpec, facts: ClusterFacts) -> list[Problem]:
@@ -22,6 +30,8 @@ def warnings_of(spec: DeploymentSpec, facts: ClusterFacts) -> list[Problem]:
 
 def _balance(spec: DeploymentSpec, declared: Declared) -> Iterator[Problem]:
     types = {component.type for component in spec.components}
+    if ComponentType.FRONTEND not in types:
+        yield Problem(declared.at, "is kept by frontends, and no component is of type frontend: add one")
     if ComponentType.PREFILL not in types:
         yield Problem(
             declared.at,
@@ -35,6 +45,12 @@ def _balance(spec: DeploymentSpec, declared: Declared) -> Iterator[Problem]:
 
 def _source(spec: DeploymentSpec, declared: Declared, facts: ClusterFacts) -> Iterator[Problem]:
     source = declared.policy.source
+    if isinstance(source, RawLabel) and source.key.startswith(RECOMMENDED_LABELS):
+        yield Problem(
+            declared.source_at,
+            f"is {source.key!r}, by which people and tools find pods, and pods get their node's value of it: "
+            "name a label that says where a node is, such as topology.kubernetes.io/zone",
+        )
     if not isinstance(source, NamedTopology):
         return
     constraint = spec.topology_constraint

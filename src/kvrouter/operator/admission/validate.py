@@ -1,6 +1,6 @@
 """Whether a deployment may be created or changed: every reason why not, and what is odd but may be."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.config.problems import Path, Problem
@@ -8,7 +8,7 @@ from kvrouter.operator.admission.placed import topology_problems
 from kvrouter.operator.admission.stays import changed_what_stays
 from kvrouter.operator.admission.told import warnings_of
 from kvrouter.operator.admission.written import name_problems
-from kvrouter.operator.api import DynamoGraphDeployment, read_deployment
+from kvrouter.operator.api import DynamoGraphDeployment, Reading, read_deployment
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.plan import COMPONENT_LABEL, Manifest, Plan, PlanDefaults, plan
 from kvrouter.operator.plan.manifest import mapping
@@ -47,10 +47,19 @@ def validate(new: object, old: object | None, facts: ClusterFacts, defaults: Pla
     kept = [problem for problem in problems if _named(problem, deployment) in known]
     fresh = [problem for problem in problems if _named(problem, deployment) not in known]
     stays = () if before is None else changed_what_stays(deployment.spec, before.spec)
-    told = [*kept, *reading.unknown, *warnings_of(deployment.spec, facts)]
-    places = {warning.path for warning in told}
-    unmade = [warning for warning in planned.warnings if warning.path not in places]
-    return Verdict((*fresh, *stays), (*told, *unmade))
+    return Verdict((*fresh, *stays), (*kept, *warnings(reading, planned, facts, known=kept)))
+
+
+def warnings(
+    reading: Reading, planned: Plan, facts: ClusterFacts, *, known: Sequence[Problem] = ()
+) -> tuple[Problem, ...]:
+    """Return what a user wrote that is odd, or that nobody gets; of a place that is ``known``, or told by the
+    deployment as a whole, no more than that.
+    """
+    of_spec = () if reading.deployment is None else warnings_of(reading.deployment.spec, facts)
+    told = [*reading.unknown, *of_spec]
+    places = {warning.path for warning in (*known, *told)}
+    return (*told, *(warning for warning in planned.warnings if warning.path not in places))
 
 
 def planned_anew(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from kvrouter.operator.api.names import level_problem
+from kvrouter.operator.api.names import label_key_problem, level_problem
 
 GROVE_GROUP = "grove.io"
 GROVE_VERSION = "v1alpha1"
@@ -12,6 +12,9 @@ GROVE_PLURALS = {
     "ClusterTopology": "clustertopologies",
 }
 """The kinds and where the API server has them; of two objects of one name, the first kind's is taken."""
+
+
+KEY_CHARS_TOLD = 80
 
 
 class Level(NamedTuple):
@@ -71,6 +74,9 @@ def _level_problem(domain: str, key: str, levels: Mapping[str, Level]) -> str | 
     problem = level_problem(domain)
     if problem is not None:
         return f"domain {domain!r} {problem}"
+    problem = label_key_problem(key)
+    if problem is not None:
+        return f"domain {domain!r}: its key {key[:KEY_CHARS_TOLD]!r} {problem}"
     return f"domain {domain!r} is there twice" if domain in levels else None
 
 

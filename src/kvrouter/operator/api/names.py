@@ -54,6 +54,14 @@ def level_problem(domain: str) -> str | None:
     return None
 
 
+def label_key_problem(key: str) -> str | None:
+    """Why ``key`` cannot be the key of a label, or None."""
+    prefix = key.rpartition("/")[0]
+    if len(key) > LABEL_KEY_CHARS_MAX or re.fullmatch(LABEL_KEY_PATTERN, key) is None:
+        return "is no key of a label, such as topology.kubernetes.io/zone"
+    return None if len(prefix) <= LABEL_PREFIX_CHARS_MAX else "has too many characters before its '/'"
+
+
 def _checked(pattern: str, chars_max: int, must: str) -> Callable[[str], str]:
     def check(text: str) -> str:
         if len(text) > chars_max or re.fullmatch(pattern, text) is None:

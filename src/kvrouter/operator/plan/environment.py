@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from pydantic import JsonValue
 
 from kvrouter.config.problems import Path, Problem
+from kvrouter.config.variables import spellings
 from kvrouter.operator.plan.manifest import Manifest, listed, objects
 
 TOPOLOGY_ENABLED = "DYN_TOPOLOGY_ENABLED"
@@ -39,16 +40,21 @@ def variable(name: str, value: str) -> Manifest:
 
 def value_of(container: Manifest, name: str) -> str | None:
     """Return the value that ``container`` states for a variable; None where it states none itself."""
-    found = [entry.get("value") for entry in objects(container.get("env")) if entry.get("name") == name]
-    last = found[-1] if found else None
-    return last if isinstance(last, str) else None
+    entry = entry_of(container, name)
+    value = None if entry is None else entry.get("value")
+    return value if isinstance(value, str) else None
+
+
+def entry_of(container: Manifest, name: str) -> Manifest | None:
+    """Return the entry of ``env`` that counts for a variable, under whichever of its names; None for none."""
+    found = [entry for entry in objects(container.get("env")) if _is_one(entry.get("name"), name)]
+    return found[-1] if found else None
 
 
 def offered(container: Manifest, entries: Sequence[Manifest]) -> Manifest:
     """Return ``container`` with those of ``entries`` that it has no word of its own for, after its own."""
     own = objects(container.get("env"))
-    names = {entry.get("name") for entry in own}
-    added = [entry for entry in entries if entry["name"] not in names]
+    added = [entry for entry in entries if entry_of(container, str(entry["name"])) is None]
     return {**container, "env": listed([*own, *added])} if added else container
 
 
@@ -60,14 +66,20 @@ def owned(
     Ours come first, so that a user's own variables may refer to them.
     """
     ours: dict[JsonValue, Manifest] = {entry["name"]: entry for entry in entries}
+    taken: dict[JsonValue, str] = {spelling: name for name in names for spelling in spellings(name)}
     own = objects(container.get("env"))
     warnings = [
-        Problem((*at, "env", index), _overwritten(str(entry.get("name")), ours.get(entry.get("name"))))
+        Problem((*at, "env", index), _overwritten(str(entry.get("name")), ours.get(taken[entry.get("name")])))
         for index, entry in enumerate(own)
-        if entry.get("name") in names and entry != ours.get(entry.get("name"))
+        if entry.get("name") in taken and entry != ours.get(entry.get("name"))
     ]
-    kept = [entry for entry in own if entry.get("name") not in names]
+    kept = [entry for entry in own if entry.get("name") not in taken]
     return {**container, "env": listed([*entries, *kept])}, warnings
+
+
+def _is_one(name: JsonValue, other: str) -> bool:
+    """Whether two names are those of one variable."""
+    return name == other or (isinstance(name, str) and (name in spellings(other) or other in spellings(name)))
 
 
 def _overwritten(name: str, ours: Manifest | None) -> str:

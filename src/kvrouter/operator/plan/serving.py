@@ -7,13 +7,15 @@ from pydantic import JsonValue
 from kvrouter.config.problems import Problem
 from kvrouter.operator.api import Component, ComponentType, DeploymentSpec, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.environment import offered, value_of, variable
-from kvrouter.operator.plan.manifest import Manifest, listed, objects
+from kvrouter.operator.plan.environment import entry_of, offered, value_of, variable
+from kvrouter.operator.plan.manifest import Manifest, listed, mapping, objects
 from kvrouter.operator.plan.names import fleet_name
 from kvrouter.operator.plan.pod import PodDraft, read_pod_template
 
 HTTP_PORT = 8000
 HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"
+PORT_DIGITS_MAX = 5
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 HEALTH_PORT = 9190
 """The first of a worker pod's ports for probes: one for each container, in case it runs a worker."""
 
@@ -111,8 +113,61 @@ def is_sidecar(container: Manifest) -> bool:
 
 def http_port(container: Manifest) -> int:
     """Return the port that a frontend listens on: what its variable says, else the default."""
-    text = value_of(container, HTTP_PORT_VARIABLE) or ""
-    return int(text) if text.isascii() and text.isdigit() and 0 < int(text) < 65_536 else HTTP_PORT
+    return _port(value_of(container, HTTP_PORT_VARIABLE) or "") or HTTP_PORT
+
+
+def _port(text: str) -> int | None:
+    is_number = text.isascii() and text.isdigit() and len(text) <= PORT_DIGITS_MAX
+    return int(text) if is_number and 0 < int(text) < 65_536 else None
+
+
+def _port_warnings(draft: PodDraft) -> list[Problem]:
+    """What a frontend says of its port that its Service and its probes cannot follow."""
+    container, port = draft.main, http_port(draft.main)
+    at = (*draft.at, "spec", "containers", draft.main_index)
+    found = []
+    entry = entry_of(container, HTTP_PORT_VARIABLE) or {}
+    name = entry.get("name")
+    if "valueFrom" in entry:
+        must = f"{name} is not written here, so the Service and the probes take {port}: write its value"
+        found.append(Problem((*at, "env"), must))
+    elif _port(str(entry.get("value"))) is None:
+        must = f"{name} must be a port from 1 to 65535, not {entry.get('value')!r}: frontends end with it"
+        found.append(Problem((*at, "env"), must))
+    stated = _flag(container, "--http-port")
+    if stated is not None and stated != str(port):
+        must = (
+            f"--http-port {stated} counts for the frontend, and the Service and the probes take {port}: "
+            f"write it as {HTTP_PORT_VARIABLE}"
+        )
+        found.append(Problem((*at, "args"), must))
+    for probe in PROBES:
+        asked = _asked(container, probe)
+        if asked is not None and asked != port:
+            must = f"asks port {asked}, and the frontend listens on {port} ({HTTP_PORT_VARIABLE})"
+            found.append(Problem((*at, probe), must))
+    return found
+
+
+def _flag(container: Manifest, flag: str) -> str | None:
+    """The value of a flag among a container's words; None without one."""
+    lists = [container.get("command"), container.get("args")]
+    words = [str(word) for each in lists if isinstance(each, list) for word in each]
+    for index, word in enumerate(words):
+        name, joint, value = word.partition("=")
+        if name == flag:
+            return value if joint else "".join(words[index + 1 : index + 2])
+    return None
+
+
+def _asked(container: Manifest, probe: str) -> JsonValue:
+    """The port that a probe asks, by its number; None where it asks none, or one that has no such name."""
+    found = mapping(container.get(probe))
+    port = mapping(found.get("httpGet")).get("port") or mapping(found.get("tcpSocket")).get("port")
+    if isinstance(port, str) and not port.isdigit():
+        named = {entry.get("name"): entry.get("containerPort") for entry in objects(container.get("ports"))}
+        return named.get(port)
+    return int(port) if isinstance(port, str) else port
 
 
 def _of_our_image(container: Manifest, defaults: PlanDefaults) -> Manifest:
@@ -158,6 +213,7 @@ def _field(name: str, path: str) -> Manifest:
 
 def _open_door(draft: PodDraft) -> None:
     """Give a frontend its port, its probes and time to leave, each unless the user gave it."""
+    draft.warnings += _port_warnings(draft)
     container = draft.main
     port = http_port(container)
     ports = objects(container.get("ports"))

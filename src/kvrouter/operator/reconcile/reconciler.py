@@ -8,6 +8,7 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from kvrouter.config.problems import Problem, dotted
+from kvrouter.operator.admission import warnings
 from kvrouter.operator.api import (
     API_VERSION,
     KIND,
@@ -168,7 +169,7 @@ class Reconciler:
         )
         await self._write(found, before, status)
         await self._tell(found, changes)
-        await self._warn(found, (*reading.unknown, *planned.warnings))
+        await self._warn(found, warnings(reading, planned, facts))
         for mistake in role_mistakes(pods, workers):
             await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
         if changes.taken:
@@ -240,11 +241,11 @@ class Reconciler:
         else:
             self._written[key] = known
 
-    async def _warn(self, found: Manifest, warnings: Sequence[Problem]) -> None:
+    async def _warn(self, found: Manifest, problems: Sequence[Problem]) -> None:
         """Tell what the user wrote and does not get, as it is written."""
-        told = [f"{dotted(warning.path)} {warning.must}" for warning in warnings[:WARNINGS_TOLD_MAX]]
-        if len(warnings) > WARNINGS_TOLD_MAX:
-            told.append(f"and {len(warnings) - WARNINGS_TOLD_MAX} warnings more")
+        told = [f"{dotted(problem.path)} {problem.must}" for problem in problems[:WARNINGS_TOLD_MAX]]
+        if len(problems) > WARNINGS_TOLD_MAX:
+            told.append(f"and {len(problems) - WARNINGS_TOLD_MAX} warnings more")
         for message in told:
             await self._recorder.record_once(found, "SpecWarning", message, warns=True)
 
