@@ -15,6 +15,7 @@ SAYS = {
     "own_engine": "holds 6 blocks of it\nthe same prompt goes to worker 2: 6 blocks are there",
     "plain_client": "round_robin [",
     "query_then_route": "for 20 blocks",
+    "split_fleet": "as a pair: [",
 }
 
 

@@ -3,7 +3,7 @@
 from kvrouter.library.answers import Answer, Answers
 from kvrouter.library.indexer import KvIndexer
 from kvrouter.library.mock_fleet import mock_fleet
-from kvrouter.library.router import KvRouter, PotentialLoad
+from kvrouter.library.router import BestWorker, BestWorkers, KvRouter, PotentialLoad
 from kvrouter.library.runtime import Client, Component, Endpoint, Namespace, Runtime
 
 KvPushRouter = KvRouter
@@ -12,6 +12,8 @@ KvPushRouter = KvRouter
 __all__ = [
     "Answer",
     "Answers",
+    "BestWorker",
+    "BestWorkers",
     "Client",
     "Component",
     "Endpoint",

@@ -98,9 +98,16 @@ def wishes_of(
     override: Values | None = None,
     worker_id: int | None = None,
     dp_rank: int | None = None,
+    prefill_worker_id: int | None = None,
+    prefill_dp_rank: int | None = None,
 ) -> NvExt:
     """Return what a caller wishes of routing, checked as the front door checks ``nvext``."""
-    values: dict[str, object] = {"worker_id": worker_id, "dp_rank": dp_rank}
+    values: dict[str, object] = {
+        "worker_id": worker_id,
+        "dp_rank": dp_rank,
+        "prefill_worker_id": prefill_worker_id,
+        "prefill_dp_rank": prefill_dp_rank,
+    }
     if override is not None:
         values["router_config_override"] = override
     if constraints is not None:  # its own constructor checks no types

@@ -3,18 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Self, TypedDict
+from typing import NamedTuple, Self, TypedDict
 
 from kvrouter.assembly import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.constraints import RoutingConstraints
-from kvrouter.core.errors import ShuttingDown
-from kvrouter.core.ids import RequestId, Slot
-from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
+from kvrouter.core.errors import InvalidRequest, ShuttingDown
+from kvrouter.core.ids import ModelName, RequestId, Slot
+from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.frontend.openai.parse import pin_of
-from kvrouter.library.answers import Answer, Answers, pieces_of
-from kvrouter.library.fleet_of import OfEndpoint, context_length_of, model_of
+from kvrouter.library.answers import Answer, Answers, piece_of, pieces_of
+from kvrouter.library.fleet_of import WithPrefills, context_length_of, model_of
 from kvrouter.library.inputs import (
     check_length,
     request_id_of,
@@ -23,10 +23,14 @@ from kvrouter.library.inputs import (
     wishes_of,
 )
 from kvrouter.library.runtime import Endpoint
+from kvrouter.routing.decision import Pick
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.prefills import Prefills
 from kvrouter.service.router import RouterService
+from kvrouter.telemetry import Telemetry
 
 
 class PotentialLoad(TypedDict):
@@ -38,10 +42,36 @@ class PotentialLoad(TypedDict):
     potential_decode_blocks: int
 
 
+class BestWorker(NamedTuple):
+    """A worker rank that was picked, and how many leading blocks of the prompt are there."""
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+
+
+class BestWorkers(NamedTuple):
+    """Who was picked for either leg. ``prefill`` is None where one worker does all of it, ``decode`` where
+    the endpoint's workers prefill and somebody else picks for decode.
+    """
+
+    prefill: BestWorker | None
+    decode: BestWorker | None
+
+    @property
+    def last(self) -> BestWorker:
+        """The one that decodes, or all that is picked."""
+        last = self.decode or self.prefill
+        if last is None:
+            raise RuntimeError("nobody was picked")
+        return last
+
+
 class KvRouter:
     """Routes one endpoint's requests by KV cache and load. Use it as an async context manager.
 
-    Prefill workers of the same namespace make pairs with the endpoint's workers, as at the front door.
+    Prefill workers of the same namespace make pairs with the endpoint's workers, as at the front door. Where
+    the endpoint's own workers only prefill, the prefill leg is all that is decided, and sent.
     ``block_size`` must be the workers' own: a worker with another one is refused, and logged.
     """
 
@@ -50,14 +80,22 @@ class KvRouter:
     ) -> None:
         self._endpoint = endpoint
         self._block_size = block_size
-        runtime = endpoint.runtime
+        runtime, config, telemetry = endpoint.runtime, kv_router_config or KvRouterConfig(), Telemetry()
         self._service: RouterService = build_service(
-            kv_router_config or KvRouterConfig(),
+            config,
             plane=runtime.requests,
-            discovery=OfEndpoint(endpoint, block_size),
+            discovery=WithPrefills(endpoint, block_size, self._on_alone),
             subscriber=runtime.events,
+            telemetry=telemetry,
         )
         self._bookings = Bookings()
+        self._prefills = Prefills(
+            runtime.requests,
+            self._bookings,
+            ServiceObserved(telemetry),
+            redispatches_max=config.retries_max,
+            limit_s=config.request_timeout_s,
+        )
         self._starting = asyncio.Lock()
         self._is_started = False
         self._is_closed = False
@@ -99,10 +137,15 @@ class KvRouter:
         router_config_override: Mapping[str, object] | None = None,
         worker_id: int | None = None,
         dp_rank: int | None = None,
+        prefill_worker_id: int | None = None,
+        prefill_dp_rank: int | None = None,
         routing_constraints: RoutingConstraints | None = None,
         request_id: str | None = None,
     ) -> Answers:
         """Route and send; return the answer as an async iterator of ``{"token_ids", "finish_reason"}``.
+
+        Where the endpoint's workers only prefill, ``worker_id`` is one of them, and the answer is one piece
+        that says where the KV is: see :class:`Answer`.
 
         Raises :class:`InvalidRequest` for what can't be meant. The request is routed by the first read, which
         raises the errors of routing; later reads raise those of the workers. Leaving the iterator early
@@ -115,7 +158,18 @@ class KvRouter:
             override=router_config_override,
             worker_id=worker_id,
             dp_rank=dp_rank,
+            prefill_worker_id=prefill_worker_id,
+            prefill_dp_rank=prefill_dp_rank,
         )
+        pin = pin_of(wishes.worker_id, wishes.dp_rank)
+        prefill_pin = pin_of(wishes.prefill_worker_id, wishes.prefill_dp_rank)
+        if room.settings.prefill_alone and pin is not None:
+            if prefill_pin is not None:
+                raise InvalidRequest(
+                    "prefill_worker_id: worker_id says it already, because this endpoint's workers prefill",
+                    param="prefill_worker_id",
+                )
+            pin, prefill_pin = None, pin
         request = GenerateRequest(
             request_id=request_id_of(request_id),
             model=room.fleet.model,
@@ -123,11 +177,18 @@ class KvRouter:
             sampling=sampling_of(stop_conditions, sampling_options),
             constraints=wishes.routing_constraints,
             override=wishes.router_config_override,
-            pin=pin_of(wishes.worker_id, wishes.dp_rank),
+            pin=pin,
+            prefill_pin=prefill_pin,
         )
         _check_length(room, request)
         self._bookings.refuse_when_in_use(request.request_id)
-        return Answers(self._generate(request))
+        run = self._prefill if room.settings.prefill_alone else self._generate
+        return Answers(run(request))
+
+    async def _prefill(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+        self._refuse_when_closed()
+        room = self._service.model(request.model)
+        yield piece_of(await self._prefills.prefill(room, request))
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
         self._refuse_when_closed()
@@ -146,12 +207,28 @@ class KvRouter:
         request_id: str | None = None,
         *,
         model: str | None = None,
-    ) -> tuple[int, int, int]:
-        """Return (worker_id, dp_rank, overlap_blocks) of the worker that would be picked.
+    ) -> BestWorker:
+        """Return (worker_id, dp_rank, overlap_blocks) of the worker that would be picked: of a pair the one
+        that decodes; :meth:`best_workers` names both.
 
         With ``request_id`` the request is booked there: call :meth:`mark_prefill_complete` and :meth:`free`
         for it. Without, nothing changes. Raises :class:`InvalidRequest`, also for an id that is in use, and
         :class:`RoutingRefused` when nobody may take the request now.
+        """
+        best = await self.best_workers(token_ids, router_config_override, request_id, model=model)
+        return best.last
+
+    async def best_workers(
+        self,
+        token_ids: TokenBuffer | Sequence[int],
+        router_config_override: Mapping[str, object] | None = None,
+        request_id: str | None = None,
+        *,
+        model: str | None = None,
+    ) -> BestWorkers:
+        """Return who would be picked for either leg; with ``request_id`` both are booked as one request.
+
+        Raises what :meth:`best_worker` does.
         """
         await self.start()
         room = model_of(self._service, model)
@@ -164,10 +241,13 @@ class KvRouter:
         )
         _check_length(room, request)
         if request_id is None:
-            pick = room.explain(request).decode
+            decision = room.explain(request)
         else:
-            pick = (await self._bookings.book(room, request)).decision.decode
-        return pick.rank.worker_id, pick.rank.dp_rank, pick.overlap_blocks
+            decision = (await self._bookings.book(room, request)).decision
+        last = _best(decision.decode)
+        if decision.decode.leg is Leg.PREFILL:
+            return BestWorkers(last, None)
+        return BestWorkers(None if decision.prefill is None else _best(decision.prefill), last)
 
     async def best_worker_id(
         self,
@@ -244,9 +324,19 @@ class KvRouter:
                         )
         return json.dumps(events)
 
+    def _on_alone(self, model: ModelName, is_alone: bool) -> None:
+        """The endpoint's own workers of a model all prefill, or not."""
+        room = self._service.find(model)
+        if room is not None:
+            room.set_prefill_alone(is_alone)
+
     def _refuse_when_closed(self) -> None:
         if self._is_closed:
             raise ShuttingDown("this KvRouter was closed; make another one")
+
+
+def _best(pick: Pick) -> BestWorker:
+    return BestWorker(pick.rank.worker_id, pick.rank.dp_rank, pick.overlap_blocks)
 
 
 def _check_length(room: ModelRouter, request: GenerateRequest) -> None:

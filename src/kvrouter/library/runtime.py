@@ -18,8 +18,8 @@ import msgspec
 
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
-from kvrouter.core.requests import EngineRequest, Leg
-from kvrouter.core.workers import WorkerCard
+from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
+from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library.answers import Answers, answers_of
 from kvrouter.library.inputs import check_length, converted, new_request_id, sampling_of, token_buffer
 from kvrouter.planes.discovery.port import Discovery, Gone
@@ -140,6 +140,8 @@ class Client:
         """Send to this worker.
 
         ``request`` has ``token_ids`` and may have ``stop_conditions``, ``sampling_options`` and ``dp_rank``.
+        A prefill worker prefills, and its last piece says where the KV is; with that in its request
+        (``kv_transfer_params`` or ``bootstrap``, and ``prefill_worker_id``) another one only decodes.
         Raises :class:`InvalidRequest` for an unknown worker or a request that it can't serve,
         ``WorkerUnreachable`` when it does not accept, :class:`ShuttingDown` after :meth:`close`.
         """
@@ -182,6 +184,9 @@ class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop_conditions: dict[str, object] = {}
     sampling_options: dict[str, object] = {}
     dp_rank: int | None = None
+    kv_transfer_params: KvTransferParams | None = None
+    bootstrap: Bootstrap | None = None
+    prefill_worker_id: int | None = None
 
 
 def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRequest:
@@ -192,12 +197,20 @@ def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRe
     dp_rank = DpRank(card.dp_start if parsed.dp_rank is None else parsed.dp_rank)
     if WorkerRank(card.worker_id, dp_rank) not in card.ranks():
         raise InvalidRequest(f"dp_rank: worker {card.worker_id} has no rank {dp_rank}", param="dp_rank")
+    leg = Leg.AGGREGATED
+    if card.role is Role.PREFILL:
+        leg, sampling = Leg.PREFILL, msgspec.structs.replace(sampling, max_tokens=1, min_tokens=0)
+    elif parsed.kv_transfer_params is not None or parsed.bootstrap is not None:
+        leg = Leg.DECODE
     return EngineRequest(
         request_id=new_request_id(),
         attempt=0,
-        leg=Leg.AGGREGATED,
+        leg=leg,
         model=card.model,
         token_ids=token_ids,
         sampling=sampling,
         dp_rank=dp_rank,
+        bootstrap=parsed.bootstrap,
+        kv_transfer_params=parsed.kv_transfer_params,
+        prefill_worker_id=None if parsed.prefill_worker_id is None else WorkerId(parsed.prefill_worker_id),
     )

@@ -75,6 +75,7 @@ class ModelRouter:
         self.cache = cache
         self.ledger: Ledger = ledger
         self.settings = settings
+        self._tracks_active_blocks = config.track_active_blocks
         self._at_report = self._begin_at_report()
         self._waiting = Waiting(config, observed)
         if sync is not None:
@@ -116,6 +117,16 @@ class ModelRouter:
         )
         self._at_report = self._at_report or self._begin_at_report()
         self.load_changed()
+
+    def set_prefill_alone(self, is_alone: bool) -> None:
+        """Whether the prefill leg is all that is decided from now on, for workers that hold no block of a
+        running answer.
+        """
+        self.settings = structs.replace(
+            self.settings,
+            prefill_alone=is_alone,
+            track_active_blocks=self._tracks_active_blocks and not is_alone,
+        )
 
     def _begin_at_report(self) -> LoadAtReport | None:
         """Keep what reports have found from now on; nobody needs it while no worker is ever busy."""
