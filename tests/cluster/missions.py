@@ -59,6 +59,11 @@ class Load:
     failures: list[str] = field(default_factory=list)
 
 
+TOKEN = "only-this-tests"
+ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+"""What whoever may ask the admin routes says."""
+
+
 class Mission:
     """The deployment ``llm`` of a namespace."""
 
@@ -99,7 +104,7 @@ class Mission:
         """Let the deployment's components have so many pods, by one change."""
         components = (await self.read("dgd", NAME))["spec"]["components"]
         patch = [
-            {"op": "replace", "path": f"/spec/components/{index}/replicas", "value": replicas[each["name"]]}
+            {"op": "add", "path": f"/spec/components/{index}/replicas", "value": replicas[each["name"]]}
             for index, each in enumerate(components)
             if each["name"] in replicas
         ]
@@ -241,7 +246,7 @@ async def mission(plane: ControlPlane, manifest: dict[str, Any]) -> AsyncIterato
     namespace = manifest["metadata"]["namespace"]
     async with AsyncExitStack() as stack:
         kubelet = await stack.enter_async_context(Kubelet(plane, namespace))
-        await asyncio.to_thread(plane.apply, _stranger(namespace), manifest)
+        await asyncio.to_thread(plane.apply, _stranger(namespace), _admin(namespace), manifest)
         service = ("service", f"{NAME}-frontend", "--namespace", namespace)
         await asyncio.to_thread(plane.kubectl, "wait", "--for=create", *service, WAIT)
         spec = (await asyncio.to_thread(plane.read, *service))["spec"]
@@ -249,7 +254,7 @@ async def mission(plane: ControlPlane, manifest: dict[str, Any]) -> AsyncIterato
         await stack.enter_async_context(door)
         # A connection for each call, so that the Service chooses the pod each time.
         alone = {"Connection": "close"}
-        http = httpx.AsyncClient(base_url=door.url, timeout=ANSWERED_WITHIN_S, headers=alone)
+        http = httpx.AsyncClient(base_url=door.url, timeout=ANSWERED_WITHIN_S, headers={**alone, **ADMIN})
         client = openai.AsyncOpenAI(
             base_url=f"{door.url}/v1",
             api_key="none",
@@ -260,6 +265,12 @@ async def mission(plane: ControlPlane, manifest: dict[str, Any]) -> AsyncIterato
         await stack.enter_async_context(http)
         await stack.enter_async_context(client)
         yield Mission(plane, namespace, kubelet, http, client)
+
+
+def _admin(namespace: str) -> dict[str, Any]:
+    """The token of the frontends' admin routes."""
+    metadata = {"namespace": namespace, "name": "kvrouter-admin"}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {"token": TOKEN}}
 
 
 def _stranger(namespace: str) -> dict[str, Any]:

@@ -48,6 +48,7 @@ async def test_no_kv_crosses_a_zone_whatever_is_lost_and_comes_back(own_plane: C
         ):
             await labels_come_at_binding(flight)
             await engines_wait_for_their_files(flight)
+            await admin_routes_are_for_who_knows_the_token(flight)
             await requests_stay_in_their_zone(flight)
             await zones_lose_their_decoders_and_get_them_back(flight)
             await the_api_server_dies_and_comes_back(flight)
@@ -95,6 +96,14 @@ async def engines_wait_for_their_files(flight: Mission) -> None:
         assert told["domains"]["zone"] == node_zone(worker)
         assert set(told["domains"]) == set(LEVELS)
         assert [container.starts for container in (*worker.init_containers, *worker.containers)] == [1, 1]
+
+
+async def admin_routes_are_for_who_knows_the_token(flight: Mission) -> None:
+    busy = {"model": "mock", "active_decode_blocks_threshold": 0.0}
+    for headers in ({"Authorization": ""}, {"Authorization": "Bearer another"}):
+        assert (await flight.http.get("/v1/fleet", headers=headers)).status_code == 401
+        assert (await flight.http.post("/busy_threshold", json=busy, headers=headers)).status_code == 401
+    assert (await flight.http.get("/busy_threshold")).status_code == 200
 
 
 async def requests_stay_in_their_zone(flight: Mission) -> None:

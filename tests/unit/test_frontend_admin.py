@@ -3,7 +3,7 @@
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.config import FrontendSettings, KvRouterConfig
+from kvrouter.config import AdminAccess, FrontendSettings, KvRouterConfig
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from tests.support.fleets import MODEL, card
@@ -32,6 +32,21 @@ async def test_admin_routes_ask_for_the_token_that_is_set(method: str, path: str
         right = await house.http.request(method, path, headers={"authorization": "Bearer s3cret"})
         free = await house.http.get("/v1/models")
     assert right.status_code != 401
+    assert free.status_code == 200
+
+
+@pytest.mark.parametrize("token", [None, SecretStr("")])
+@pytest.mark.parametrize(("method", "path"), GUARDED)
+async def test_admin_routes_that_need_a_token_are_closed_while_none_is_set(
+    method: str, path: str, token: SecretStr | None
+) -> None:
+    settings = FrontendSettings(admin_token=token, admin_routes=AdminAccess.CLOSED)
+    async with open_house(card(1), settings=settings) as house:
+        for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer s3cret"}):
+            response = await house.http.request(method, path, headers=headers)
+            assert response.status_code == 401
+            assert "the admin routes are closed" in str(error_of(response)["message"])
+        free = await house.http.get("/v1/models")
     assert free.status_code == 200
 
 

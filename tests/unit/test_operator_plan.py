@@ -337,6 +337,18 @@ def test_a_plane_token_is_read_from_a_secret() -> None:
     } in _env(template)
 
 
+def test_admin_routes_ask_for_a_token_that_need_not_be_there_and_are_closed_without() -> None:
+    defaults = PlanDefaults(image="i", admin_token=SecretKey("admins", "word"))
+    found = templates(planned(deployment(), defaults=defaults))
+    env = _env(found["frontend"])
+    assert {"name": "KVROUTER_ADMIN_ROUTES", "value": "closed"} in env
+    assert {
+        "name": "KVROUTER_ADMIN_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": "admins", "key": "word", "optional": True}},
+    } in env
+    assert not [each for each in _env(found["worker"]) if "ADMIN" in str(each)]
+
+
 def _env(template: JsonValue) -> list[JsonValue]:
     entries = at(template, "spec", "containers", 0, "env")
     assert isinstance(entries, list)

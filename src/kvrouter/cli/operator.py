@@ -43,6 +43,8 @@ class RunFlags:
     event_plane: str
     plane_token_secret: str | None
     plane_token_key: str
+    admin_token_secret: str
+    admin_token_key: str
     host: str
     http_port: int
     admission_port: int
@@ -89,6 +91,21 @@ def of_installation(command: F) -> F:
 def of_planes(command: F) -> F:
     """Add the options that say how the processes of deployments find and reach each other."""
     for option in (
+        click.option(
+            "--admin-token-key",
+            default="token",
+            show_default=True,
+            metavar="KEY",
+            help="The key of that Secret under which the token is.",
+        ),
+        click.option(
+            "--admin-token-secret",
+            default="kvrouter-admin",
+            show_default=True,
+            metavar="NAME",
+            help="The Secret with the token of frontends' admin routes, in each namespace of deployments; "
+            "where there is none of this name they are closed.",
+        ),
         click.option(
             "--plane-token-key",
             default="token",
@@ -305,6 +322,7 @@ def _defaults(told: RunFlags) -> "PlanDefaults":
         discovery=DiscoveryBackend(told.discovery),
         event_plane=EventPlaneKind(told.event_plane),
         plane_token=None if secret is None else SecretKey(secret, told.plane_token_key),
+        admin_token=SecretKey(told.admin_token_secret, told.admin_token_key),
         wait_image=told.wait_image,
         wait_timeout_s=told.wait_timeout_s,
     )

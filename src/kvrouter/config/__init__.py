@@ -16,10 +16,19 @@ from kvrouter.config.fleet_engines import AttachedEngineSpec, Handoff, MockEngin
 from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.sources import Loaded, load_settings
-from kvrouter.config.tree import FrontendSettings, LogFormat, LogLevel, LogSettings, Settings, UnknownNvext
+from kvrouter.config.tree import (
+    AdminAccess,
+    FrontendSettings,
+    LogFormat,
+    LogLevel,
+    LogSettings,
+    Settings,
+    UnknownNvext,
+)
 from kvrouter.topology import MismatchPolicy
 
 __all__ = [
+    "AdminAccess",
     "AttachedEngineSpec",
     "DiscoveryBackend",
     "Document",

@@ -19,7 +19,7 @@ from kvrouter.config.problems import (
 )
 from kvrouter.config.service_links import without_service_links
 from kvrouter.config.setting import SettingSpec, SettingValue
-from kvrouter.config.tree import SETTINGS, Settings
+from kvrouter.config.tree import SETTINGS, AdminAccess, Settings
 from kvrouter.config.variables import (
     OUR_PREFIX,
     SHARED_PREFIX,
@@ -170,7 +170,8 @@ def _warnings(settings: Settings) -> list[str]:
         warnings.append("router.admission_queue_max has no effect while router.admission_wait_s is 0")
     if router.admission_wait_s > 0 and router.admission_queue_max == 0:
         warnings.append("router.admission_wait_s has no effect while router.admission_queue_max is 0")
-    if front.http_host not in _LOOPBACK_HOSTS and front.admin_token is None:
+    is_open = front.admin_token is None and front.admin_routes is AdminAccess.OPEN
+    if front.http_host not in _LOOPBACK_HOSTS and is_open:
         warnings.append(
             f"the admin routes are open to everyone who reaches {front.http_host}: set KVROUTER_ADMIN_TOKEN"
         )

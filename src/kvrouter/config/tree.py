@@ -45,6 +45,13 @@ class UnknownNvext(StrEnum):
     IGNORE = "ignore"
 
 
+class AdminAccess(StrEnum):
+    """Who may ask the admin routes where there is no token."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+
+
 class FrontendSettings(Section):
     """The front door: where it listens, and the limits of what it takes."""
 
@@ -63,8 +70,15 @@ class FrontendSettings(Section):
         SecretStr | None,
         Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=Group.FRONT_DOOR),
     ] = None
-    """The bearer token that the admin routes ask for. Unset: they are open. It has no flag, because the list
-    of processes shows flags."""
+    """The bearer token that the admin routes ask for. Unset: admin_routes says whether they are open. It has
+    no flag, because the list of processes shows flags."""
+
+    admin_routes: Annotated[
+        AdminAccess,
+        Setting(flag="--admin-routes", variable="KVROUTER_ADMIN_ROUTES", group=Group.FRONT_DOOR),
+    ] = AdminAccess.OPEN
+    """Who may ask the admin routes while no admin token is set. open: whoever reaches the port. closed:
+    nobody, they answer 401."""
 
     unknown_nvext: Annotated[
         UnknownNvext,

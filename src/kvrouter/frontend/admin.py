@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvrouter.config import FrontendSettings
+from kvrouter.config import AdminAccess, FrontendSettings
 from kvrouter.core.errors import RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.frontend.bodies import Bodies
@@ -57,13 +57,15 @@ class AdminRoutes:
         bodies: Bodies,
         observed: FrontObserved,
         *,
-        token: str | None,
+        settings: FrontendSettings,
     ) -> None:
         self._service = service
         self._hall = hall
         self._bodies = bodies
         self._observed = observed
+        token = _secret(settings)
         self._token = None if token is None else token.encode()
+        self._is_closed = settings.admin_routes is AdminAccess.CLOSED
         self._ids = RequestIds()
 
     def routes(self) -> list[Route]:
@@ -134,7 +136,7 @@ class AdminRoutes:
         """Ask for the token first; the comparison takes as long whatever is wrong."""
         expected = self._token
         if expected is None:
-            return endpoint
+            return closed if self._is_closed else endpoint
 
         async def guarded(request: Request) -> Response:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -145,9 +147,15 @@ class AdminRoutes:
         return guarded
 
 
-def admin_secret(settings: FrontendSettings) -> str | None:
-    """The token that the admin routes ask for; None where they ask for none."""
-    return None if settings.admin_token is None else settings.admin_token.get_secret_value()
+async def closed(_: Request) -> Response:
+    """Answer for a route that nobody may ask: no token could open it."""
+    raise Unauthorized("the admin routes are closed: no admin token is set (KVROUTER_ADMIN_TOKEN)")
+
+
+def _secret(settings: FrontendSettings) -> str | None:
+    """The token that the admin routes ask for; None where there is none, or an empty one."""
+    token = settings.admin_token
+    return None if token is None else token.get_secret_value() or None
 
 
 def _thresholds_json(model: ModelRouter) -> dict[str, object]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
-from kvrouter.frontend.admin import AdminRoutes, admin_secret
+from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.door import Door
 from kvrouter.frontend.gauges import Gauges
@@ -38,7 +38,7 @@ class FrontDoor(Door):
         hall = Hall(service, texts, observed, unknown_nvext=settings.unknown_nvext)
         bodies = Bodies(service, texts, observed, settings)
         generate = GenerateRoutes(service, hall, bodies, observed)
-        admin = AdminRoutes(service, hall, bodies, observed, token=admin_secret(settings))
+        admin = AdminRoutes(service, hall, bodies, observed, settings=settings)
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
             [*Pages(service, hall, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],

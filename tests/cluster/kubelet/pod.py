@@ -164,7 +164,9 @@ class PlayedPod:
         outside = Outside(folders, self.address)
         told: dict[str, str] = {}
         for entry in spec.get("env", []):
-            told[entry["name"]] = await self._value(entry, told)
+            value = await self._value(entry, told)
+            if value is not None:
+                told[entry["name"]] = value
         given = words or (*spec.get("command", []), *spec.get("args", []))
         words = [expanded(word, told) for word in given]
         if "envFrom" in spec or not words:
@@ -189,7 +191,8 @@ class PlayedPod:
         found = await self._machine.api.read(f"{space}/services")
         return [service for each in found["items"] if (service := Service.read(each)) is not None]
 
-    async def _value(self, entry: Mapping[str, Any], told: Mapping[str, str]) -> str:
+    async def _value(self, entry: Mapping[str, Any], told: Mapping[str, str]) -> str | None:
+        """None of an optional Secret that is not there."""
         if "valueFrom" not in entry:
             return expanded(entry.get("value", ""), told)
         ((kind, source),) = entry["valueFrom"].items()
@@ -197,7 +200,12 @@ class PlayedPod:
             return field(self.stored, source["fieldPath"], self.address)
         if kind == "secretKeyRef":
             space = f"/api/v1/namespaces/{self.stored['metadata']['namespace']}"
-            secret = await self._machine.api.read(f"{space}/secrets/{source['name']}")
+            try:
+                secret = await self._machine.api.read(f"{space}/secrets/{source['name']}")
+            except ApiError as error:
+                if source.get("optional") and error.status in GONE:
+                    return None
+                raise
             return b64decode(secret["data"][source["key"]]).decode()
         raise NotPlayedError(f"{entry['name']}: valueFrom {kind}")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
-from kvrouter.frontend.admin import AdminRoutes, admin_secret
+from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.door import Door
 from kvrouter.frontend.gauges import Gauges
@@ -47,7 +47,7 @@ class StandaloneDoor(Door):
         by_path = {"/v1/route": calls.route}
         routes = [
             *Pages(service, hall, telemetry).routes(),
-            *AdminRoutes(service, hall, bodies, observed, token=admin_secret(settings)).routes(),
+            *AdminRoutes(service, hall, bodies, observed, settings=settings).routes(),
             *BookingPages(bookings, bodies, lease_ttl_s=lease_ttl_s).routes(),
         ]
         if takes_prefills:

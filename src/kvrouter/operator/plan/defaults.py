@@ -20,6 +20,7 @@ class PlanDefaults:
     ``image`` holds kvrouter, and is that of each container that names none. ``wait_image`` holds it too, and
     runs the init containers: another one than ``image`` keeps engines from rolling when that changes.
     ``nats_server`` is where the fleet's NATS is, the chart's own or another one; None where there is none.
+    ``admin_token`` is where the token of frontends' admin routes is; where there is none they are closed.
     ``wait_timeout_s`` is how long an init container waits for topology files before it fails and is started
     again.
     """
@@ -30,6 +31,7 @@ class PlanDefaults:
     discovery: DiscoveryBackend = DiscoveryBackend.KUBERNETES
     event_plane: EventPlaneKind = EventPlaneKind.AUTO
     plane_token: SecretKey | None = None
+    admin_token: SecretKey = SecretKey("kvrouter-admin", "token")
     wait_image: str | None = None
     wait_timeout_s: int = 300
 

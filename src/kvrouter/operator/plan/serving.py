@@ -4,6 +4,7 @@ from itertools import count
 
 from pydantic import JsonValue
 
+from kvrouter.config import AdminAccess
 from kvrouter.config.problems import Problem
 from kvrouter.operator.api import Component, ComponentType, DeploymentSpec, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
@@ -199,10 +200,22 @@ def _variables(
     if component.type is ComponentType.FRONTEND:
         found.append(variable("DYN_HTTP_HOST", "0.0.0.0"))  # noqa: S104 - a pod's door is for the cluster
         found.append(variable(HTTP_PORT_VARIABLE, str(HTTP_PORT)))
+        found += _admin(defaults)
     else:
         found.append(variable("KVROUTER_LISTEN_HOST", "0.0.0.0"))  # noqa: S104 - as above
         found.append(_field("KVROUTER_ADVERTISE_HOST", "status.podIP"))
     return found
+
+
+def _admin(defaults: PlanDefaults) -> list[Manifest]:
+    """Who may ask the admin routes, which change how all requests are routed: who knows the token of the
+    Secret, and nobody while there is none.
+    """
+    token: JsonValue = {"name": defaults.admin_token.name, "key": defaults.admin_token.key, "optional": True}
+    return [
+        variable("KVROUTER_ADMIN_ROUTES", AdminAccess.CLOSED.value),
+        {"name": "KVROUTER_ADMIN_TOKEN", "valueFrom": {"secretKeyRef": token}},
+    ]
 
 
 def _field(name: str, path: str) -> Manifest:
