@@ -102,15 +102,13 @@ def test_kv_that_got_lost_is_prefilled_again_and_nobody_is_excluded() -> None:
     assert kinds(journey.handle(lost(9))) == ["Abandon", "Fail"]
 
 
-def test_a_last_try_after_another_loss_prefers_a_prefill_worker_that_was_not_tried() -> None:
+def test_a_last_try_after_another_loss_needs_no_kv_either() -> None:
     journey = Journey(SEEDED)
     for event in (lost(8), kv_lost(1)):
         journey.handle(Placed(Shape.BOOTSTRAP))
         commands = journey.handle(event)
-    last = Place(
-        2, frozenset({WorkerId(8)}), frozenset({WorkerId(1)}), (Way.OTHER_PREFILL, Way.WHOLE, Way.USUAL)
-    )
-    assert commands[-1] == last
+    ways = (Way.WHOLE, Way.OTHER_PREFILL, Way.USUAL)
+    assert commands[-1] == Place(2, frozenset({WorkerId(8)}), frozenset({WorkerId(1)}), ways)
 
 
 def test_with_tries_left_a_second_loss_of_kv_still_prefers_a_prefill_worker_that_was_not_tried() -> None:

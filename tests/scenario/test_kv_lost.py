@@ -7,9 +7,9 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.constraints import Pin
-from kvrouter.core.errors import WorkerFailed
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.constraints import Pin, RoutingConstraints
+from kvrouter.core.errors import Reason, WorkerFailed
+from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from tests.support.fleets import Bench, card, generate_request, read_all
@@ -118,6 +118,76 @@ async def test_a_prefill_worker_that_a_client_insists_on_is_asked_until_the_trie
     assert address_of(2) not in failed.value.message
     assert plane.legs() == 3 * [(Leg.PREFILL, address_of(1)), (Leg.DECODE, address_of(2))]
     assert bench.booked() == 0
+
+
+def cut_off(*, alone: bool = True) -> ScriptedPlane:
+    """KV arrives nowhere; one worker alone answers 5 and 6, unless it can't work ``alone``."""
+
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.leg is Leg.PREFILL:
+            prefilled(stream)
+        elif stream.request.leg is Leg.DECODE:
+            kv_lost(stream)
+        elif alone:
+            stream.tokens(5, 6, finish=FinishReason.STOP)
+        else:
+            stream.die()
+
+    return ScriptedPlane(script)
+
+
+ZONES = tuple(prefill(n, zone=zone) for n, zone in ((1, "a"), (3, "a"), (5, "b"))) + tuple(
+    card(n, Role.DECODE, zone=zone) for n, zone in ((2, "a"), (4, "a"), (6, "b"))
+)
+IN_ZONE_A = RoutingConstraints(frozenset({Taint("dynamo.topology/zone=a")}))
+
+
+async def ask_in_zone_a(bench: Bench, number: int) -> list[int]:
+    request = structs.replace(generate_request(request_id=f"r{number}"), constraints=IN_ZONE_A)
+    async with bench.service.generate(request) as generation:
+        return [token for chunk in [chunk async for chunk in generation] for token in chunk.token_ids]
+
+
+@pytest.mark.parametrize("retries_max", [1, 2])
+async def test_where_every_pair_lost_kv_requests_begin_with_a_worker_that_needs_none(
+    retries_max: int,
+) -> None:
+    """Four pairs of a zone, each found out once: from then on nobody spends a try on them."""
+    plane = cut_off()
+    bench = Bench(
+        plane, KvRouterConfig(retries_max=retries_max, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+    )
+    await bench.start(*ZONES)
+    for number in range(12):
+        assert await ask_in_zone_a(bench, number) == [5, 6]
+    assert len(list(bench.model.fleet.parted)) == 4
+    before = len(plane.legs())
+    for number in range(12, 20):
+        assert await ask_in_zone_a(bench, number) == [5, 6]
+    assert {(leg, address) for leg, address in plane.legs()[before:]} <= {
+        (Leg.AGGREGATED, address_of(2)),
+        (Leg.AGGREGATED, address_of(4)),
+    }
+    assert len(plane.legs()) == before + 8
+    explained = bench.service.explain(structs.replace(generate_request(), constraints=IN_ZONE_A))
+    assert explained.prefill is None
+    senders = {row.rank.worker_id: row.refused for row in explained.rows if row.leg is Leg.PREFILL}
+    assert senders == {1: Reason.KV_LOST, 3: Reason.KV_LOST, 5: Reason.TAINT_MISSING}
+    assert [row.rank for row in explained.rows if row.picked] == [explained.decode.rank]
+    assert bench.booked() == 0
+
+
+async def test_where_no_worker_can_do_without_kv_requests_begin_with_pairs() -> None:
+    plane = cut_off(alone=False)
+    bench = Bench(
+        plane, KvRouterConfig(circuit_failures=100, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
+    )
+    await bench.start(prefill(1), DECODE)
+    for number in range(4):
+        before = len(plane.legs())
+        with pytest.raises(WorkerFailed):
+            await read_all(bench, request_id=f"r{number}")
+        assert plane.legs()[before][0] is Leg.PREFILL
 
 
 async def test_retries_can_be_forbidden() -> None:

@@ -18,6 +18,10 @@ class PartedPairs:
 
     def __init__(self) -> None:
         self._of: dict[WorkerId, set[WorkerId]] = {}
+        self.whole_failed = False
+        """Whether one worker alone failed with the last request that it was given because every pair was
+        parted: then pairs are the better try.
+        """
 
     def __bool__(self) -> bool:
         return bool(self._of)

@@ -182,17 +182,16 @@ class Journey:
         return Place(self.attempt, self._excluded, frozenset(self._kv_losses), self._ways())
 
     def _ways(self) -> tuple[Way, ...]:
-        """The best way first: after a first loss of KV another prefill worker, or the same once more while
-        that is not the last try. Who lost it twice rarely has a third pair that works; one worker alone does.
+        """The best way first: after a first loss of KV another prefill worker, or the same once more. Who
+        lost it twice rarely has a third pair that works; one worker alone does, and is the last try.
         """
         if not self._kv_losses:
             return (Way.USUAL,)
-        is_first, is_last = len(self._kv_losses) == 1, self.attempt >= self._redispatches_max
-        if is_first and not is_last:
+        if self.attempt >= self._redispatches_max:
+            return (Way.WHOLE, Way.OTHER_PREFILL, Way.USUAL)
+        if len(self._kv_losses) == 1:
             return (Way.OTHER_PREFILL, Way.USUAL, Way.WHOLE)
-        if is_first or not is_last:
-            return (Way.OTHER_PREFILL, Way.WHOLE, Way.USUAL)
-        return (Way.WHOLE, Way.OTHER_PREFILL, Way.USUAL)
+        return (Way.OTHER_PREFILL, Way.WHOLE, Way.USUAL)
 
     def _lost_while_streaming(self, event: LegLost) -> list[Command]:
         if event.leg is Leg.PREFILL:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from kvrouter.core.errors import NoEligibleWorker, Reason
+from kvrouter.core.errors import NoEligibleWorker, Reason, RoutingRefused
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet, mix64
@@ -104,8 +104,33 @@ def _route(request: RouteRequest, view: View, *, explain: bool) -> Decision:
         return _route_prefill(request, view, explain=explain)
     prefill = ready(view.fleet, Leg.PREFILL, last_resort=request.last_resort)
     if request.prefill_pin is not None or (prefill.n_allowed and not request.whole):
-        return _route_pair(request, view, explain=explain)
+        pair = _route_pair(request, view, explain=explain)
+        return _instead_of_parted(request, view, pair, explain=explain) or pair
     return _route_whole(request, view, explain=explain)
+
+
+def _instead_of_parted(
+    request: RouteRequest, view: View, pair: Decision, *, explain: bool
+) -> Decision | None:
+    """One worker for all of the request, where the pair's KV was lost lately, as that of every pair which
+    could be made; None where the pair is the better try.
+    """
+    fleet, prefill = view.fleet, pair.prefill
+    if not fleet.parted or not request.whole_if_parted or request.prefill_pin is not None or prefill is None:
+        return None
+    parted = fleet.parted_from(prefill.slot)
+    if parted is None or not parted[pair.decode.slot] or fleet.parted.whole_failed:
+        return None
+    try:
+        whole = _route_whole(request, view, explain=explain)
+    except RoutingRefused:
+        return None
+    left_out = tuple(
+        structs.replace(row, refused=row.refused or Reason.KV_LOST, picked=False)
+        for row in pair.rows
+        if row.leg is Leg.PREFILL
+    )
+    return structs.replace(whole, rows=left_out + whole.rows)
 
 
 def _route_decode(

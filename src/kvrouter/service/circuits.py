@@ -107,6 +107,8 @@ class Circuits:
     def begun(self, placement: Placement) -> None:
         """The first token came: of a pair, the KV did too."""
         placement.has_begun = True
+        if self._is_instead_of_pairs(placement):
+            self._fleet.parted.whole_failed = False
         self._begun(placement.decision.decode.rank.worker_id, has_ended=False)
         pair = pair_of(placement)
         if pair is not None:
@@ -124,6 +126,8 @@ class Circuits:
         pick = placement.prefill_pick if prefill else placement.decision.decode
         if not prefill:
             placement.has_begun = False
+            if self._is_instead_of_pairs(placement):
+                self._fleet.parted.whole_failed = True
         worker_id = pick.rank.worker_id
         card = self._fleet.card(worker_id)
         if not self._settings.failures or card is None or not card.takes_new_requests:
@@ -191,6 +195,10 @@ class Circuits:
                 self._forget_pair(pair)
 
     # How
+
+    def _is_instead_of_pairs(self, placement: Placement) -> bool:
+        """Whether one worker has all of a request because KV does not arrive."""
+        return bool(self._fleet.parted) and placement.decision.decode.leg is Leg.AGGREGATED
 
     def _begun(self, worker_id: WorkerId, *, has_ended: bool) -> None:
         card = self._fleet.card(worker_id)

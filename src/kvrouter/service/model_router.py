@@ -176,7 +176,9 @@ class ModelRouter:
         prompt = self.hash_prompt(
             token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
         )
-        usual = route_request(request, prompt, attempt=attempt, excluded=excluded)
+        usual = route_request(
+            request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from)
+        )
         wishes = {way: wish_in(way, usual, kv_lost_from) for way in ways}
         with self._waiting.begin(request) as wait:
             while True:

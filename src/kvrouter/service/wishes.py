@@ -47,9 +47,18 @@ def decide_one_of(
 
 
 def route_request(
-    request: GenerateRequest, prompt: Prompt, *, attempt: int, excluded: frozenset[WorkerId]
+    request: GenerateRequest,
+    prompt: Prompt,
+    *,
+    attempt: int,
+    excluded: frozenset[WorkerId],
+    has_lost_kv: bool = False,
 ) -> RouteRequest:
-    """Return what routing needs to know of one attempt of ``request``."""
+    """Return what routing needs to know of one attempt of ``request``.
+
+    One that has lost no KV itself begins with what worked for others; after that its journey says what to
+    try next.
+    """
     return RouteRequest(
         request_id=request.request_id,
         isl_tokens=prompt.isl_tokens,
@@ -60,5 +69,6 @@ def route_request(
         prefill_pin=request.prefill_pin,
         excluded=excluded,
         attempt=attempt,
+        whole_if_parted=not has_lost_kv,
         has_media=request.has_media,
     )
