@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvrouter.config import KvRouterConfig as KvRouterConfig
+    from kvrouter.config import PlaneSettings as PlaneSettings
+    from kvrouter.config import Settings as Settings
     from kvrouter.core.constraints import RoutingConstraints as RoutingConstraints
     from kvrouter.core.errors import KvrouterError as KvrouterError
     from kvrouter.core.workers import ModelInput as ModelInput
@@ -35,8 +37,10 @@ _HOME = {
     "ModelInput": "kvrouter.core.workers",
     "ModelRuntimeConfig": "kvrouter.core.workers",
     "ModelType": "kvrouter.core.workers",
+    "PlaneSettings": "kvrouter.config",
     "RoutingConstraints": "kvrouter.core.constraints",
     "Runtime": "kvrouter.library",
+    "Settings": "kvrouter.config",
     "mock_fleet": "kvrouter.library",
     "register_llm": "kvrouter.worker",
 }

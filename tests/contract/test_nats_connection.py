@@ -14,6 +14,7 @@ from kvrouter.assembly import nats as connection
 from kvrouter.assembly.nats import NatsUnreachable, nats_connection
 from kvrouter.config import PlaneSettings
 from kvrouter.core.errors import ConfigError
+from tests.support.logged import event_of
 from tests.support.nats_server import NatsServer
 from tests.support.processes import eventually
 
@@ -88,7 +89,7 @@ async def _lost_and_back(client: Client, lose: Callable[[], None], bring_back: C
 
 def _losses(log: pytest.LogCaptureFixture) -> list[str]:
     """Why the connection was lost, each time."""
-    lost = [vars(line)["kvrouter_fields"] for line in log.records if line.message == "plane_lost"]
+    lost = [vars(line)["kvrouter_fields"] for line in log.records if event_of(line) == "plane_lost"]
     return [str(fields["reason"]).partition(": ")[2] for fields in lost]
 
 

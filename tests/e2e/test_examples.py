@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SAYS = {
     "book_by_hand": "booked",
     "generate": "20 blocks there",
+    "join_workers": "which holds 10 blocks of the prompt",
     "least_ttft": "rank 0",
     "own_engine": "holds 6 blocks of it\nthe same prompt goes to worker 2: 6 blocks are there",
     "plain_client": "round_robin [",

@@ -18,6 +18,7 @@ from kvrouter.frontend.fleet_page import fleet_json
 from kvrouter.frontend.gauges import Gauges
 from kvrouter.planes.requests.port import LegRepeated, StreamBroken, WorkerFull
 from tests.support.fleets import Bench, bench_of, card, decode_card, generate_request, prefill_card, read_all
+from tests.support.logged import event_of, events_of
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
 
@@ -79,7 +80,7 @@ async def test_a_worker_that_fails_three_times_in_a_row_is_passed_over(
     assert await send(bench, 20) == 20 * [[1]]
     assert sent_to(plane, 1) == before
     assert bench.telemetry.circuits_opened.value("mock", "1", "lost") == 1
-    (line,) = (each for each in caplog.records if each.message == "circuit_opened")
+    (line,) = (each for each in caplog.records if event_of(each) == "circuit_opened")
     fields = getattr(line, "kvrouter_fields", {})
     assert (fields["worker"], fields["reason"]) == ("1", "lost")
     assert 750 <= fields["duration_s"] <= 1000
@@ -325,7 +326,7 @@ async def test_a_pair_that_lost_kv_is_not_made_again_while_others_can_be(
     cut = (1, address_of(3))
     assert pairs(plane).count(cut) == 1
     assert {(1, address_of(4)), (2, address_of(3)), (2, address_of(4))} <= set(pairs(plane))
-    assert [each.message for each in caplog.records].count("circuit_opened") == 1
+    assert events_of(caplog.records).count("circuit_opened") == 1
     assert bench.telemetry.kv_lost.value("mock", "1", "3", "unreachable") == 1
     assert state(bench, 1) is state(bench, 3) is CircuitState.CLOSED, "both serve others"
     assert [(tuple(pair), each) for pair, each in bench.model.circuits.pairs()] == [

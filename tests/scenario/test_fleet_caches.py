@@ -13,6 +13,7 @@ from kvrouter.core.requests import Leg, TokenBuffer
 from kvrouter.feed.words import FeedState
 from kvrouter.service import index_check
 from kvrouter.service.cache_view import EventCacheView, NoCacheView, PredictedCacheView
+from tests.support.logged import events_of
 from tests.support.mock_fleets import (
     BLOCK,
     LONG_TOKENS,
@@ -248,4 +249,4 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
         labels = (MOCK, str(rank.worker_id), str(rank.dp_rank))
         assert bench.telemetry.index_wrong.value(*labels) == 1
         assert bench.telemetry.feed_events.value(MOCK, "doubts") == 1
-        assert caplog.messages.count("index_wrong") == 1
+        assert events_of(caplog.records).count("index_wrong") == 1

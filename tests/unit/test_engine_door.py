@@ -21,6 +21,7 @@ from kvrouter.worker.door_address import DoorAddress
 from kvrouter.worker.engine_door import CONNECTIONS_MAX, FRAME_BYTES_MAX, TOKEN_BYTES_MAX
 from kvrouter.worker.engine_frames import VERSION
 from tests.support.behind_door import BLOCK_SIZE, TOKEN, Behind, behind_door
+from tests.support.logged import event_of, events_of
 from tests.support.waits import LIMIT_S, until
 
 HELLO, REPLACE, STORED, REMOVED, LOAD, SYNC = range(6)
@@ -224,7 +225,7 @@ async def test_every_ending_is_logged_without_what_was_said(
     async with friend(behind, 0):
         pass
     await until(lambda: len(caplog.records) == 3)
-    told = [(record.getMessage(), getattr(record, "kvrouter_fields")) for record in caplog.records]  # noqa: B009
+    told = [(event_of(record), getattr(record, "kvrouter_fields")) for record in caplog.records]  # noqa: B009
     assert told == [
         ("engine_refused", {"worker": "7", "reason": "its token is not the worker's"}),
         ("engine_joined", {"worker": "7"}),
@@ -241,8 +242,8 @@ async def test_who_knocks_again_and_again_with_a_wrong_token_is_logged_once(
             stranger.send(b"a guess")
             assert await stranger.is_refused("its token is not the worker's")
     async with friend(behind, 0):
-        await until(lambda: "engine_joined" in caplog.messages)
-    assert caplog.messages.count("engine_refused") == 1
+        await until(lambda: "engine_joined" in events_of(caplog.records))
+    assert events_of(caplog.records).count("engine_refused") == 1
 
 
 async def test_stopping_tells_the_engines_and_clears_their_ranks(behind: Behind) -> None:

@@ -12,6 +12,7 @@ import pytest
 from kvrouter.assembly import family as room
 from kvrouter.assembly.family import Family, Pauses
 from kvrouter.assembly.lifetime import LOST_PLACE
+from tests.support.logged import event_of, events_of
 from tests.support.processes import eventually
 
 WITHIN_S = 60.0
@@ -44,7 +45,7 @@ async def said(capture: pytest.CaptureFixture[str], what: str, *, times: int = 1
 
 def told(log: pytest.LogCaptureFixture, event: str) -> list[str]:
     """The reasons that were logged."""
-    records = [vars(record) for record in log.records if record.message == event]
+    records = [vars(record) for record in log.records if event_of(record) == event]
     return [record["kvrouter_fields"]["reason"] for record in records]
 
 
@@ -109,4 +110,4 @@ async def test_who_does_not_end_is_killed_and_nobody_is_started_again(
     assert [stays.is_running, goes.is_running] == [True, False]
     await family.stop("worker", 0.05)
     assert [stays.is_running, goes.is_running] == [False, False]
-    assert [record.message for record in caplog.records] == ["process_started"] * 2
+    assert events_of(caplog.records) == ["process_started"] * 2

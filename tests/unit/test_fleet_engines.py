@@ -18,6 +18,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.worker import Worker
 from tests.support.engine_publisher import publisher, stored_event, vllm_batch
 from tests.support.engine_server import JSON, SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine
+from tests.support.logged import event_of
 from tests.support.processes import Metrics, eventually
 from tests.support.waits import until
 
@@ -98,7 +99,7 @@ async def test_a_line_is_enough_and_what_the_engine_says_holds(caplog: pytest.Lo
             assert [(each["id"], each["max_model_len"]) for each in models] == [("tiny", 2048)]
             (card,) = (worker.card for worker in here.workers.values())
             assert (card.worker_id, card.block_size, card.takes_calls) == (1, 32, True)
-            lines = [line for line in caplog.records if line.getMessage() == "engine_attached"]
+            lines = [line for line in caplog.records if event_of(line) == "engine_attached"]
             (told,) = (vars(line)["kvrouter_fields"] for line in lines)
             assert (told["worker"], told["url"], told["version"]) == ("1", engine.url, "vllm 0.32.0")
             answer = await here.http.post("/v1/completions", json=CALL)

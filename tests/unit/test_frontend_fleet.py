@@ -14,6 +14,7 @@ from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.service import transfer_speed
 from tests.support.fleets import MODEL, card
 from tests.support.front import handing_over, metrics_of, open_house, says, zoned_pairs
+from tests.support.logged import event_of, events_of
 
 
 async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
@@ -141,7 +142,7 @@ async def test_the_fleet_shows_which_engines_are_silent_and_what_each_one_is(
         metrics = await metrics_of(house)
     gauges = ("kvrouter_worker_engine_silent", "kvrouter_worker_draining")
     assert [metrics[name, worker] for name in gauges for worker in "12"] == [1, 0, 0, 0]
-    (line,) = (each for each in caplog.records if each.message == "worker_changed")
+    (line,) = (each for each in caplog.records if event_of(each) == "worker_changed")
     assert getattr(line, "kvrouter_fields", {})["reason"] == "its engine does not answer"
 
 
@@ -211,7 +212,10 @@ async def test_the_fleet_shows_what_kv_each_rank_has_fetched_and_how_fast(
     assert metrics["kvrouter_kv_transfer_slow", "0", "1"] == 1
     assert ("kvrouter_kv_transfer_slow", "0", "2") not in metrics
     assert well["kvrouter_kv_transfer_slow", "0", "1"] == 0
-    assert [m for m in caplog.messages if m.startswith("kv_")] == ["kv_transfer_slow", "kv_transfer_well"]
+    assert [e for e in events_of(caplog.records) if e.startswith("kv_")] == [
+        "kv_transfer_slow",
+        "kv_transfer_well",
+    ]
 
 
 async def test_what_an_engine_told_is_forgotten_with_its_worker() -> None:

@@ -21,6 +21,7 @@ from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
 from tests.support.engine_server import scripted_engine
 from tests.support.fleets import MODEL, card
 from tests.support.front import metrics_of, open_house
+from tests.support.logged import event_of
 from tests.support.lone_worker import RANK, House
 from tests.support.waits import until
 
@@ -97,7 +98,7 @@ async def test_the_workers_log_tells_each_reason_once_and_again_after_a_while(
     def told(**skipped: int) -> list[str]:
         caplog.clear()
         house.engine.report(LoadReport(RANK, 1, 10, kv_events_skipped=skipped))
-        records = [record for record in caplog.records if record.message == "kv_events_skipped"]
+        records = [record for record in caplog.records if event_of(record) == "kv_events_skipped"]
         return [vars(record)["kvrouter_fields"]["reason"] for record in records]
 
     assert told() == []

@@ -18,6 +18,7 @@ from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library import KvIndexer, KvRouter, Runtime
 from tests.support.fleets import HandDiscovery, HandEvents, card
+from tests.support.logged import event_of
 from tests.support.mock_fleets import BLOCK, LONG_TOKENS, alike
 from tests.support.planes import ScriptedPlane
 from tests.support.waits import until
@@ -370,4 +371,4 @@ async def test_a_worker_with_another_block_size_is_refused_and_logged(
             worker_id, _, _ = await router.best_worker(PROMPT, request_id=f"r{n}")
             assert worker_id == 2
     refused = [record for record in caplog.records if record.name == "kvrouter.library.fleet_of"]
-    assert [(record.levelname, record.getMessage()) for record in refused] == [("ERROR", "worker_refused")]
+    assert [(record.levelname, event_of(record)) for record in refused] == [("ERROR", "worker_refused")]

@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -101,3 +103,16 @@ def test_levels_and_repeated_configuration() -> None:
 def test_every_event_has_a_level_and_a_meaning() -> None:
     assert set(EVENTS) == set(Event)
     assert all(spec.meaning.endswith(".") for spec in EVENTS.values())
+
+
+def test_a_handler_that_knows_nothing_of_ours_shows_the_fields_too() -> None:
+    """As in a program that embeds the router and calls logging.basicConfig."""
+    program = (
+        "import logging\n"
+        "from kvrouter.telemetry import Event, log_event\n"
+        "logging.basicConfig(format='%(levelname)s %(name)s %(message)s')\n"
+        "logger = logging.getLogger('kvrouter.router')\n"
+        "log_event(logger, Event.KV_LOST, worker='a b', dp_rank=1, reason=None)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stderr == 'WARNING kvrouter.router kv_lost worker="a b" dp_rank=1 reason=-\n'

@@ -6,6 +6,7 @@ import pytest
 
 from kvrouter.assembly.told import refusals_on, troubles_on
 from kvrouter.telemetry import Telemetry
+from tests.support.logged import event_of
 
 
 def test_a_peer_that_tries_for_ever_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -26,5 +27,5 @@ def test_what_this_process_could_not_do_is_no_refused_peer(caplog: pytest.LogCap
     for _ in range(2):
         on_trouble("worker 7", "not announced yet: not connected to NATS")
     (line,) = caplog.records
-    assert line.getMessage() == "plane_disturbed"
+    assert event_of(line) == "plane_disturbed"
     assert "planes_refused_total{" not in telemetry.render().decode()

@@ -16,6 +16,7 @@ from kvrouter.engines.port import EngineState
 from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.telemetry.logs import JsonFormatter
 from kvrouter.worker import KvPublisher
+from tests.support.logged import events_of
 from tests.support.lone_worker import COLUMN, EPOCH, RANK, STORED, House
 from tests.support.waits import until
 
@@ -270,5 +271,5 @@ async def test_odd_settings_are_logged(tmp_path: Path, caplog: pytest.LogCapture
     house = House(environ=environ(tmp_path, DYN_KV_TRANSFER_PREFERRED_WEIGHT="0.5"))
     with caplog.at_level(logging.WARNING):
         await house.start()
-    assert [record.getMessage() for record in caplog.records] == ["config_warning"]
+    assert events_of(caplog.records) == ["config_warning"]
     await house.worker.stop()

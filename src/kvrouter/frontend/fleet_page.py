@@ -7,7 +7,7 @@ from kvrouter.service.index_check import Answers
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.service.transfer_speed import TransferReading
-from kvrouter.topology import RouterTopologyDefault, policy_of
+from kvrouter.topology import RouterTopologyDefault, policy_of, worker_taints
 
 
 def fleet_json(service: RouterService) -> Json:
@@ -67,7 +67,7 @@ def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -
         "endpoint": f"{card.namespace}.{card.component}.{card.endpoint}",
         "domains": config.topology_domains,
         "levels": config.topology_levels,
-        "taints": sorted(config.taints),
+        "taints": sorted(worker_taints(config)),
         "event_lane": card.event_source.lane.value if card.publishes_kv_events else None,
         "kv_transfer": _kv_transfer_json(card, default),
         "ranks": [_rank_json(rank) for rank in worker.ranks],

@@ -80,7 +80,8 @@ class KvRouter:
     ) -> None:
         self._endpoint = endpoint
         self._block_size = block_size
-        runtime, config, telemetry = endpoint.runtime, kv_router_config or KvRouterConfig(), Telemetry()
+        runtime, telemetry = endpoint.runtime, Telemetry()
+        config = kv_router_config or runtime.router_config
         self._service: RouterService = build_service(
             config,
             plane=runtime.requests,

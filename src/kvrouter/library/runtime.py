@@ -9,14 +9,19 @@
 """
 
 import asyncio
+import os
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Self
 
 import msgspec
 
-from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.assembly.router_wires import router_wires
+from kvrouter.config import KvRouterConfig, Settings, load_settings
+from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import Role, WorkerCard
@@ -25,6 +30,10 @@ from kvrouter.library.inputs import check_length, converted, new_request_id, sam
 from kvrouter.planes.discovery.port import Discovery, Gone
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.telemetry import Telemetry
+
+NO_PORT = 0
+"""A program has no front door, after whose port its connection to NATS would be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,26 @@ class Runtime:
     discovery: Discovery
     requests: RequestPlane
     events: EventSubscriber
+    router_config: KvRouterConfig = field(default_factory=KvRouterConfig)
+    """What a :class:`KvRouter` of this runtime decides by, when it is given nothing else."""
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(cls, settings: Settings | None = None) -> AsyncIterator[Self]:
+        """Join the worker processes that these settings find, as a frontend does; left again at the end.
+
+        ``settings`` are those of the planes, and of the router; None reads the environment, as the commands
+        do. Raises ConfigError that names the setting, NatsUnreachable where NATS is needed and away.
+        """
+        if settings is None:
+            settings = load_settings(flags={}, environ=os.environ).settings
+        if settings.router.replica_sync:
+            raise ConfigError(
+                "router.replica_sync: must be false in a program: its routers tell others of no request",
+                param="replica_sync",
+            )
+        async with router_wires(settings, Telemetry(), http_port=NO_PORT) as wires:
+            yield cls(wires.discovery, wires.requests, wires.events, settings.router)
 
     def namespace(self, name: str) -> "Namespace":
         """The namespace ``name``."""

@@ -1,11 +1,20 @@
 """Every log event, in one table, and the fields that a line may have. There is no field for a prompt."""
 
 import logging
+import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, cast
+
+import msgspec
 
 LogValue = str | int | float | bool | None
+
+VALUE_MAX_CHARS = 512
+"""A longer text is cut, with an ellipsis."""
+
+_PLAIN = frozenset(string.ascii_letters + string.digits + string.punctuation) - frozenset("\"'\\")
 
 
 class Event(StrEnum):
@@ -410,6 +419,37 @@ EVENTS: dict[Event, EventSpec] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class EventLine:
+    """A line as any handler shows it: the event, then ``key=value``; what could be misread is quoted."""
+
+    event: str
+    fields: Mapping[str, LogValue]
+
+    def __str__(self) -> str:
+        return self.event + "".join(f" {key}={_quoted(value)}" for key, value in self.fields.items())
+
+
+def cut(value: LogValue) -> LogValue:
+    """Return ``value``, a text no longer than :data:`VALUE_MAX_CHARS`."""
+    if isinstance(value, str) and len(value) > VALUE_MAX_CHARS:
+        return value[:VALUE_MAX_CHARS] + "…"
+    return value
+
+
+def _quoted(value: LogValue) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(cut(value))
+    if text and _PLAIN.issuperset(text):
+        return text
+    return msgspec.json.encode(text).decode()
+
+
 def log_event(
     logger: logging.Logger,
     event: Event,
@@ -427,4 +467,11 @@ def log_event(
         return
     if not FIELD_NAMES.issuperset(fields):
         raise TypeError(f"no log field: {', '.join(sorted(set(fields) - FIELD_NAMES))}")
-    logger.log(level, event.value, extra={"kvrouter_fields": fields}, exc_info=exc_info, stacklevel=2)
+    told = cast("Mapping[str, LogValue]", fields)
+    logger.log(
+        level,
+        EventLine(event.value, told),
+        extra={"kvrouter_event": event.value, "kvrouter_fields": told},
+        exc_info=exc_info,
+        stacklevel=2,
+    )

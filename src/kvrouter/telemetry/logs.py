@@ -1,7 +1,6 @@
 """How log lines look, and where they go: standard error, as text for eyes or as JSON for machines."""
 
 import logging
-import string
 import sys
 import traceback
 from collections.abc import Mapping
@@ -11,15 +10,10 @@ from typing import TextIO
 import msgspec
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.telemetry.events import LogValue
+from kvrouter.telemetry.events import LogValue, cut
 
 ROOT = "kvrouter"
 """The logger above all of ours; others' loggers are left as they are."""
-
-VALUE_MAX_CHARS = 512
-"""A longer text is cut, with an ellipsis."""
-
-_PLAIN = frozenset(string.ascii_letters + string.digits + string.punctuation) - frozenset("\"'\\")
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,9 +26,9 @@ class JsonFormatter(logging.Formatter):
             "ts": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": _cut(record.getMessage()),
+            "event": cut(_event(record) or record.getMessage()),
         }
-        line.update((key, _cut(value)) for key, value in _fields(record).items())
+        line.update((key, cut(value)) for key, value in _fields(record).items())
         if record.exc_info and record.exc_info[1]:
             line["exception"] = _told(record.exc_info[1])
         return msgspec.json.encode(line).decode()
@@ -45,11 +39,11 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
-        fields = "".join(f" {key}={_quoted(value)}" for key, value in _fields(record).items())
-        message = str(_cut(record.getMessage()))
-        if not message.isprintable():
-            message = msgspec.json.encode(message).decode()
-        line = f"{_time(record)} {record.levelname:<7} {message}{fields}"
+        message = record.getMessage()
+        if _event(record) is None:
+            message = str(cut(message))
+            message = message if message.isprintable() else msgspec.json.encode(message).decode()
+        line = f"{_time(record)} {record.levelname:<7} {message}"
         return f"{line}\n{_told(record.exc_info[1])}" if record.exc_info and record.exc_info[1] else line
 
 
@@ -89,6 +83,12 @@ def _told(error: BaseException) -> str:
     return f"{_told(before) if before else ''}{frames}{type(error).__name__}{words}\n"
 
 
+def _event(record: logging.LogRecord) -> str | None:
+    """The event that a line of ours tells; None for any other line."""
+    event: str | None = getattr(record, "kvrouter_event", None)
+    return event
+
+
 def _fields(record: logging.LogRecord) -> Mapping[str, LogValue]:
     fields: Mapping[str, LogValue] = getattr(record, "kvrouter_fields", {})
     return fields
@@ -98,22 +98,3 @@ def _time(record: logging.LogRecord) -> str:
     return (
         datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     )
-
-
-def _cut(value: LogValue) -> LogValue:
-    if isinstance(value, str) and len(value) > VALUE_MAX_CHARS:
-        return value[:VALUE_MAX_CHARS] + "…"
-    return value
-
-
-def _quoted(value: LogValue) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    text = str(_cut(value))
-    if text and _PLAIN.issuperset(text):
-        return text
-    return msgspec.json.encode(text).decode()
