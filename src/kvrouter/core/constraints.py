@@ -17,10 +17,21 @@ class RouterMode(StrEnum):
 
 
 class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Taints a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0)."""
+    """Taints a worker must carry (all of them), and taints that make it cheaper (> 0) or dearer (< 0).
+
+    What is required of decode holds for the worker of the decode leg, or of the whole request, and not for
+    that of the prefill leg.
+    """
 
     required_taints: frozenset[Taint] = frozenset()
     preferred_taints: Mapping[Taint, float] = {}
+    required_decode_taints: frozenset[Taint] = frozenset()
+
+    def required(self, *, prefill: bool) -> frozenset[Taint]:
+        """Return what the worker of a leg must carry."""
+        if prefill or not self.required_decode_taints:
+            return self.required_taints
+        return self.required_taints | self.required_decode_taints
 
 
 def adapter_taint(name: str) -> Taint:

@@ -3,9 +3,11 @@
 Who is busy, drains, does not answer or has not said where it is may change: that is for routing to refuse.
 """
 
+from collections.abc import Iterable
+
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.ids import WorkerRank
+from kvrouter.core.ids import Taint, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.errors import UnknownWorker
@@ -18,6 +20,7 @@ from kvrouter.topology import Required, RouterTopologyDefault, derive, topology_
 _PIN = "nvext.worker_id"
 _PREFILL_PIN = "nvext.prefill_worker_id"
 _REQUIRED = "nvext.routing_constraints.required_taints"
+_REQUIRED_DECODE = "nvext.routing_constraints.required_decode_taints"
 _OVERRIDE = "nvext.router_config_override"
 
 
@@ -32,9 +35,14 @@ def refuse_contradictions(call: Call, model: ModelRouter) -> None:
         _check_receiver_role(receiver)
     if sender is not None:
         _check_sender_role(sender, fleet)
-    for card, field in ((receiver, _PIN), (sender, _PREFILL_PIN)):
+    required, of_decode = call.constraints.required_taints, call.constraints.required_decode_taints
+    for card, field, at, taints in (
+        (receiver, _PIN, _REQUIRED, required),
+        (receiver, _PIN, _REQUIRED_DECODE, of_decode),
+        (sender, _PREFILL_PIN, _REQUIRED, required),
+    ):
         if card is not None:
-            _check_taints(call, card, fleet, field=field)
+            _check_taints(taints, card, fleet, field=field, at=at)
     if receiver is not None and sender is not None:
         _check_domain(sender, receiver, model.settings.topology_default)
 
@@ -79,13 +87,13 @@ def _check_sender_role(card: WorkerCard, fleet: Fleet) -> None:
     raise _wrong(_PREFILL_PIN, why)
 
 
-def _check_taints(call: Call, card: WorkerCard, fleet: Fleet, *, field: str) -> None:
-    """Both legs must carry what is required: a pin may not name a worker that does not."""
+def _check_taints(taints: Iterable[Taint], card: WorkerCard, fleet: Fleet, *, field: str, at: str) -> None:
+    """A pin may not name a worker that does not carry what is required of its leg."""
     slot = fleet.slots_of(card.worker_id)[0]  # the ranks of a worker carry the same
-    missing = [taint for taint in call.constraints.required_taints if not fleet.carries(taint)[slot]]
+    missing = [taint for taint in taints if not fleet.carries(taint)[slot]]
     if missing:
         names = ", ".join(map(repr, sorted(missing)))
-        raise _wrong(_REQUIRED, f"worker {card.worker_id}, which {field} asks for, does not carry {names}")
+        raise _wrong(at, f"worker {card.worker_id}, which {field} asks for, does not carry {names}")
 
 
 def _check_domain(

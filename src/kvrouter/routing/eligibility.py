@@ -67,7 +67,7 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     """Ask everything of the fleet that this request asks for ``leg``."""
     columns = fleet.derived(_role_columns, (leg is Leg.PREFILL, request.last_resort))
     pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
-    required = request.constraints.required_taints
+    required = request.constraints.required(prefill=leg is Leg.PREFILL)
     if not required and pin is None and not request.excluded:
         return Screen(leg, columns.role, columns.steps, columns.ready)
     steps = list(columns.steps)

@@ -21,7 +21,10 @@ def check_wishes(nvext: NvExt, *, at: str = "nvext.") -> None:
     required = f"{at}routing_constraints.required_taints"
     _check_taints(required, constraints.required_taints)
     _check_taints(f"{at}routing_constraints.preferred_taints", constraints.preferred_taints)
+    decode = f"{at}routing_constraints.required_decode_taints"
+    _check_taints(decode, constraints.required_decode_taints)
     _check_one_value_each(required, constraints.required_taints)
+    _check_one_value_each(decode, constraints.required(prefill=False))
     for field, number in (
         ("overlap_score_weight", override.overlap_score_weight),
         ("router_temperature", override.router_temperature),
