@@ -69,6 +69,11 @@ class Running:
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
+    def cpu_s(self) -> float:
+        """Processor time that the process has used, to a hundredth of a second."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     async def _end(self, how: signal.Signals) -> None:
         if self.is_running:
             self.process.send_signal(how)

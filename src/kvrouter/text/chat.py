@@ -2,10 +2,12 @@
 
 Templates come from the model's folder and run sandboxed. They see what Hugging Face's own renderer shows:
 ``messages``, ``tools``, ``add_generation_prompt``, the special tokens, ``raise_exception``, ``strftime_now``,
-``tojson``, loop controls and ``generation`` blocks.
+``tojson``, loop controls and ``generation`` blocks. A folder may be anybody's, so a rendering has bounds of
+time and memory (:mod:`kvrouter.text.template_sandbox`).
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,16 +15,25 @@ from pathlib import Path
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.text.folder import read_json_object, token_content
 from kvrouter.text.messages import template_messages
+from kvrouter.text.template_budget import CPU_S_MAX, Budget, Spending, TemplateOverBounds
+from kvrouter.text.template_sandbox import BoundedEnvironment, Spender
 
 RANGE_STEPS_MAX = 100_000
 """What all ``range`` calls of one rendering may add up to."""
 
 RENDERED_CHARS_MAX = 16_000_000
+
+SOURCE_CHARS_MAX = 256 * 1024
+"""The longest template; those of real models have up to about 20,000 characters."""
+
+ERROR_CHARS_MAX = 500
+"""How much of a template's own words an error repeats."""
+
+TIME_PATTERN_CHARS_MAX = 100
 
 RESERVED_NAMES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "range", "raise_exception", "strftime_now"}
@@ -34,7 +45,6 @@ TEMPLATE_FAULTS = (
     ArithmeticError,
     AttributeError,
     LookupError,
-    RecursionError,
     TypeError,
     ValueError,
 )
@@ -56,12 +66,18 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         strftime_now: Callable[[str], str] = local_time,
         rendered_chars_max: int = RENDERED_CHARS_MAX,
+        name: str = "the model",
     ) -> None:
-        """Compile ``source``; ``tool_source`` serves requests with tools. ``ConfigError`` on bad syntax."""
+        """Compile ``source``; ``tool_source`` serves requests with tools. ``name`` stands in errors.
+
+        ``ConfigError`` for one that does not compile, or that goes over its bounds on a first message.
+        """
+        self._name = name
         self._template = _compile(source, strftime_now)
         self._tool_template = self._template if tool_source is None else _compile(tool_source, strftime_now)
         self._special_tokens = dict(special_tokens or {})
         self._rendered_chars_max = rendered_chars_max
+        self._probe()
 
     @classmethod
     def from_folder(
@@ -80,6 +96,7 @@ class ChatTemplate:
             tool_source=sources.get("tool_use"),
             special_tokens={key: token for key, token in tokens.items() if token is not None},
             strftime_now=strftime_now,
+            name=str(folder),
         )
 
     def render(
@@ -89,12 +106,14 @@ class ChatTemplate:
         tools: Sequence[object] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
+        cpu_s_max: float = CPU_S_MAX,
     ) -> str:
-        """Return the prompt text of ``messages``.
+        """Return the prompt text of ``messages``, made within so much processor time.
 
         ``template_kwargs`` are further names for the template, such as ``enable_thinking``. Raises
         ``InvalidRequest`` naming ``messages``, or a field in them, when they are malformed or refused by the
-        template, and naming ``chat_template_kwargs`` when that takes a reserved name.
+        template, and naming ``chat_template_kwargs`` when that takes a reserved name. Raises
+        ``TemplateOverBounds`` when the template takes too long or makes too much.
         """
         names = dict(template_kwargs or {})
         if taken := sorted(RESERVED_NAMES & names.keys()):
@@ -110,11 +129,34 @@ class ChatTemplate:
             range=RangeBudget(RANGE_STEPS_MAX),
         )
         try:
-            return self._bounded_text(self._tool_template if tools else self._template, names)
+            with Spending(Budget((messages, tools, template_kwargs), cpu_s_max=cpu_s_max)):
+                return self._bounded_text(self._tool_template if tools else self._template, names)
+        except TemplateOverBounds as error:
+            raise self._over_bounds(error.message) from error
+        except (RecursionError, MemoryError) as error:
+            why = (
+                "it calls itself too often"
+                if isinstance(error, RecursionError)
+                else "there is no memory left"
+            )
+            raise self._over_bounds(why) from error
         except TEMPLATE_FAULTS as error:
+            told = str(error)[:ERROR_CHARS_MAX]
             raise InvalidRequest(
-                f"messages: the model's chat template refuses them: {error}", param="messages"
+                f"messages: the model's chat template refuses them: {told}", param="messages"
             ) from error
+
+    def _over_bounds(self, why: str) -> TemplateOverBounds:
+        return TemplateOverBounds(f"the chat template of {self._name} goes over its bounds: {why}")
+
+    def _probe(self) -> None:
+        """See that the template renders one message, or refuses it. Raises ConfigError."""
+        try:
+            self.render([{"role": "user", "content": "a"}])
+        except InvalidRequest:
+            return
+        except TemplateOverBounds as error:
+            raise ConfigError(error.message, param="chat_template") from error
 
     def _bounded_text(self, template: Template, names: Mapping[str, object]) -> str:
         pieces: list[str] = []
@@ -127,18 +169,21 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-class RangeBudget:
+class RangeBudget(Spender):
     """The ``range`` of one rendering: nested loops share one number of steps."""
 
     def __init__(self, steps_max: int) -> None:
         self._steps_left = steps_max
 
     def __call__(self, *bounds: int) -> range:
-        """Return ``range(*bounds)``; ``OverflowError`` when the budget does not cover it."""
+        """Return ``range(*bounds)``; ``TemplateOverBounds`` when the budget does not cover it."""
         steps = range(*bounds)
-        self._steps_left -= len(steps)
+        try:
+            self._steps_left -= len(steps)
+        except OverflowError:
+            self._steps_left = -1
         if self._steps_left < 0:
-            raise OverflowError(f"more than {RANGE_STEPS_MAX} steps of range")
+            raise TemplateOverBounds(f"it takes more than {RANGE_STEPS_MAX} steps of range")
         return steps
 
 
@@ -154,18 +199,36 @@ class GenerationBlock(Extension):
 
 
 def _compile(source: str, strftime_now: Callable[[str], str]) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+    if len(source) > SOURCE_CHARS_MAX:
+        raise ConfigError(
+            f"the chat template has {len(source)} characters: at most {SOURCE_CHARS_MAX}",
+            param="chat_template",
+        )
+
+    def bounded_time(pattern: str) -> str:
+        if len(pattern) > TIME_PATTERN_CHARS_MAX or _WIDE_TIME.search(pattern):
+            raise TemplateOverBounds("it writes the time to a width that is not bounded")
+        return strftime_now(pattern)
+
+    environment = BoundedEnvironment(extensions=[GenerationBlock, loopcontrols])
+    environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = strftime_now
+    environment.globals["strftime_now"] = bounded_time
+    environment.allow(_raise_exception, bounded_time)
+    environment.bound_filters()
     try:
         return environment.from_string(source)
+    except (RecursionError, MemoryError, SyntaxError) as error:
+        raise ConfigError(
+            "the chat template does not compile: it is nested too deeply", param="chat_template"
+        ) from error
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"the chat template does not compile, line {error.lineno}: {error.message}", param="chat_template"
         ) from error
+
+
+_WIDE_TIME = re.compile(r"%[^a-zA-Z]*[0-9]")
 
 
 def _named_sources(entry: object) -> dict[str, str]:
@@ -181,7 +244,7 @@ def _named_sources(entry: object) -> dict[str, str]:
     return sources
 
 
-def _to_json(
+def to_json(
     value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,

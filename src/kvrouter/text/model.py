@@ -11,6 +11,7 @@ from kvrouter.text.chat import ChatTemplate
 from kvrouter.text.detokenizer import Detokenizer, make_detokenizer
 from kvrouter.text.encode_pool import TOKEN_CHARS_UNKNOWN, EncodePool
 from kvrouter.text.messages import text_chars
+from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP
 from kvrouter.text.tokenizer import Tokenizer
 from kvrouter.text.words import MOCK_FOLDER
 
@@ -63,8 +64,12 @@ class TextModel:
         tools: Sequence[object] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
+        cpu_s_max: float = CPU_S_MAX,
     ) -> str:
-        """Return the prompt text of a chat; ``InvalidRequest`` names the field that is wrong."""
+        """Return the prompt text of a chat, made within so much processor time.
+
+        Raises InvalidRequest that names the field, and TemplateOverBounds.
+        """
         if self.template is None:
             raise InvalidRequest("messages: this model has no chat template", param="messages")
         return self.template.render(
@@ -72,6 +77,7 @@ class TextModel:
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             template_kwargs=template_kwargs,
+            cpu_s_max=cpu_s_max,
         )
 
     async def encode_chat(
@@ -96,7 +102,10 @@ class TextModel:
         chars = text_chars(messages) + text_chars(tools or ())
         # A template may leave text out, such as what a model once thought.
         self._refuse_chars(chars, max(2 * self.prompt_max_chars, RENDERED_ANYWAY_CHARS), "messages")
-        text = await self.pool.run(render, messages) if self.pool.leaves_loop(chars) else render(messages)
+        if self.pool.leaves_loop(chars):
+            text = await self.pool.run(render, messages)
+        else:
+            text = render(messages, cpu_s_max=CPU_S_MAX_ON_LOOP)
         return await self._encoded(self.tokenizer.encode, text, "messages")
 
     async def encode_prompt(self, text: str) -> TokenBuffer:

@@ -1,0 +1,636 @@
+"""A sandbox in which a chat template ends within bounds of time and memory, whatever it says.
+
+Jinja2's sandbox keeps a template from Python's inside, and not from ``"a" * 10**9``. Here each operation of a
+template is charged for before it is done: operators, comparisons, literals, slices, calls, filters, tests,
+steps of a loop, and what is written. What is not known to be bounded is refused by its name. Nothing is
+computed when a template is compiled.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from types import BuiltinMethodType, MethodType
+from typing import ClassVar, TypeAlias, cast
+
+from jinja2 import Undefined, nodes, pass_context
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Cycler, Joiner
+
+from kvrouter.text.template_budget import (
+    ITEM_BYTES,
+    NUMBER_BITS_MAX,
+    STEP_BYTES,
+    Budget,
+    TemplateOverBounds,
+    check_braces,
+    check_percent,
+    counted,
+    current,
+)
+
+NUMBER_ARGUMENT_MAX = 10_000
+"""The largest number that a filter takes: a width, a count, a number of digits."""
+
+SHORT_CHARS = 4096
+"""A text that is compared for free."""
+
+ROUND_DIGITS_MAX = 100
+SEPARATOR_CHARS_MAX = 16
+JSON_INDENT_MAX = 16
+
+FILTERS = frozenset(
+    {
+        "abs",
+        "attr",
+        "batch",
+        "capitalize",
+        "center",
+        "count",
+        "d",
+        "default",
+        "dictsort",
+        "e",
+        "escape",
+        "filesizeformat",
+        "first",
+        "float",
+        "forceescape",
+        "format",
+        "groupby",
+        "indent",
+        "int",
+        "items",
+        "join",
+        "last",
+        "length",
+        "list",
+        "lower",
+        "map",
+        "max",
+        "min",
+        "reject",
+        "rejectattr",
+        "replace",
+        "reverse",
+        "round",
+        "safe",
+        "select",
+        "selectattr",
+        "slice",
+        "sort",
+        "string",
+        "sum",
+        "title",
+        "tojson",
+        "trim",
+        "truncate",
+        "unique",
+        "upper",
+        "urlencode",
+        "wordcount",
+    }
+)
+"""The filters that are bounded. Others do not exist: a template that names one does not compile."""
+
+STR_METHODS = frozenset(
+    {
+        "capitalize",
+        "casefold",
+        "center",
+        "count",
+        "endswith",
+        "find",
+        "format",
+        "index",
+        "isalnum",
+        "isalpha",
+        "isascii",
+        "isdecimal",
+        "isdigit",
+        "islower",
+        "isnumeric",
+        "isspace",
+        "istitle",
+        "isupper",
+        "join",
+        "ljust",
+        "lower",
+        "lstrip",
+        "partition",
+        "removeprefix",
+        "removesuffix",
+        "replace",
+        "rfind",
+        "rindex",
+        "rjust",
+        "rpartition",
+        "rsplit",
+        "rstrip",
+        "split",
+        "splitlines",
+        "startswith",
+        "strip",
+        "swapcase",
+        "title",
+        "upper",
+        "zfill",
+    }
+)
+METHODS: dict[type, frozenset[str]] = {
+    str: STR_METHODS,
+    list: frozenset({"copy", "count", "index"}),
+    tuple: frozenset({"count", "index"}),
+    dict: frozenset({"copy", "get", "items", "keys", "values"}),
+}
+PLAIN_STR_METHODS = STR_METHODS - {
+    "center",
+    "format",
+    "join",
+    "ljust",
+    "replace",
+    "rjust",
+    "rsplit",
+    "split",
+    "splitlines",
+    "zfill",
+}
+"""Those that take no longer, and make no more, than one look at the text."""
+
+PLAIN_TESTS = frozenset(
+    {
+        "boolean",
+        "callable",
+        "defined",
+        "even",
+        "false",
+        "filter",
+        "float",
+        "integer",
+        "iterable",
+        "mapping",
+        "none",
+        "number",
+        "odd",
+        "sameas",
+        "sequence",
+        "string",
+        "test",
+        "true",
+        "undefined",
+    }
+)
+PLAIN_FILTERS = frozenset({"count", "d", "default", "length"})
+"""Tests and filters that look at no more than a type or a length."""
+
+HELPER_METHODS = frozenset({"changed", "cycle", "next", "reset"})
+HELPERS = (Macro, LoopContext, BlockReference, Joiner, Undefined)
+Filter: TypeAlias = Callable[..., object]
+
+_COMPARES: dict[str, Callable[[object, object], object]] = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "gt": lambda a, b: a > b,  # type: ignore[operator]
+    "gteq": lambda a, b: a >= b,  # type: ignore[operator]
+    "lt": lambda a, b: a < b,  # type: ignore[operator]
+    "lteq": lambda a, b: a <= b,  # type: ignore[operator]
+    "in": lambda a, b: a in b,  # type: ignore[operator]
+    "notin": lambda a, b: a not in b,  # type: ignore[operator]
+}
+
+
+class BoundedGenerator(CodeGenerator):
+    """Writes what jinja2 would compile to plain Python as calls of the environment."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2's name
+        """``a ~ b``."""
+        self.write("environment.concatenated((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        """``a == b``, ``a in b`` and chains of them."""
+        self.write("environment.compared(")
+        self.visit(node.expr, frame)
+        for operand in node.ops:
+            self.write(f", {operand.op!r}, ")
+            self.visit(operand.expr, frame)
+        self.write(")")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        """``[a, b]``."""
+        self.write("environment.made(")
+        super().visit_List(node, frame)
+        self.write(")")
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        """``(a, b)``, where it is no target of an assignment."""
+        if node.ctx != "load":
+            super().visit_Tuple(node, frame)
+            return
+        self.write("environment.made(")
+        super().visit_Tuple(node, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        """``{a: b}``, whose keys are hashed."""
+        self.write("environment.mapped((")
+        for pair in node.items:
+            self.write("(")
+            self.visit(pair.key, frame)
+            self.write(", ")
+            self.visit(pair.value, frame)
+            self.write("), ")
+        self.write("))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        """``a[b]``, and slices, which jinja2 leaves to Python."""
+        if not isinstance(node.arg, nodes.Slice):
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.sliced(")
+        self.visit(node.node, frame)
+        for bound in (node.arg.start, node.arg.stop, node.arg.step):
+            self.write(", ")
+            if bound is None:
+                self.write("None")
+            else:
+                self.visit(bound, frame)
+        self.write(")")
+
+    def _output_const_repr(self, group: "Sequence[object]") -> str:  # type: ignore[override]
+        return f"environment.data({super()._output_const_repr(group)})"
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles templates that charge :func:`current_budget` for all that they do."""
+
+    code_generator_class = BoundedGenerator
+    intercepted_binops: ClassVar[frozenset[str]] = frozenset({"+", "-", "*", "/", "//", "%", "**"})  # type: ignore[misc]
+
+    def __init__(self, *, extensions: Sequence[type[Extension]]) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=extensions,
+            optimized=False,
+            finalize=_written,
+        )
+        self.allowed: set[int] = set()
+        del self.globals["lipsum"]
+        self.allow(*(self.globals[name] for name in ("dict", "namespace", "cycler", "joiner")))
+
+    def allow(self, *functions: object) -> None:
+        """Let templates call these, which live as long as this environment; their arguments are charged."""
+        self.allowed.update(map(id, functions))
+
+    def bound_filters(self) -> None:
+        """Wrap the filters and tests that there are now; drop those that are not bounded."""
+        self.filters = {
+            name: function if name in PLAIN_FILTERS else _bounded(name, function)
+            for name, function in self.filters.items()
+            if name in FILTERS
+        }
+        self.tests = {
+            name: test if name in PLAIN_TESTS else _bounded(name, cast("Filter", test))
+            for name, test in self.tests.items()
+        }
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for node in template.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            at = {"lineno": node.lineno, "environment": self}
+            step = nodes.ExprStmt(nodes.EnvironmentAttribute("step", **at), **at)
+            node.body.insert(0, step)  # type: ignore[attr-defined]
+            if isinstance(node, nodes.For) and node.test is not None:
+                node.test = nodes.And(nodes.EnvironmentAttribute("step", **at), node.test, **at)
+        return template
+
+    # What compiled templates call.
+
+    @property
+    def step(self) -> bool:
+        """A loop's body, or a macro's, begins."""
+        current.budget.charge(STEP_BYTES)
+        return True
+
+    def data(self, text: str) -> str:
+        """The template's own text is written."""
+        current.budget.charge(str.__sizeof__(text))
+        return text
+
+    def made(self, value: Sequence[object]) -> Sequence[object]:
+        """A list or tuple was made."""
+        current.budget.charge(ITEM_BYTES * (2 + len(value)))
+        return value
+
+    def mapped(self, pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
+        """A dict is made."""
+        budget = current.budget
+        for key, _ in pairs:
+            budget.charge_for(key)
+            budget.charge(4 * ITEM_BYTES)
+        return dict(pairs)
+
+    def concatenated(self, parts: Sequence[object]) -> str:
+        """``~``."""
+        budget = current.budget
+        for part in parts:
+            budget.charge_for(part)
+        text = "".join(map(str, parts))
+        budget.charge(str.__sizeof__(text))
+        return text
+
+    def compared(self, left: object, *rest: object) -> object:
+        """Comparisons, as Python chains them."""
+        if len(rest) == 2 and type(left) is str:
+            operator, right = rest
+            if operator == "eq":
+                return left == right if _is_short(right) else self._compared(left, "eq", right)
+            if operator == "ne":
+                return left != right if _is_short(right) else self._compared(left, "ne", right)
+        return self._compared(left, *rest)
+
+    def _compared(self, left: object, *rest: object) -> object:
+        result: object = True
+        for operator, right in zip(rest[::2], rest[1::2], strict=True):
+            budget = current.budget
+            budget.charge_for(left)
+            budget.charge_for(right)
+            if isinstance(right, Iterator):
+                right = counted(right)  # noqa: PLW2901 - ``in`` walks over it
+            result = _COMPARES[cast("str", operator)](left, right)
+            if not result:
+                return result
+            left = right
+        return result
+
+    def sliced(self, value: object, start: object, stop: object, step: object) -> object:
+        """``value[start:stop:step]``."""
+        if isinstance(value, str):
+            current.budget.charge(str.__sizeof__(value))
+        elif isinstance(value, list | tuple | range):
+            current.budget.charge(ITEM_BYTES * len(value))
+        return value[start:stop:step]  # type: ignore[index]
+
+    def getitem(self, obj: object, argument: object) -> object:
+        """``obj[argument]``."""
+        if type(argument) is not str and type(argument) is not int:
+            current.budget.charge_for(argument)
+        return super().getitem(obj, argument)
+
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
+        """Arithmetic, on numbers, texts and lists."""
+        budget = current.budget
+        if operator == "+" and type(left) is str and type(right) is str:
+            budget.charge(left.__sizeof__() + right.__sizeof__())
+            return left + right
+        if isinstance(left, int) and isinstance(right, int):
+            _check_number(operator, left, right)
+        elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
+            times, value = (left, right) if isinstance(left, int) else (right, left)
+            budget.charge(max(0, cast("int", times)) * _flat_bytes(value))
+        elif operator == "%" and isinstance(left, str):
+            check_percent(left)
+            budget.charge(str.__sizeof__(left))
+            budget.charge_for(right)
+        elif operator == "+":
+            budget.charge(_flat_bytes(left) + _flat_bytes(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(
+        __self,  # noqa: N805 - jinja2's way to leave all names to the call
+        __context: Context,
+        __obj: object,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Macros, methods and the functions that are given to templates."""
+        budget = current.budget
+        if type(__obj) is BuiltinMethodType and not kwargs and type(__obj.__self__) is str:
+            is_plain = __obj.__name__ in PLAIN_STR_METHODS and all(type(arg) is str for arg in args)
+            if is_plain:
+                budget.charge(STEP_BYTES + __obj.__self__.__sizeof__())
+                return __obj(*args)
+        budget.charge(STEP_BYTES)
+        for argument in (*args, *kwargs.values()):
+            budget.charge_for(argument)
+        args = tuple(_walkable(argument) for argument in args)
+        if not (isinstance(__obj, HELPERS) or id(__obj) in __self.allowed or isinstance(__obj, Spender)):
+            _charge_method(budget, __obj, args, kwargs)
+        result = super().call(__context, __obj, *args, **kwargs)
+        if not isinstance(__obj, HELPERS):
+            _charge_result(budget, result)
+        elif isinstance(result, str):
+            budget.charge(str.__sizeof__(result))
+        return result
+
+
+class Spender:
+    """A callable of ours that keeps an account of its own."""
+
+
+@pass_context
+def _written(_: Context, value: object) -> object:
+    """What ``{{ }}`` writes."""
+    if type(value) is str:
+        current.budget.charge(str.__sizeof__(value))
+    else:
+        current.budget.charge_for(value)
+    return value
+
+
+def _is_short(value: object) -> bool:
+    return type(value) is str and len(value) <= SHORT_CHARS
+
+
+def _walkable(value: object) -> object:
+    return counted(value) if isinstance(value, Iterator) else value
+
+
+def _flat_bytes(value: object) -> int:
+    """The bytes of a copy of ``value`` that shares its items."""
+    if isinstance(value, str):
+        return str.__sizeof__(value)
+    if isinstance(value, list | tuple):
+        return ITEM_BYTES * (1 + len(value))
+    return ITEM_BYTES
+
+
+def _check_number(operator: str, left: int, right: int) -> None:
+    bits = max(left.bit_length(), right.bit_length())
+    if operator == "*":
+        bits = left.bit_length() + right.bit_length()
+    elif operator == "**":
+        bits = left.bit_length() * min(abs(right), NUMBER_BITS_MAX + 1)
+    if bits > NUMBER_BITS_MAX:
+        raise TemplateOverBounds(f"it computes with numbers of more than {NUMBER_BITS_MAX} bits")
+
+
+def _charge_result(budget: Budget, result: object) -> None:
+    if isinstance(result, str):
+        budget.charge(str.__sizeof__(result))
+    elif isinstance(result, list | tuple | dict):
+        budget.charge(ITEM_BYTES * (2 + len(result)))
+
+
+def _charge_method(
+    budget: Budget, function: object, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """Charge for a method before it runs. Raises TemplateOverBounds for one that is not bounded."""
+    method = getattr(function, "__wrapped__", function)  # jinja2 wraps str.format
+    owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+    if isinstance(method, MethodType):
+        if isinstance(owner, LoopContext | Cycler | Joiner) and name in HELPER_METHODS:
+            return
+    elif isinstance(method, BuiltinMethodType) and name in METHODS.get(type(owner), ()):
+        if isinstance(owner, str):
+            _charge_str_method(budget, owner, name, args, kwargs)
+        elif name in {"copy", "count", "index"}:
+            budget.charge_for(owner)
+        return
+    what = name if owner is None else f"{type(owner).__name__}.{name}"
+    raise TemplateOverBounds(f"it calls {what or type(function).__name__}, which is not bounded")
+
+
+def _charge_str_method(
+    budget: Budget, text: str, name: str, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    budget.charge(str.__sizeof__(text))
+    if name in {"center", "ljust", "rjust", "zfill"}:
+        budget.charge(4 * max((arg for arg in args if isinstance(arg, int)), default=0))
+    elif name in {"split", "rsplit", "splitlines"}:
+        separator = args[0] if args and isinstance(args[0], str) else kwargs.get("sep")
+        pieces = text.count(separator) if isinstance(separator, str) and separator else len(text) // 2
+        budget.charge(2 * ITEM_BYTES * (1 + pieces))
+    elif name == "replace":
+        _charge_replace(budget, text, args)
+    elif name == "join":
+        budget.charge(_joints(args[0] if args else ()) * str.__sizeof__(text))
+    elif name == "format":
+        check_braces(text)
+
+
+def _charge_replace(budget: Budget, text: str, args: tuple[object, ...]) -> None:
+    old, new = (*args, "", "")[:2]
+    if isinstance(old, str) and isinstance(new, str):
+        budget.charge((text.count(old) + 1) * str.__sizeof__(new))
+
+
+def _joints(items: object) -> int:
+    return len(items) if isinstance(items, list | tuple | dict | range | str) else 0
+
+
+def _bounded(name: str, function: Callable[..., object]) -> Callable[..., object]:
+    """The filter, or test, with its arguments and its result charged for."""
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def bounded(*args: object, **kwargs: object) -> object:
+        budget = current.budget
+        budget.charge(STEP_BYTES)
+        given = [_listed(name, arg) for arg in args[first:]]
+        for arg in (*given, *kwargs.values()):
+            budget.charge_for(arg)
+        for arg in (*given[1:], *kwargs.values()):
+            if isinstance(arg, int) and abs(arg) > NUMBER_ARGUMENT_MAX:
+                raise TemplateOverBounds(f"it calls {name} with a number above {NUMBER_ARGUMENT_MAX}")
+        check = _CHECKS.get(name)
+        if check is not None:
+            check(budget, given, kwargs)
+        result = function(*args[:first], *given, **kwargs)
+        if isinstance(result, Iterator):
+            return counted(result)
+        _charge_result(budget, result)
+        return result
+
+    return bounded
+
+
+def _listed(name: str, value: object) -> object:
+    """A value that can be walked over as often as is needed to charge for it."""
+    if not isinstance(value, Iterator):
+        return value
+    return list(counted(value)) if name in {"join", "list", "sort", "unique", "groupby"} else counted(value)
+
+
+def _argument(at: int, name: str, args: list[object], kwargs: dict[str, object], default: object) -> object:
+    return args[at] if len(args) > at else kwargs.get(name, default)
+
+
+def _check_center(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
+    width = _argument(1, "width", args, kwargs, 80)
+    budget.charge(4 * width if isinstance(width, int) and width > 0 else 0)
+
+
+def _check_indent(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
+    width = _argument(1, "width", args, kwargs, 4)
+    each = (
+        str.__sizeof__(width) if isinstance(width, str) else 4 * abs(width) if isinstance(width, int) else 0
+    )
+    lines = len(args[0].splitlines()) if args and isinstance(args[0], str) else 1
+    budget.charge((1 + lines) * each)
+
+
+def _check_format(_: Budget, args: list[object], __: dict[str, object]) -> None:
+    if args and isinstance(args[0], str):
+        check_percent(args[0])
+
+
+def _check_join(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
+    separator = _argument(1, "d", args, kwargs, "")
+    budget.charge_for(separator)
+    if isinstance(separator, str):
+        budget.charge(_joints(args[0] if args else ()) * str.__sizeof__(separator))
+
+
+def _check_pieces(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
+    for arg in (*args[1:], *kwargs.values()):
+        budget.charge(ITEM_BYTES * arg if isinstance(arg, int) and arg > 0 else 0)
+
+
+def _check_replace(budget: Budget, args: list[object], _: dict[str, object]) -> None:
+    if args and isinstance(args[0], str):
+        _charge_replace(budget, args[0], tuple(args[1:]))
+
+
+def _check_round(_: Budget, args: list[object], kwargs: dict[str, object]) -> None:
+    digits = _argument(1, "precision", args, kwargs, 0)
+    if isinstance(digits, int) and abs(digits) > ROUND_DIGITS_MAX:
+        raise TemplateOverBounds(f"it rounds to more than {ROUND_DIGITS_MAX} digits")
+
+
+def _check_sum(_: Budget, args: list[object], kwargs: dict[str, object]) -> None:
+    if not isinstance(_argument(2, "start", args, kwargs, 0), int | float):
+        raise TemplateOverBounds("it sums up what are no numbers")
+
+
+def _check_json(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
+    indent = _argument(2, "indent", args, kwargs, None)
+    separators = _argument(3, "separators", args, kwargs, ())
+    wide = isinstance(indent, str) and len(indent) > JSON_INDENT_MAX
+    if wide or (isinstance(indent, int) and indent > JSON_INDENT_MAX):
+        raise TemplateOverBounds(f"it indents JSON by more than {JSON_INDENT_MAX}")
+    texts = separators if isinstance(separators, list | tuple) else ()
+    if any(isinstance(text, str) and len(text) > SEPARATOR_CHARS_MAX for text in texts):
+        raise TemplateOverBounds(f"it separates JSON by more than {SEPARATOR_CHARS_MAX} characters")
+    if indent is not None and args:
+        for _ in range(len(indent) if isinstance(indent, str) else max(1, cast("int", indent))):
+            budget.charge_for(args[0])
+
+
+_CHECKS: dict[str, Callable[[Budget, list[object], dict[str, object]], None]] = {
+    "batch": _check_pieces,
+    "center": _check_center,
+    "format": _check_format,
+    "indent": _check_indent,
+    "join": _check_join,
+    "replace": _check_replace,
+    "round": _check_round,
+    "slice": _check_pieces,
+    "sum": _check_sum,
+    "tojson": _check_json,
+}
