@@ -1,13 +1,15 @@
 """Grove's topologies come, change and go under a deployment: what rolls, and what does not."""
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.grove import BINDING, install_grove, topology
+from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK, REGION, ZONE, ZONES
 from tests.cluster.operators import WAIT, changed, graph, install_crds, operator
 from tests.support.processes import eventually
@@ -39,20 +41,27 @@ def of_frontend(namespace: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("grove")
-@pytest.mark.parametrize(("kind", "spelling"), [(BINDING, of_graph), (OLDER, of_frontend)])
-async def test_a_topology_appears_gets_another_level_and_goes(
-    plane: ControlPlane, namespace: str, kind: str, spelling: Any
+async def test_a_topology_appears_gets_another_level_and_goes(plane: ControlPlane) -> None:
+    """Of both kinds at once: each step waits until an operator reads topologies anew."""
+    with new_namespace(plane) as one, new_namespace(plane) as other:
+        await asyncio.gather(
+            comes_and_goes(plane, one, BINDING, of_graph), comes_and_goes(plane, other, OLDER, of_frontend)
+        )
+
+
+async def comes_and_goes(
+    plane: ControlPlane, namespace: str, kind: str, spelling: Callable[[str, str], dict[str, Any]]
 ) -> None:
     name = f"fabric-{namespace}"
     async with operator(plane, namespace, "one"):
         plane.apply(spelling(namespace, name))
-        told(plane, namespace, "False", "TopologyNotFound")
-        plane.kubectl("wait", "--for=condition=Ready", "dgd/llm", "--namespace", namespace, WAIT)
+        await told(plane, namespace, "False", "TopologyNotFound")
+        await waited(plane, namespace, "--for=condition=Ready")
         unknown = replica_sets(plane, namespace)
 
         plane.apply(topology(name, {"zone": ZONE}, kind))
-        told(plane, namespace, "True", "AllWorkersPlaced")
-        plane.kubectl("wait", "--for=condition=DomainBalanced", "dgd/llm", "--namespace", namespace, WAIT)
+        await told(plane, namespace, "True", "AllWorkersPlaced")
+        await waited(plane, namespace, "--for=condition=DomainBalanced")
         status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
         assert status["domains"] == [{"value": zone, "prefill": 1, "decode": 1} for zone in ZONES]
         found = replica_sets(plane, namespace)
@@ -60,8 +69,8 @@ async def test_a_topology_appears_gets_another_level_and_goes(
 
         plane.apply(topology(name, {"region": REGION, "zone": ZONE, "rack": RACK}, kind))
         await levels_are(plane, namespace, f"region={REGION},zone={ZONE},rack={RACK}")
+        await settled(plane, namespace)
         assert changed(found, replica_sets(plane, namespace)) == WORKERS
-        settled(plane, namespace)
         wider = replica_sets(plane, namespace)
 
         plane.apply(topology(name, {"region": REGION, "zone": RACK, "rack": ZONE}, kind))
@@ -75,7 +84,7 @@ async def test_a_topology_appears_gets_another_level_and_goes(
         assert changed(wider, replica_sets(plane, namespace)) == set(), "pods are labelled anew as they are"
 
         plane.kubectl("delete", kind.lower(), name)
-        told(plane, namespace, "False", "TopologyNotFound")
+        await told(plane, namespace, "False", "TopologyNotFound")
         assert changed(wider, replica_sets(plane, namespace)) == set()
         pods = plane.read("pods", "--selector", "kvrouter.dev/component=decode", "--namespace", namespace)
         assert all(each["metadata"]["labels"]["grove.io/topology.zone"] for each in pods["items"])
@@ -87,16 +96,20 @@ def replica_sets(plane: ControlPlane, namespace: str) -> dict[str, int]:
     return Counter(each["metadata"]["labels"]["kvrouter.dev/component"] for each in found)
 
 
-def told(plane: ControlPlane, namespace: str, status: str, reason: str) -> None:
+async def waited(plane: ControlPlane, namespace: str, what: str) -> None:
+    await asyncio.to_thread(plane.kubectl, "wait", what, "dgd/llm", "--namespace", namespace, WAIT)
+
+
+async def told(plane: ControlPlane, namespace: str, status: str, reason: str) -> None:
     for field, value in (("reason", reason), ("status", status)):
         path = f'{{.status.conditions[?(@.type=="TopologyResolved")].{field}}}'
-        wait = f"--for=jsonpath={path}={value}"
-        plane.kubectl("wait", wait, "dgd/llm", "--namespace", namespace, WAIT)
+        await waited(plane, namespace, f"--for=jsonpath={path}={value}")
 
 
-def settled(plane: ControlPlane, namespace: str) -> None:
+async def settled(plane: ControlPlane, namespace: str) -> None:
     for name in WORKERS:
-        plane.kubectl("rollout", "status", f"deployment/llm-{name}", "--namespace", namespace, WAIT)
+        rolled = ("rollout", "status", f"deployment/llm-{name}", "--namespace", namespace, WAIT)
+        await asyncio.to_thread(plane.kubectl, *rolled)
 
 
 async def levels_are(plane: ControlPlane, namespace: str, levels: str) -> None:
