@@ -10,6 +10,7 @@ from openai import APIStatusError
 
 from kvrouter.assembly.pod_fleet import worker_id_of
 from kvrouter.core.workers import Role
+from kvrouter.text.words import MOCK_FOLDER
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONES
@@ -97,7 +98,7 @@ async def test_a_labelled_pod_is_served_while_it_is_ready_and_until_it_is_gone(
 async def test_a_mistake_is_an_event_on_the_pod_and_mending_it_brings_the_engine_in(
     here: PodsWithEngines,
 ) -> None:
-    frontend = await here.up("--model-path", f"other={here.plane.folder}")
+    frontend = await here.up("--model-path", f"other={MOCK_FOLDER}")
     await here.pod("wrong", zone=NEAR, annotations={"role": "cook"})
     await here.pod("other", zone=NEAR, annotations={"block-size": "64"})
     await here.set_ready("wrong", "other")
