@@ -10,9 +10,11 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport
+from kvrouter.planes.sync.memory import MemorySyncPlane
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request
 from tests.support.mock_fleets import MockBench, alike, mock_bench, prompt
 from tests.support.planes import ScriptedPlane, ScriptedStream
+from tests.support.replicas import ReplicaRouter
 from tests.support.waits import until
 
 RANK = card(1).ranks()[0]
@@ -117,6 +119,24 @@ async def test_thresholds_that_are_set_while_requests_run_count_them() -> None:
     for stream in plane.opened:
         stream.tokens(1, finish=FinishReason.STOP)
     assert await asyncio.gather(*asked) == [1] * 5
+
+
+async def test_what_other_routers_book_after_a_report_counts_beside_it() -> None:
+    plane = MemorySyncPlane()
+    a = ReplicaRouter("a", plane, workers=(1,))
+    b = ReplicaRouter("b", plane, workers=(1,), config=HALF)
+    for router in (a, b):
+        await router.sync.start()
+    assert b.model.reported(report(20))
+    placements = [await a.place(n_blocks=BLOCKS) for _ in range(2)]
+    await until(lambda: b.loads() == a.loads())
+    with pytest.raises(AllWorkersBusy):
+        await b.place(n_blocks=BLOCKS)
+    a.model.release(placements[0])
+    await until(lambda: b.loads() == a.loads())
+    b.model.release(await b.place(n_blocks=BLOCKS))
+    for router in (a, b):
+        await router.sync.stop()
 
 
 async def test_engines_that_report_are_never_given_more_than_the_threshold_and_one_request() -> None:
