@@ -87,7 +87,7 @@ async def test_a_prefill_worker_that_is_sent_to_by_hand_says_where_its_kv_is() -
 async def test_both_workers_of_a_pair_are_named_and_can_be_asked_for() -> None:
     async with program(pairs()) as here, KvRouter(here.endpoint, BLOCK) as router:
         seen = set()
-        for n in range(40):
+        for n in range(120):
             best = await router.best_workers(prompt(first=n))
             assert best.prefill is not None
             assert best.decode is not None
