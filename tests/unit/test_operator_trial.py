@@ -5,9 +5,9 @@ from typing import cast
 
 import pytest
 
-from kvrouter.operator.admission import Review
+from kvrouter.operator.admission import Review, planned_anew
 from kvrouter.operator.facts import ClusterFacts
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterLost, Refused
+from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, ClusterLost, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of
 from kvrouter.operator.reconcile.trial import Trial
 from tests.support.deployments import DEFAULTS
@@ -141,3 +141,16 @@ async def test_what_is_anothers_is_never_written_over_so_a_refusal_is_none() -> 
     assert (await server.trial()(review(new), ClusterFacts())).is_allowed
     server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "mine", "controller": True}]}}
     assert not (await server.trial()(review(new), ClusterFacts())).is_allowed
+
+
+async def test_what_an_earlier_deployment_left_behind_would_be_adopted_so_its_refusal_counts() -> None:
+    server = Server(my_llm_decode=refused("field is immutable"))
+    new = deployment()
+    new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
+    planned = planned_anew(new, None, ClusterFacts(), DEFAULTS)
+    left = next(dict(each) for _, each in planned if key_of(each).name == DECODE)
+    written: Document = {"manager": MANAGER, "operation": "Apply"}
+    server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": [written]}}
+    assert not (await server.trial()(review(new), ClusterFacts())).is_allowed
+    server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": []}}
+    assert (await server.trial()(review(new), ClusterFacts())).is_allowed

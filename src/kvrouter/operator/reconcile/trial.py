@@ -7,7 +7,7 @@ from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.admission import Review, Verdict, planned_anew
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.plan import PlanDefaults
-from kvrouter.operator.reconcile.applied import Place, kind_of, owner_uid_of
+from kvrouter.operator.reconcile.applied import Place, is_left_behind, kind_of, owner_uid_of
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import Manifest, key_of
 
@@ -81,7 +81,8 @@ class Trial:
             there = await self._cluster.read(kind_of(manifest), key_of(manifest))
         except ClusterError:
             return False
-        return there is not None and owner_uid_of(there) != owner_uid_of(manifest)
+        is_mine = there is None or owner_uid_of(there) == owner_uid_of(manifest)
+        return not is_mine and there is not None and not is_left_behind(there, manifest)
 
 
 def _is_about_the_object(refused: Refused) -> bool:
