@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +72,26 @@ def environ_of(discovery: Path) -> dict[str, str]:
 
 
 @contextmanager
-def gateway(name: str, command: Sequence[str], port: int) -> Iterator[Server]:
+def gateway(
+    name: str, command: Sequence[str], port: int, environ: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Run a gateway until the block ends. Raises TimeoutError when it does not listen in time."""
-    with _listening(name, command, port, dict(os.environ)) as server:
+    with _listening(name, command, port, {**os.environ, **(environ or {})}) as server:
         yield server
+
+
+@contextmanager
+def in_background(command: Sequence[str], environ: Mapping[str, str]) -> Iterator[None]:
+    """Run a process until the block ends; who depends on it sees whether it serves."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with _ended(process):
+        yield
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""The front door's rows: ours alone, or beside gateways, round by round in turn.
+"""The front door's rows: ours alone, or beside peers, round by round in turn.
 
-Each server is a process of its own, before two engines in two more processes, which tick alike.
+Each server is a process of its own. Ours and gateways stand before two engines in two more processes, which
+tick alike; a peer whose requests only its own workers understand stands before its own mock engines.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.frontend.client import ask_in_turn, first_tokens_us, stream_side_by_side, wait_ready
 from benchmarks.frontend.processes import Server, free_port, gateway, module, our_frontend
@@ -30,6 +32,7 @@ REQUESTS = 50
 FIRST_TOKENS = 30
 DIRECT = "direct"
 WANTED_OF_GATEWAY = 0.6
+WANTED_OF_FRONTEND = 0.33
 REQUEST_ROW = f"{FRONT_DOOR}, one request after the other"
 FIRST_ROW = f"{FRONT_DOOR}, first token"
 
@@ -46,32 +49,58 @@ class GatewayCommand:
     program: tuple[str, ...]
 
 
-def measure_front_door(python: Path, gateways: Sequence[GatewayCommand] = ()) -> list[Line]:
-    """Measure ours, with each gateway beside it. Raises ``AnswerFailed`` when a server answers wrongly."""
+class PeerFrontend(Protocol):
+    """A frontend that brings its own mock engines, and reads tokens as ours does."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+
+    def start(self, tick_s: float, streams: int) -> AbstractContextManager[Server]:
+        """Run it before engines that bring ``streams`` streams a token about every ``tick_s`` seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Who stands beside ours."""
+
+    gateways: tuple[GatewayCommand, ...] = ()
+    frontends: tuple[PeerFrontend, ...] = ()
+
+    def wanted_of(self, name: str) -> float:
+        """Return what our part of its CPU is to be."""
+        is_frontend = name in {each.name for each in self.frontends}
+        return WANTED_OF_FRONTEND if is_frontend else WANTED_OF_GATEWAY
+
+
+NO_PEERS = Peers()
+
+
+def measure_front_door(python: Path, peers: Peers = NO_PEERS) -> list[Line]:
+    """Measure ours, with each peer beside it. Raises ``AnswerFailed`` when a server answers wrongly."""
     lines: list[Line] = []
     for streams, (tick_s, tokens) in LOADS.items():
         with ExitStack() as stack:
-            servers = start_all(stack, python, gateways, tick_s)
-            lines += asyncio.run(measure_streams(servers, streams, tick_s, tokens))
+            servers = start_all(stack, python, peers, tick_s, streams)
+            lines += asyncio.run(measure_streams(servers, streams, tick_s, tokens, peers))
     with ExitStack() as stack:
-        servers = start_all(stack, python, gateways, TICK_S)
+        servers = start_all(stack, python, peers, TICK_S, 1)
         direct = Server(DIRECT, 0, stack.enter_context(_upstream(TICK_S)))
-        lines += asyncio.run(measure_requests(servers, direct))
+        lines += asyncio.run(measure_requests(servers, direct, peers))
     return lines
 
 
-def start_all(
-    stack: ExitStack, python: Path, gateways: Sequence[GatewayCommand], tick_s: float
-) -> list[Server]:
-    """Start our frontend and the gateways, each before engines that tick every ``tick_s``."""
+def start_all(stack: ExitStack, python: Path, peers: Peers, tick_s: float, streams: int) -> list[Server]:
+    """Start our frontend and the peers, each before engines that tick every ``tick_s``."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-bench-")))
     folder.chmod(0o700)
     for worker in range(UPSTREAMS):
         arguments = (str(tick_s), str(worker), str(folder))
         stack.enter_context(module("benchmarks.frontend.worker", *arguments))
-    upstreams = [stack.enter_context(_upstream(tick_s)) for _ in range(UPSTREAMS if gateways else 0)]
+    upstreams = [stack.enter_context(_upstream(tick_s)) for _ in range(UPSTREAMS if peers.gateways else 0)]
     servers = [stack.enter_context(our_frontend(python, folder))]
-    servers += [stack.enter_context(_start(each, upstreams)) for each in gateways]
+    servers += [stack.enter_context(_start(each, upstreams)) for each in peers.gateways]
+    servers += [stack.enter_context(each.start(tick_s, streams)) for each in peers.frontends]
     for server in servers:
         asyncio.run(wait_ready(server.port))
     return [replace(server, idle_us_per_s=server.watch_idle()) for server in servers]
@@ -90,7 +119,9 @@ def _start(command: GatewayCommand, upstreams: Sequence[int]) -> AbstractContext
     return gateway(command.name, (*command.program, *arguments), port)
 
 
-async def measure_streams(servers: Sequence[Server], streams: int, tick_s: float, tokens: int) -> list[Line]:
+async def measure_streams(
+    servers: Sequence[Server], streams: int, tick_s: float, tokens: int, peers: Peers = NO_PEERS
+) -> list[Line]:
     """Return the lines of so many streams side by side."""
     whole: Rounds = {}
     merged: Rounds = {}
@@ -108,20 +139,26 @@ async def measure_streams(servers: Sequence[Server], streams: int, tick_s: float
     middle = await in_turn(servers, measure)
     row = f"{FRONT_DOOR}, {streams} streams"
     return [
-        *lines_beside(row, "CPU a token", "µs", middle, WANTED_OF_GATEWAY),
-        *lines_beside(row, "CPU a token, with its part of the request", "µs", whole, WANTED_OF_GATEWAY),
+        *lines_beside(row, "CPU a token", "µs", middle, peers.wanted_of),
+        *lines_beside(row, "CPU a token, with its part of the request", "µs", whole, peers.wanted_of),
         *lines_beside(row, "tokens an event", "tokens", merged),
     ]
 
 
-async def measure_requests(servers: Sequence[Server], direct: Server) -> list[Line]:
-    """Return the lines of whole requests and of first tokens, by the length of the prompt."""
+async def measure_requests(servers: Sequence[Server], direct: Server, peers: Peers = NO_PEERS) -> list[Line]:
+    """Return the lines of whole requests and of first tokens, by the length of the prompt.
+
+    What a frontend adds to a first token is what its engines, asked directly, do not take: a peer whose
+    engines are its own has no such row.
+    """
     lines: list[Line] = []
+    own_engines = {each.name for each in peers.frontends}
+    before_alike = [server for server in servers if server.name not in own_engines]
     for words in PROMPTS_WORDS:
         cpu = await in_turn(servers, partial(_request_us, words=words))
         lines += lines_beside(REQUEST_ROW, f"CPU a request, {words:,} words", "µs", cpu)
     for words in PROMPTS_WORDS:
-        waits = await in_turn([direct, *servers], partial(_first_tokens_us, words=words))
+        waits = await in_turn([direct, *before_alike], partial(_first_tokens_us, words=words))
         alone = waits.pop(DIRECT)
         added = {
             name: [
@@ -164,7 +201,7 @@ def _seed(number: int, words: int) -> int:
 
 
 def lines_beside(
-    row: str, variant: str, unit: str, rounds: Rounds, wanted_ratio: float | None = None
+    row: str, variant: str, unit: str, rounds: Rounds, wanted_of: Callable[[str], float] | None = None
 ) -> list[Line]:
     """Ours beside each other server; ours alone when there is none."""
     ours, *others = ((name, measured(each)) for name, each in rounds.items())
@@ -179,7 +216,7 @@ def lines_beside(
             peer=name,
             theirs=theirs,
             ratio=ours[1].p50 / theirs.p50,
-            wanted_ratio=wanted_ratio,
+            wanted_ratio=None if wanted_of is None else wanted_of(name),
         )
         for name, theirs in others
     ]

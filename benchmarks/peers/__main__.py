@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from benchmarks.comparison import measure_beside
-from benchmarks.frontend.rounds import measure_front_door
+from benchmarks.frontend.rounds import Peers, measure_front_door
+from benchmarks.peers.dynamo.frontend import DynamoFrontend
 from benchmarks.peers.environment import ensure_environment, gateway_commands, gateway_versions
 from benchmarks.report import measure_rows, open_console, report
 from benchmarks.rows import FRONT_DOOR, choose
@@ -24,6 +25,7 @@ def main(only: str | None) -> None:
     console = open_console()
     with console.status("the peers' environment"):
         python = ensure_environment()
+    peers = Peers(gateway_commands(python), (DynamoFrontend(python),))
     theirs = SideCommand("dynamo", python, "benchmarks.peers.dynamo")
     load_average = os.getloadavg()
     with Side(OURS) as our_side, Side(theirs) as their_side:
@@ -31,7 +33,7 @@ def main(only: str | None) -> None:
     lines = measure_rows(chosen.rows, lambda row: measure_beside(row, OURS, theirs), console)
     if chosen.front_door:
         with console.status(FRONT_DOOR):
-            lines += measure_front_door(OURS.python, gateway_commands(python))
+            lines += measure_front_door(OURS.python, peers)
     report("peers", lines, versions, load_average, console, keep=only is None)
 
 

@@ -10,6 +10,7 @@ from benchmarks.sides import ROOT
 
 FOLDER = ROOT / ".bench-venv"
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
+ALONE = Path(__file__).parent / "requirements-no-deps.txt"
 _INSTALLED = FOLDER / "installed.txt"
 
 
@@ -19,12 +20,14 @@ def ensure_environment() -> Path:
     Raises ``CalledProcessError`` when a package cannot be installed.
     """
     python = FOLDER / "bin" / "python"
-    wanted = REQUIREMENTS.read_text(encoding="utf-8")
+    wanted = REQUIREMENTS.read_text(encoding="utf-8") + ALONE.read_text(encoding="utf-8")
     if _INSTALLED.is_file() and _INSTALLED.read_text(encoding="utf-8") == wanted:
         return python
     if not python.is_file():
         subprocess.run([sys.executable, "-m", "venv", str(FOLDER)], check=True)
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", "-r", str(REQUIREMENTS)], check=True)
+    install = [str(python), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*install, "-r", str(REQUIREMENTS)], check=True)
+    subprocess.run([*install, "--no-deps", "-r", str(ALONE)], check=True)
     _INSTALLED.write_text(wanted, encoding="utf-8")
     return python
 
