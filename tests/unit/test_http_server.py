@@ -118,6 +118,33 @@ def test_a_refused_request_gets_its_reason_behind_what_is_owed(run: Run, data: b
     run(scenario())
 
 
+@pytest.mark.parametrize("tail", [b"", b"nothing\r\n\r\n"])
+def test_all_that_came_before_the_client_shut_its_side_is_answered(run: Run, tail: bytes) -> None:
+    """The handler of the first request waits until the end of the input has been seen."""
+
+    async def scenario() -> None:
+        may_answer = asyncio.Event()
+
+        async def slow(request: Request, responder: Responder) -> None:
+            await may_answer.wait()
+            await echo(request, responder)
+
+        async with serving(slow) as served:
+            reader, writer = await served.connect()
+            writer.write(GET * 3 + tail)
+            writer.write_eof()
+            asyncio.get_running_loop().call_later(0.05, may_answer.set)
+            answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+            answers = [answer for answer in answers if not answer.startswith(b"102 ")]  # is it still there?
+            assert [answer[:3] for answer in answers] == [b"200"] * 3 + [b"400"] * bool(tail)
+            assert [b"connection: close" in answer for answer in answers] == (
+                [False] * (len(answers) - 1) + [True]
+            )
+            writer.close()
+
+    run(scenario())
+
+
 def test_expect_continue(run: Run) -> None:
     async def scenario() -> None:
         async with serving(echo) as served:

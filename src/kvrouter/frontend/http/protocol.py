@@ -200,8 +200,9 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def may_keep_alive(self) -> bool:
-        """Whether another request would be taken on this connection."""
-        return not (self._server.is_draining or self._input_ended)
+        """Whether another answer may follow on this connection."""
+        is_last = self._input_ended and not (self._requests or self._fault)
+        return not (self._server.is_draining or is_last)
 
     async def wait_writable(self) -> None:
         """Returns once ``is_writable``, or once the connection is lost."""
