@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
 
-.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly lint types format bench bench-peers bench-recovery bench-herd bench-limits replay-sample docs docs-check clean
+.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits replay-sample docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
@@ -41,8 +41,14 @@ test-cluster: setup ## Build a Kubernetes control plane outside the project, onc
 	$(BIN)/python -m tests.cluster.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/cluster
 
-test-nightly: setup ## Run the long laws too: a million decisions
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile
+test-nightly: setup ## The long lane: a million decisions, a million HTTP cases, an hour of mixed load: hours
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
+	$(MAKE) --no-print-directory test-soak
+
+test-soak: setup ## The million HTTP cases and the hour of mixed load, with assertions in the native core
+	$(BIN)/maturin develop --quiet --profile checked
+	@touch native/Cargo.toml # the next target that needs the native core builds it without its assertions
+	$(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/nightly
 
 lint: setup ## Ruff, import contracts, rustfmt and clippy, fresh docs
 	$(BIN)/ruff check .

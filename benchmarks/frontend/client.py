@@ -83,7 +83,7 @@ async def ask_in_turn(port: int, *, requests: int, prompt_words: int, seed: int)
         for number in range(requests):
             writer.write(_request(prompt_of(seed + number, prompt_words), max_tokens=1, stream=False))
             head = await reader.readuntil(b"\r\n\r\n")
-            body = await reader.readexactly(_body_bytes(head))
+            body = await _body(reader, head)
             if not head.startswith(b"HTTP/1.1 200"):
                 raise AnswerFailed(f"port {port}: {head[:200]!r} {body[:500]!r}")
     finally:
@@ -191,9 +191,20 @@ def _request(prompt: str, *, max_tokens: int, stream: bool) -> bytes:
     return (head + body).encode()
 
 
-def _body_bytes(head: bytes) -> int:
-    for line in head.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.lower() == b"content-length":
-            return int(value)
-    raise AnswerFailed(f"an answer without a length: {head!r}")
+async def _body(reader: asyncio.StreamReader, head: bytes) -> bytes:
+    """Read one answer's body, of a length that is said before or in chunks."""
+    headers = {
+        name.strip().lower(): value.strip().lower()
+        for name, _, value in (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    }
+    if b"content-length" in headers:
+        return await reader.readexactly(int(headers[b"content-length"]))
+    if headers.get(b"transfer-encoding") != b"chunked":
+        raise AnswerFailed(f"an answer without a length: {head!r}")
+    body = b""
+    while True:
+        size = int((await reader.readuntil(b"\r\n")).partition(b";")[0], 16)
+        chunk = await reader.readexactly(size + 2)
+        if not size:
+            return body
+        body += chunk[:-2]

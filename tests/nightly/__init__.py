@@ -1,0 +1,1 @@
+"""Runs that take minutes to hours: ``make test-nightly``."""
