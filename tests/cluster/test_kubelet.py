@@ -180,7 +180,8 @@ def two_step_pod(namespace: str) -> dict[str, Any]:
     account = "/var/run/secrets/kubernetes.io/serviceaccount"
     parts = f"$(tr . '\\n' < {account}/token | grep -c .)"
     tells = f"echo $(cat /etc/place/zone) $MINE $WHERE {parts}"
-    stays = "trap 'echo bye; exit' TERM; while :; do sleep 0.1; done"
+    says_goodbye = "trap 'echo bye; exit' TERM"  # before it tells of itself, since it is ended once it has
+    stays = "while :; do sleep 0.1; done"
     names = {"MINE": "metadata.name", "WHERE": "status.podIP"}
     env = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in names.items()]
     shell = {"image": "example.com/sh:1", "command": ["/bin/sh", "-c"], "volumeMounts": [PLACE]}
@@ -192,7 +193,9 @@ def two_step_pod(namespace: str) -> dict[str, Any]:
         "metadata": {"namespace": namespace, "name": "two-step", "labels": {**BY_HAND, "place": "here"}},
         "spec": {
             "initContainers": [{**shell, **fell_back, "name": "wants", "args": [wants]}],
-            "containers": [{**shell, "name": "main", "args": [f"{tells}; {stays}"], "env": env}],
+            "containers": [
+                {**shell, "name": "main", "args": [f"{says_goodbye}; {tells}; {stays}"], "env": env}
+            ],
             "volumes": [{"name": "place", "downwardAPI": {"items": [zone]}}],
         },
     }
