@@ -42,7 +42,11 @@ def test_a_deployment_of_one_kind_has_one_account() -> None:
 
 def test_over_nats_pods_have_no_account_and_no_token() -> None:
     found = planned(deployment(), defaults=OVER_NATS)
-    assert {str(manifest["kind"]) for manifest in found.manifests} == {"Deployment", "Service"}
+    assert {str(manifest["kind"]) for manifest in found.manifests} == {
+        "Deployment",
+        "Service",
+        "PodDisruptionBudget",
+    }
     for template in templates(found).values():
         assert at(template, "spec", "automountServiceAccountToken") is False
         assert not has(at(template, "spec"), "serviceAccountName")

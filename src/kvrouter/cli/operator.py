@@ -34,6 +34,7 @@ class RunFlags:
     lease_namespace: str
     lease_name: str
     namespace: str
+    class_name: str
     image: str
     wait_image: str | None
     wait_timeout_s: int
@@ -197,6 +198,14 @@ def of_admission(command: F) -> F:
 @click.option(
     "--namespace", default="", metavar="NAME", help="Look after this namespace alone.  [default: all]"
 )
+@click.option(
+    "--class",
+    "class_name",
+    default="kvrouter",
+    show_default=True,
+    metavar="NAME",
+    help="Look after deployments whose annotation kvrouter.dev/class is this; without it that is kvrouter.",
+)
 @click.option("--image", required=True, metavar="IMAGE", help="The image that holds kvrouter.")
 @click.option(
     "--wait-image",
@@ -239,6 +248,7 @@ def operator_run(*, log_level: str, log_format: str, **flags: object) -> None:
         defaults=_defaults(told),
         kubeconfig=told.kubeconfig,
         namespace=told.namespace,
+        class_name=told.class_name,
         host=told.host,
         http_port=told.http_port,
         admission_port=told.admission_port,

@@ -86,6 +86,7 @@ class AdmissionWork:
     certificate: CertificateFiles | CertificateSecret
     defaults: PlanDefaults
     namespace: str
+    class_name: str
     host: str
     port: int
 
@@ -95,7 +96,12 @@ class AdmissionWork:
         Raises ConfigError for files that hold none, and OSError when the port is taken.
         """
         async with _files(self.certificate, cluster, observed, health) as files:
-            places = Places(cluster, namespace=self.namespace, lost=observed.lost_at_admission)
+            places = Places(
+                cluster,
+                namespace=self.namespace,
+                lost=observed.lost_at_admission,
+                class_name=self.class_name,
+            )
             door = AdmissionDoor(
                 facts=lambda: facts_for_admission(cluster),
                 labels=places.labels_of,
@@ -105,6 +111,7 @@ class AdmissionWork:
                 listener=observed,
                 not_ready=health.why_not_ready,
                 is_ours=lambda: definition.is_ours,
+                class_name=self.class_name,
             )
             port = await door.start(self.host, self.port)
             log_event(log, Event.READY, kind="admission", host=self.host, port=port)

@@ -11,6 +11,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.operator.classes import DEFAULT_CLASS
 from kvrouter.operator.doors import ADMISSION, AdmissionWork, CertificateFiles, CertificateSecret, plain_door
 from kvrouter.operator.health import Health
 from kvrouter.operator.observed import Observed, log
@@ -33,8 +34,9 @@ class OperatorSettings:
     """What one replica runs with.
 
     Without ``kubeconfig`` it signs in as its pod's service account. ``namespace`` is the only one that is
-    looked after; empty for all. ``certificate`` opens the admission door on ``admission_port``; without it
-    there is none. Probes and metrics are on ``http_port``, without TLS. Ports may be 0.
+    looked after, empty for all, and ``class_name`` the only class. ``certificate`` opens the admission door
+    on ``admission_port``; without it there is none. Probes and metrics are on ``http_port``, without TLS.
+    Ports may be 0.
     """
 
     identity: str
@@ -42,6 +44,7 @@ class OperatorSettings:
     defaults: PlanDefaults
     kubeconfig: Path | None = None
     namespace: str = ""
+    class_name: str = DEFAULT_CLASS
     times: LeaseTimes = field(default_factory=LeaseTimes)
     host: str = "0.0.0.0"  # noqa: S104 - kubelets and the API server come from outside the pod
     http_port: int = 8080
@@ -104,6 +107,7 @@ def _work(
             lease=settings.lease,
             namespace=settings.namespace,
             listener=observed,
+            class_name=settings.class_name,
         ).run()
 
     async def lead() -> None:
@@ -118,6 +122,7 @@ def _work(
             certificate=settings.certificate,
             defaults=settings.defaults,
             namespace=settings.namespace,
+            class_name=settings.class_name,
             host=settings.host,
             port=settings.admission_port,
         )

@@ -14,6 +14,7 @@ from kvrouter.operator.admission.bound import bind_answer, read_binding
 from kvrouter.operator.admission.review import Review, answer, is_judged, judged, read_review
 from kvrouter.operator.admission.shown import ShownCertificate
 from kvrouter.operator.admission.validate import Verdict
+from kvrouter.operator.classes import DEFAULT_CLASS, class_of
 from kvrouter.operator.facts import ClusterFacts, Grove
 from kvrouter.operator.labels import BoundPod
 from kvrouter.operator.plan import PlanDefaults
@@ -72,7 +73,7 @@ class AdmissionDoor:
     then topologies count as unread, and only what needs none is admitted. ``defaults`` are what deployments
     are planned with; what is admitted by that is ``tried``. ``labels`` has ``labels_s``; then the pod is
     bound without: the door never refuses one. While ``is_ours`` is false everything is let pass as it is:
-    definition and objects are another project's.
+    definition and objects are another project's; and so are deployments of another class than ``class_name``.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class AdmissionDoor:
         listener: Listener,
         not_ready: Callable[[], str | None],
         is_ours: Callable[[], bool] = lambda: True,
+        class_name: str = DEFAULT_CLASS,
         facts_s: float = FACTS_S,
         body_s: float = BODY_S,
         labels_s: float = LABELS_S,
@@ -96,7 +98,7 @@ class AdmissionDoor:
     ) -> None:
         self._facts, self._labels, self._tried, self._defaults = facts, labels, tried, defaults
         self._listener, self._not_ready = listener, not_ready
-        self._certificate, self._is_ours = certificate, is_ours
+        self._certificate, self._is_ours, self._class_name = certificate, is_ours, class_name
         self._facts_s, self._body_s, self._reread_s = facts_s, body_s, reread_s
         self._labels_s = labels_s
         self._body_bytes_max = body_bytes_max
@@ -160,7 +162,8 @@ class AdmissionDoor:
         review = await self._asked(request, read_review)
         if isinstance(review, web.Response):
             return review
-        verdict = await self._verdict(review) if self._is_ours() else Verdict()
+        is_of_class = class_of(review.new) == self._class_name
+        verdict = await self._verdict(review) if self._is_ours() and is_of_class else Verdict()
         self._listener.judged(verdict)
         return _json(answer(review.uid, verdict, review.name))
 

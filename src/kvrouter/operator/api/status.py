@@ -89,7 +89,7 @@ class DeploymentStatus(Part):
 
     observed_generation: Generation | None = None
     """Generation of the spec that this status speaks of."""
-    operator: Annotated[str, MaxLen(317)] | None = None
+    operator: Annotated[str, MaxLen(381)] | None = None
     """Operator that looks after it: the namespace and name of its lease. Others leave it alone."""
     conditions: Annotated[tuple[Condition, ...], MaxLen(16), Field(json_schema_extra=list_map("type"))] = ()
     """Ready, Available, TopologyResolved and DomainBalanced."""

@@ -1,5 +1,6 @@
 """From a deployment to manifests: what the cluster should hold for it."""
 
+from kvrouter.operator.plan.budgets import zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
 from kvrouter.operator.plan.hashes import TEMPLATE_HASH, template_hash
 from kvrouter.operator.plan.manifest import Manifest
@@ -33,4 +34,5 @@ __all__ = [
     "registers_elsewhere",
     "selector",
     "template_hash",
+    "zone_budgets",
 ]

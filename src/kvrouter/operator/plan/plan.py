@@ -9,6 +9,7 @@ from kvrouter.operator.api.names import level_problem
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
+from kvrouter.operator.plan.budgets import component_budget
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.names import labels_of
@@ -44,8 +45,9 @@ def plan(
     *,
     last_levels: Sequence[Level] = (),
 ) -> Plan:
-    """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend,
-    and before them the accounts of their processes.
+    """Return the manifests of ``deployment``: a Deployment for each component, a Service for each frontend, a
+    budget for each component whose pods are not counted zone by zone, and before them the accounts of their
+    processes.
 
     A policy that cannot be told plans nothing, since without it KV would go anywhere. ``last_levels`` are
     those of :data:`LEVELS_ANNOTATION` on what is there; they hold while the topology cannot be found, so that
@@ -75,6 +77,8 @@ def plan(
         manifests.append(workload(deployment, component, draft.template(), annotations))
         if component.type is ComponentType.FRONTEND:
             manifests.append(service(deployment, component, http_port(draft.main)))
+        if policy is None or component.type is ComponentType.FRONTEND:
+            manifests.append(component_budget(deployment, component))
         warnings += draft.warnings
     if problems:
         return Plan((), tuple(warnings), tuple(problems), policy, resolution)

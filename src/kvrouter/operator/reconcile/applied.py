@@ -20,7 +20,8 @@ SERVICES = Kind("v1", "Service", "services")
 ACCOUNTS = Kind("v1", "ServiceAccount", "serviceaccounts")
 ROLES = Kind("rbac.authorization.k8s.io/v1", "Role", "roles")
 ROLE_BINDINGS = Kind("rbac.authorization.k8s.io/v1", "RoleBinding", "rolebindings")
-OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS)
+BUDGETS = Kind("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
+OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS, BUDGETS)
 """The kinds that plans have manifests of."""
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from kvrouter.operator.api import API_VERSION, KIND
+from kvrouter.operator.classes import DEFAULT_CLASS
 from kvrouter.operator.reconcile.cluster import Cluster, Refused
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
@@ -22,15 +23,17 @@ AGAIN_S = 15.0
 
 
 class Claims:
-    """An operator is known by its lease, which its replicas share. It writes that into the status of each
-    deployment before anything else, and leaves those alone that name another one.
+    """An operator is known by its lease, which its replicas share, and its class. It writes that into the
+    status of each deployment before anything else, and leaves those alone that name another of its class.
 
     ``clock`` returns seconds that never go back.
     """
 
-    def __init__(self, cluster: Cluster, lease: Key, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cluster: Cluster, lease: Key, clock: Callable[[], float], class_name: str = DEFAULT_CLASS
+    ) -> None:
         self._cluster, self._clock = cluster, clock
-        self.name = str(lease)
+        self.name = str(lease) if class_name == DEFAULT_CLASS else f"{class_name}:{lease}"
         self._held: dict[Key, str] = {}
         self._seen: dict[str, tuple[str | None, float]] = {}
 
@@ -43,7 +46,8 @@ class Claims:
             self._held[key] = uid_of(found)
             return None
         self._held.pop(key, None)
-        if holder and not await self._is_gone(holder):
+        is_of_another_class = _class_in(holder) != _class_in(self.name)  # and that one has let go of it
+        if holder and not is_of_another_class and not await self._is_gone(holder):
             return holder
         await self._claim(found)
         self._held[key] = uid_of(found)
@@ -77,7 +81,7 @@ class Claims:
 
         One whose lease may not be read is there.
         """
-        namespace, _, name = holder.rpartition("/")
+        namespace, _, name = holder.rpartition(":")[2].rpartition("/")
         try:
             lease = await self._cluster.read(LEASES, Key(namespace, name))
         except Refused:
@@ -98,6 +102,11 @@ def handing_over(name: str, holder: str, namespace: str, deployment: str) -> str
         f"let one of them watch another namespace, or uninstall one. To hand it over: kubectl patch dgd "
         f"{deployment} --namespace {namespace} --subresource=status --type=merge --patch '{patch}'"
     )
+
+
+def _class_in(name: str) -> str:
+    """The class of an operator, by its name."""
+    return name.rpartition(":")[0] or DEFAULT_CLASS
 
 
 def _holder(found: Manifest) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvrouter.config.planes import DiscoveryBackend
+from kvrouter.operator.classes import DEFAULT_CLASS, class_of
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import gather_s, read_node
 from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults, fleet_name
@@ -78,6 +79,7 @@ class Driver:
         lease: Key,
         namespace: str,
         listener: Listener,
+        class_name: str = DEFAULT_CLASS,
         facts_s: float = FACTS_S,
         resync_s: float = RESYNC_S,
     ) -> None:
@@ -94,7 +96,11 @@ class Driver:
         self._nodes_stirred = asyncio.Event()
 
         def watched(
-            kind: Kind, labels: str, group_of: Callable[[Manifest], G], changed: Callable[[Manifest], None]
+            kind: Kind,
+            labels: str,
+            group_of: Callable[[Manifest], G],
+            changed: Callable[[Manifest], None],
+            is_wanted: Callable[[Manifest], bool] = lambda _: True,
         ) -> Watched[G]:
             return Watched(
                 cluster,
@@ -104,9 +110,16 @@ class Driver:
                 group_of=group_of,
                 changed=changed,
                 lost=lambda error: self._watch_lost(kind, error),
+                is_wanted=is_wanted,
             )
 
-        self._deployments = watched(DEPLOYMENTS_OF_GRAPHS, "", lambda _: None, self._deployment_changed)
+        self._deployments = watched(
+            DEPLOYMENTS_OF_GRAPHS,
+            "",
+            lambda _: None,
+            self._deployment_changed,
+            lambda found: class_of(found) == class_name,
+        )
         self._owned = {
             kind: watched(kind, f"app.kubernetes.io/managed-by={MANAGER}", owner_uid_of, self._owned_changed)
             for kind in OWNED
@@ -119,6 +132,7 @@ class Driver:
         self._workers = watched(WORKERS, FLEET_LABEL, fleet_of, self._card_changed)
         self._workers_unread = "they were not read yet"
         self._applied = Applied(cluster, self._owned)
+        self._claims = Claims(cluster, lease, time.monotonic, class_name)
         self._bindings = Bindings(cluster, lease)
         self._bindings_due = self._bindings_lost = False
         self._reconciler = Reconciler(
@@ -128,9 +142,8 @@ class Driver:
             defaults=defaults,
             recorder=Recorder(cluster, identity),
             listener=listener,
-            name=str(lease),
+            name=self._claims.name,
         )
-        self._claims = Claims(cluster, lease, time.monotonic)
         self._others: dict[Key, str] = {}
 
     async def run(self) -> None:

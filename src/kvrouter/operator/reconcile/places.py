@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvrouter.operator.classes import DEFAULT_CLASS, class_of
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import BoundPod, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
@@ -51,6 +52,7 @@ class Places:
         *,
         namespace: str,
         lost: Lost,
+        class_name: str = DEFAULT_CLASS,
         facts_s: float = FACTS_S,
         again_s: float = AGAIN_S,
     ) -> None:
@@ -68,6 +70,7 @@ class Places:
             group_of=lambda _: None,
             changed=self._changed,
             lost=lambda error: lost(DEPLOYMENTS_OF_GRAPHS, error),
+            is_wanted=lambda found: class_of(found) == class_name,
         )
 
     async def run(self) -> None:

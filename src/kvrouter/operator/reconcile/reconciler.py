@@ -1,5 +1,6 @@
 """One look at a deployment: what it says is made so in the cluster, and what is so becomes its status."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,16 +21,19 @@ from kvrouter.operator.api import (
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, Pod, late_labels, read_node, read_pod
 from kvrouter.operator.plan import (
+    COMPONENT_LABEL,
     LEVELS_ANNOTATION,
     TYPE_LABEL,
+    Plan,
     PlanDefaults,
     fleet_name,
     object_name,
     plan,
     read_levels,
     registers_elsewhere,
+    zone_budgets,
 )
-from kvrouter.operator.reconcile.applied import WORKLOADS, Applied, Changes
+from kvrouter.operator.reconcile.applied import BUDGETS, WORKLOADS, Applied, Changes
 from kvrouter.operator.reconcile.claims import handing_over
 from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import (
@@ -54,6 +58,7 @@ from kvrouter.operator.status import (
     role_mistakes,
     unreadable_status,
 )
+from kvrouter.operator.status.resolved import copy_of
 
 WARNINGS_TOLD_MAX = 20
 SET_BACK = (
@@ -135,7 +140,8 @@ class Reconciler:
         planned = plan(deployment, facts, self._defaults, last_levels=last_levels(self._applied, found))
         changes = Changes()
         if not planned.problems:
-            changes = await self._applied.apply(key, uid_of(found), planned.manifests)
+            budgets = self._zone_budgets(found, deployment, planned)
+            changes = await self._applied.apply(key, uid_of(found), (*planned.manifests, *budgets))
             if changes.are_any:
                 self._listener.changed(key, changes)
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
@@ -185,6 +191,29 @@ class Reconciler:
         if found is not None:
             said = handing_over(self._name, holder, *key)
             await self._recorder.record_once(found, "OtherOperator", said, warns=True)
+
+    def _zone_budgets(
+        self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan
+    ) -> list[Manifest]:
+        """What a drain leaves of the workers that are Ready in each of the policy's domains."""
+        if planned.policy is None or planned.resolution is None:
+            return []
+        pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key_of(found))) if pod is not None]
+        label = copy_of(planned.policy, planned.resolution).pod_label
+        there = self._applied.objects_of(found, BUDGETS)
+        budgets: list[Manifest] = []
+        for component in deployment.spec.components:
+            if component.type.is_worker:
+                ready = Counter(
+                    pod.labels[label]
+                    for pod in pods
+                    if pod.labels.get(COMPONENT_LABEL) == component.name
+                    and pod.labels.get(label)
+                    and pod.is_ready
+                    and not pod.is_over
+                )
+                budgets += zone_budgets(deployment, component, label, ready, there, datetime.now(UTC))
+        return budgets
 
     def is_as_told(self, found: Manifest) -> bool:
         """Whether the status that a watch shows is the one that was written last."""

@@ -15,7 +15,8 @@ G = TypeVar("G", bound=Hashable)
 
 
 class Watched(Generic[G]):
-    """The objects of a kind that ``labels`` picks, by place and by group.
+    """The objects of a kind that ``labels`` and ``is_wanted`` pick, by place and by group. One that is wanted
+    no more counts as gone.
 
     ``changed`` is called with every object that came, changed or went, and once for each at the start.
     ``lost`` is called with the reason when the cluster cannot be watched, and with None when it can again:
@@ -32,11 +33,12 @@ class Watched(Generic[G]):
         group_of: Callable[[Manifest], G],
         changed: Callable[[Manifest], None],
         lost: Callable[[ClusterError | None], None],
+        is_wanted: Callable[[Manifest], bool] = lambda _: True,
         watch_s: int = WATCH_S,
         retry_s: float = RETRY_S,
     ) -> None:
         self._cluster, self._kind = cluster, kind
-        self._labels, self._namespace = labels, namespace
+        self._labels, self._namespace, self._is_wanted = labels, namespace, is_wanted
         self._group_of, self._changed, self._lost = group_of, changed, lost
         self._watch_s, self._retry_s = watch_s, retry_s
         self._objects: dict[Key, Manifest] = {}
@@ -85,7 +87,7 @@ class Watched(Generic[G]):
 
     async def _list(self) -> None:
         found = await self._cluster.find(self._kind, namespace=self._namespace, labels=self._labels)
-        there = {key_of(manifest): manifest for manifest in found.objects}
+        there = {key_of(manifest): manifest for manifest in found.objects if self._is_wanted(manifest)}
         for key in [key for key in self._objects if key not in there]:
             self._remove(self._objects[key])
         for key, manifest in there.items():
@@ -105,7 +107,7 @@ class Watched(Generic[G]):
             opened=self._found,
         )
         async for change, manifest in seen:
-            if change is Change.DELETED:
+            if change is Change.DELETED or (change is not Change.BOOKMARK and not self._is_wanted(manifest)):
                 self._remove(manifest)
             elif change is not Change.BOOKMARK:
                 self._put(manifest)

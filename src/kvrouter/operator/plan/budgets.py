@@ -1,0 +1,133 @@
+"""How many pods a drain may take at a time: a PodDisruptionBudget for each component, or each zone of it."""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from math import ceil
+from typing import NamedTuple
+
+from kvrouter.operator.api import Component, DynamoGraphDeployment
+from kvrouter.operator.plan.manifest import Manifest, mapping, strings
+from kvrouter.operator.plan.names import labels_of, object_name, selector
+from kvrouter.operator.plan.workload import owned_metadata
+
+SHARE = 0.25
+"""Of the pods, as in a rolling update of workers; at least one."""
+
+HOLD_S = 600
+"""For how long a zone with fewer Ready workers than before keeps the budget of those that it had."""
+
+WORKERS = "kvrouter.dev/workers"
+"""Annotation of a zone's budget: how many Ready workers it was made for."""
+FEWER_SINCE = "kvrouter.dev/fewer-since"
+"""Annotation of a zone's budget: since when there are fewer."""
+
+COUNT_DIGITS_MAX = 6
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+
+
+class Held(NamedTuple):
+    """How many Ready workers a zone's budget is made for, and since when there are fewer, if there are."""
+
+    workers: int
+    fewer_since: datetime | None = None
+
+    @property
+    def at_least(self) -> int:
+        """How many of them a drain leaves: all but a quarter, and none of a single one."""
+        return self.workers - ceil(self.workers * SHARE)
+
+
+def held_for(before: Held, ready: int, now: datetime) -> Held:
+    """Return what a zone's budget is made for when ``ready`` workers are there. More count at once; fewer
+    only after :data:`HOLD_S`, so that a drain does not lower what holds it, and is not held up for ever.
+    """
+    if ready >= before.workers:
+        return Held(ready)
+    since = before.fewer_since or now
+    return Held(ready) if now - since >= timedelta(seconds=HOLD_S) else Held(before.workers, since)
+
+
+def component_budget(deployment: DynamoGraphDeployment, component: Component) -> Manifest:
+    """Return the budget of all pods of a component. A share of one pod is that pod: it can be drained."""
+    name = object_name(deployment.metadata.name, component.name)
+    metadata = owned_metadata(deployment, name, labels_of(deployment, component))
+    return _budget(
+        metadata, {"maxUnavailable": f"{SHARE:.0%}"}, selector(deployment.metadata.name, component.name)
+    )
+
+
+def zone_budgets(
+    deployment: DynamoGraphDeployment,
+    component: Component,
+    label: str,
+    ready: Mapping[str, int],
+    there: Sequence[Manifest],
+    now: datetime,
+) -> list[Manifest]:
+    """Return a budget for each zone of a component's workers: ``ready`` are its Ready ones by the value of
+    their ``label``, ``there`` the budgets that the deployment has.
+
+    They say how many must stay, in a number: of what may go, Kubernetes would count by the whole component.
+    """
+    before = {str(mapping(each.get("metadata")).get("name")): _read(each) for each in there}
+    picks = selector(deployment.metadata.name, component.name)
+    known = {
+        str(value)
+        for each in there
+        if strings(picks).items() <= (labels := _match_labels(each)).items()
+        and (value := labels.get(label)) is not None
+    }
+    found = []
+    for value in sorted({*ready, *known}):
+        name = budget_name(deployment.metadata.name, component.name, value)
+        held = held_for(before.get(name, Held(0)), ready.get(value, 0), now)
+        if held.workers:
+            annotations: Manifest = {WORKERS: str(held.workers)}
+            if held.fewer_since is not None:
+                annotations[FEWER_SINCE] = held.fewer_since.astimezone(UTC).strftime(_TIME)
+            metadata = owned_metadata(deployment, name, labels_of(deployment, component), annotations)
+            found.append(_budget(metadata, {"minAvailable": held.at_least}, {**picks, label: value}))
+    return found
+
+
+def budget_name(deployment: str, component: str, value: str) -> str:
+    """Return the name of a zone's budget: ``<deployment>-<component>.<zone>``, which no component's is."""
+    if _NAME.fullmatch(value):
+        return f"{object_name(deployment, component)}.{value}"
+    digest = hashlib.sha256(value.encode()).hexdigest()[:8]
+    return f"{object_name(deployment, component)}.zone.{digest}"
+
+
+def _budget(metadata: Manifest, allowed: Manifest, picks: Mapping[str, str]) -> Manifest:
+    """Pods that are not Ready may always go: they serve nobody, and would hold up a drain for ever."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": metadata,
+        "spec": {
+            **allowed,
+            "selector": {"matchLabels": strings(picks)},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        },
+    }
+
+
+def _match_labels(budget: Manifest) -> Manifest:
+    return mapping(mapping(mapping(budget.get("spec")).get("selector")).get("matchLabels"))
+
+
+def _read(budget: Manifest) -> Held:
+    """What a budget was made for; nothing where its annotations do not say so."""
+    annotations = mapping(mapping(budget.get("metadata")).get("annotations"))
+    workers, since = str(annotations.get(WORKERS)), annotations.get(FEWER_SINCE)
+    if not (workers.isascii() and workers.isdigit() and len(workers) <= COUNT_DIGITS_MAX):
+        return Held(0)
+    try:
+        fewer_since = datetime.strptime(str(since), _TIME).replace(tzinfo=UTC) if since else None
+    except ValueError:
+        fewer_since = None
+    return Held(int(workers), fewer_since)

@@ -1,0 +1,81 @@
+"""How many workers a drain may take: never a zone's last while more are Ready, and never held up for ever."""
+
+from datetime import UTC, datetime, timedelta
+from typing import cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.operator.plan import Manifest, plan, zone_budgets
+from kvrouter.operator.plan.budgets import HOLD_S, Held, budget_name, held_for
+from tests.support.deployments import DEFAULTS, FACTS, deployment
+from tests.support.statuses import REQUIRED
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LABEL = "topology.kubernetes.io/zone"
+OF = deployment(types=("frontend", "prefill", "decode"))
+DECODE = OF.spec.components[2]
+
+steps = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3 * HOLD_S)), min_size=1, max_size=30)
+
+
+@given(steps)
+def test_a_drain_leaves_a_worker_where_there_were_more_and_waits_no_longer_than_the_hold(
+    seen: list[tuple[int, int]],
+) -> None:
+    held, now = Held(0), NOW
+    fewer_for_s = 0
+    for ready, later_s in seen:
+        now += timedelta(seconds=later_s)
+        was, held = held, held_for(held, ready, now)
+        assert held.workers >= ready
+        assert held.at_least < held.workers or held.workers == 0  # one may always go
+        assert held.at_least >= 1 or held.workers <= 1
+        fewer_for_s = fewer_for_s + later_s if was.fewer_since is not None and ready < was.workers else 0
+        if fewer_for_s >= HOLD_S:
+            assert held == Held(ready)
+
+
+def test_a_single_worker_may_go_and_of_several_some_stay() -> None:
+    left = [Held(workers).at_least for workers in (0, 1, 2, 3, 4, 5, 8)]
+    assert left == [0, 0, 1, 2, 3, 3, 6]
+
+
+def test_each_zone_has_a_budget_that_is_kept_for_a_while_and_then_goes() -> None:
+    found = zone_budgets(OF, DECODE, LABEL, {"a": 2, "b": 1}, [], NOW)
+    assert [at_least(each) for each in found] == [1, 0]
+    assert [cast(Manifest, each["metadata"])["name"] for each in found] == ["llm-decode.a", "llm-decode.b"]
+    spec = cast(Manifest, found[0]["spec"])
+    assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+    picked = cast(Manifest, cast(Manifest, spec["selector"])["matchLabels"])
+    assert picked[LABEL] == "a"
+
+    drained = zone_budgets(OF, DECODE, LABEL, {"a": 1}, found, NOW + timedelta(seconds=60))
+    assert [at_least(each) for each in drained] == [1, 0]
+    later = NOW + timedelta(seconds=60 + HOLD_S)
+    assert [at_least(each) for each in zone_budgets(OF, DECODE, LABEL, {"a": 1}, drained, later)] == [0]
+
+
+def test_budgets_of_another_component_are_not_this_ones() -> None:
+    prefill = zone_budgets(OF, OF.spec.components[1], LABEL, {"a": 2}, [], NOW)
+    assert zone_budgets(OF, DECODE, LABEL, {}, prefill, NOW) == []
+
+
+def test_names_of_zones_are_names_of_objects() -> None:
+    assert budget_name("llm", "decode", "zone-a") == "llm-decode.zone-a"
+    odd = {budget_name("llm", "decode", value) for value in ("Zone_A", "zone_a", "")}
+    assert len(odd) == 3
+    assert all(name.startswith("llm-decode.zone.") for name in odd)
+
+
+def test_without_a_policy_each_component_has_a_budget_and_with_one_the_frontends_alone() -> None:
+    for policy, expected in ((None, ["frontend", "prefill", "decode"]), (REQUIRED, ["frontend"])):
+        planned = plan(deployment(policy=policy, types=("frontend", "prefill", "decode")), FACTS, DEFAULTS)
+        budgets = [each for each in planned.manifests if each["kind"] == "PodDisruptionBudget"]
+        names = [cast(Manifest, each["metadata"])["name"] for each in budgets]
+        assert [str(name).casefold() for name in names] == [f"llm-{name}" for name in expected]
+        assert {cast(Manifest, each["spec"])["maxUnavailable"] for each in budgets} == {"25%"}
+
+
+def at_least(budget: Manifest) -> object:
+    return cast(Manifest, budget["spec"])["minAvailable"]
