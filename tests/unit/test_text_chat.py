@@ -206,3 +206,10 @@ def test_arguments_of_calls_are_bounded_before_they_are_built(arguments: list[st
     at = len(arguments) - 1
     assert caught.value.param == f"messages[1].tool_calls[{at}].function.arguments"
     assert "tool_call" in mock_template().render(_calling('{"x":[1,2]}'))
+
+
+def test_what_a_template_says_of_a_long_message_is_cut() -> None:
+    template = ChatTemplate("{{ raise_exception('not this: ' + messages[0].content) }}")
+    with pytest.raises(InvalidRequest, match="not this: xxx") as caught:
+        template.render([{"role": "user", "content": "x" * 100_000}])
+    assert len(caught.value.message) < 600
