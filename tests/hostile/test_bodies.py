@@ -101,10 +101,9 @@ async def test_no_body_is_read_that_no_prompt_needs(command: str) -> None:
         meter.forget_peak()
         before_bytes = meter.resident_bytes()
         body = said(b"a", b'"}]}', size_bytes=LONG_BODY_BYTES)
-        for _ in range(3):
-            reply = await door.http.post(path, content=body)
-            assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
-            assert "KVROUTER_BODY_MAX_BYTES" in reply.text
+        reply = await door.http.post(path, content=body)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
+        assert "KVROUTER_BODY_MAX_BYTES" in reply.text
         assert meter.peak_bytes() - before_bytes < len(body) / 2
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 import time
+from typing import NoReturn
 
 import httpx
 import pytest
@@ -141,6 +142,40 @@ def test_all_that_came_before_the_client_shut_its_side_is_answered(run: Run, tai
                 [False] * (len(answers) - 1) + [True]
             )
             writer.close()
+
+    run(scenario())
+
+
+def test_who_still_sends_a_body_that_is_too_long_gets_the_answer_behind_it(run: Run) -> None:
+    async def scenario() -> None:
+        limits = Limits(body_bytes=1_000, linger_s=0.5, sweep_s=0.02, body_s=60)
+        async with serving(echo, limits) as served:
+            reader, writer = await served.connect()
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+            began_s = asyncio.get_running_loop().time()
+            while asyncio.get_running_loop().time() < began_s + 1.2:  # longer than the server would wait
+                writer.write(b"x" * 1_000)
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            assert (await reader.read()).startswith(b"HTTP/1.1 413")
+
+    run(scenario())
+
+
+def test_nobody_sends_a_body_that_is_too_long_for_ever(run: Run) -> None:
+    async def scenario() -> None:
+        limits = Limits(body_bytes=1_000, linger_s=0.1, sweep_s=0.02, body_s=0.3)
+        async with serving(echo, limits) as served:
+            _, writer = await served.connect()
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+            with pytest.raises(ConnectionError):
+                await send_on(writer)
+
+    async def send_on(writer: asyncio.StreamWriter) -> NoReturn:
+        while True:
+            writer.write(b"x")
+            await writer.drain()
+            await asyncio.sleep(0.02)
 
     run(scenario())
 

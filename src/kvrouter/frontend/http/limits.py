@@ -89,7 +89,8 @@ class Limits:
     """Unsent bytes that a stream may pile up although it is not ready, before its client is cut off."""
 
     linger_s: float = 2.0
-    """After an error answer: how long leftover bytes are still read, so that the client gets the answer."""
+    """After an error answer: how long leftover bytes are still read, so that the client gets the answer. Of a
+    body that is too long they are read until they have stopped for this time, within ``body_s``."""
 
     probe_s: float = 1.0
     """Between two probes of a client that shut its writing side and waits for an answer."""

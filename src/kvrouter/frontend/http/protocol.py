@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import BodyTooLarge, KvrouterError
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import (
@@ -125,6 +125,7 @@ class HttpProtocol(asyncio.Protocol):
         self._lost = False
         self._cut_reason: Disconnect | None = None
         self._linger_until_s: float | None = None
+        self._linger_end_s = 0.0
         self._probed_at_s = 0.0
         self._written_bytes = 0
         self._taken_bytes = 0
@@ -153,6 +154,9 @@ class HttpProtocol(asyncio.Protocol):
         """Bytes from the client; those after its last request are dropped."""
         if not self._closing and self._fault is None:
             self._take(self._connection.receive(data, self._loop.time()))
+        elif self._linger_until_s is not None:
+            until_s = self._loop.time() + self._limits.linger_s
+            self._linger_until_s = max(self._linger_until_s, min(until_s, self._linger_end_s))
 
     def eof_received(self) -> bool:
         """The client shut its writing side. True keeps our side open while something is owed to it."""
@@ -374,12 +378,19 @@ class HttpProtocol(asyncio.Protocol):
         self.write(refusal_bytes(fault, self.date_line()))
 
     def _linger(self) -> None:
-        """Reads on for a while before closing: bytes left unread would reset the answer on its way."""
+        """Reads on for a while before closing: bytes left unread would reset the answer on its way.
+
+        A client whose body is too long reads its answer once it has sent that: as long as bytes of it come it
+        has the time for a body.
+        """
         self._closing = True
         if self._input_ended or self._limits.linger_s == 0:
             self._close()
             return
-        self._linger_until_s = self._loop.time() + self._limits.linger_s
+        now_s = self._loop.time()
+        self._linger_until_s = now_s + self._limits.linger_s
+        if self._fault is not None and self._fault.status == BodyTooLarge.status_hint:
+            self._linger_end_s = now_s + self._limits.body_s
         if not self._reading:
             self._reading = True
             self._transport.resume_reading()
