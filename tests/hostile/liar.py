@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 
@@ -23,8 +24,9 @@ class Liar:
     subscribers. It answers ``snapshot`` to whoever asks for its whole state.
     """
 
-    def __init__(self, events: ZmqEventPublisher, card: WorkerCard) -> None:
+    def __init__(self, events: ZmqEventPublisher, discovery: FileDiscovery, card: WorkerCard) -> None:
         self.events = events
+        self._discovery = discovery
         self.card = card
         self.rank = WorkerRank(card.worker_id, DpRank(0))
         self.epoch = card.incarnation
@@ -36,6 +38,11 @@ class Liar:
 
     def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
         return self.snapshot
+
+    async def grows(self, **of_card: Any) -> None:
+        """Publish another card."""
+        self.card = msgspec.structs.replace(self.card, **of_card)
+        await self._discovery.publish(self.card)
 
     def say(self, batch: KvBatch) -> None:
         """Publish a batch on the liar's own topic, whatever rank it names."""
@@ -74,7 +81,7 @@ async def admitted(fleet: Fleet, **of_card: object) -> AsyncIterator[Liar]:
     try:
         card = msgspec.structs.replace(card, **of_card)
         await discovery.publish(card)
-        yield Liar(events, card)
+        yield Liar(events, discovery, card)
     finally:
         await discovery.withdraw(card.worker_id, card.incarnation)
         await discovery.close()

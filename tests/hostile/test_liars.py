@@ -100,3 +100,39 @@ async def tell_of_millions(liar: Liar) -> None:
         stored = Stored(None, columns[0].tobytes(), columns[1].tobytes())
         liar.say(KvBatch(liar.rank, liar.epoch, EventId(event_id), (stored,)))
         await asyncio.sleep(0.01)
+
+
+async def test_a_liars_card_changes_nothing_of_what_clients_may_ask_alive_or_dead() -> None:
+    """It says ``context_length: 1``, names a tokenizer that is none, and takes a name for its own."""
+    body = {"model": "mock", "prompt": words(n=200), "max_tokens": 4}
+
+    async def status(frontend: Frontend, **changed: object) -> int:
+        return (await frontend.http.post("/v1/completions", json={**body, **changed})).status_code
+
+    async with fleet({**PLANES, "KVROUTER_LEASE_S": "2"}) as processes:
+        await processes.worker("--worker-id", "1")
+        frontend = await processes.frontend()
+
+        async def is_served() -> bool:
+            return await status(frontend) == 200
+
+        await eventually(is_served)
+        (before,) = (await frontend.http.get("/v1/models")).json()["data"]
+        lies = {"context_length": 1, "tokenizer": "/nowhere", "names": {"mock": "an-adapter"}}
+        async with admitted(processes, **lies) as liar:
+
+            async def is_known() -> bool:
+                return await worker_of(frontend, LIAR) is not None
+
+            await eventually(is_known)
+            for _ in range(8):
+                assert await status(frontend) == 200
+            (during,) = (await frontend.http.get("/v1/models")).json()["data"]
+            assert during["max_model_len"] == before["max_model_len"]
+            await liar.grows(context_length=10**9)  # and now it can do everything
+            for _ in range(8):
+                assert await status(frontend) == 200, "nothing of what others can do is only its own"
+        for _ in range(8):
+            assert await status(frontend) == 200
+        longer = await status(frontend, max_tokens=before["max_model_len"])
+        assert longer == 400, "the context is that of who is left"

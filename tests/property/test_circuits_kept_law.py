@@ -75,6 +75,7 @@ class CircuitsMachine(RuleBasedStateMachine):
             shape=Shape.AGGREGATED if prefill is None else Shape.SYNCHRONOUS,
             seed=0,
             decode_address="",
+            decode_context_tokens=4096,
             decode_lease=LeaseId(0),
         )
         self.circuits.booked(placement)

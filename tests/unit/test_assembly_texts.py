@@ -65,3 +65,21 @@ async def test_a_model_without_workers_makes_room_and_one_with_workers_does_not(
     texts.on_gone(WorkerId(1), card(1).incarnation, Gone.WITHDRAWN)
     await announce(texts, serving("c", 3))
     assert list(texts) == ["b", "c"]
+
+
+async def test_the_tokenizer_is_that_of_most_workers_and_no_single_one_changes_it(tmp_path: Path) -> None:
+    texts = AnnouncedTexts({}, EncodePool())
+    await announce(texts, serving("m", 1), serving("m", 2))
+    loaded = texts[ModelName("m")]
+    other = tmp_path / "other"
+    other.symlink_to(MOCK_FOLDER)
+    await announce(texts, serving("m", 3, tokenizer=str(other)))
+    await announce(texts, replace(serving("m", 3), context_length=1))
+    assert texts[ModelName("m")] is loaded
+    await announce(texts, replace(serving("m", 3), context_length=10**6))
+    assert texts[ModelName("m")].context_length_tokens == 10**6, "who may answer decides which of it counts"
+    texts.on_gone(WorkerId(3), card(3).incarnation, Gone.EXPIRED)
+    assert texts[ModelName("m")] == loaded
+    await announce(texts, *(serving("m", worker_id, tokenizer=str(other)) for worker_id in (2, 3)))
+    await announce(texts, serving("m", 1, tokenizer=str(other)))
+    assert texts[ModelName("m")] is not loaded

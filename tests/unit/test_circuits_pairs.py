@@ -65,6 +65,7 @@ class Bench:
             shape=Shape.SYNCHRONOUS,
             seed=0,
             decode_address="",
+            decode_context_tokens=4096,
             decode_lease=LeaseId(0),
         )
         self.circuits.booked(placement)

@@ -349,18 +349,20 @@ async def test_a_prompt_must_leave_room_in_the_context() -> None:
         await router.generate([7] * 4080, stop_conditions={"max_tokens": 16})
 
 
-async def test_the_context_is_that_of_whoever_may_serve_a_leg() -> None:
+async def test_a_request_goes_only_to_workers_whose_context_holds_it() -> None:
     small = replace(card(2), context_length=64)
     async with Scripted(card(1), small).router as router:
-        with pytest.raises(ContextLengthExceeded):  # it could go to worker 2
-            await router.generate(PROMPT)
+        for _ in range(4):
+            worker_id, _, _ = await router.best_worker(PROMPT)
+            assert worker_id == 1
         with pytest.raises(ContextLengthExceeded):
             await router.generate(PROMPT, worker_id=2)
         await router.generate(PROMPT, worker_id=1)
-    sender = replace(card(3, Role.PREFILL), context_length=64)
+    sender = replace(card(3, Role.PREFILL), context_length=8)
     async with Scripted(card(1), sender).router as router:
-        with pytest.raises(ContextLengthExceeded):
-            await router.generate(PROMPT, worker_id=1)
+        with pytest.raises(NoEligibleWorker) as refused:
+            await router.best_worker(PROMPT)
+        assert refused.value.refusals == {Reason.CONTEXT_TOO_SHORT: 1}
 
 
 async def test_a_worker_with_another_block_size_is_refused_and_logged(

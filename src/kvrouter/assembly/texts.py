@@ -1,7 +1,9 @@
 """The tokenizers of a frontend that meets its models one by one, as workers announce them."""
 
 import asyncio
+import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -37,9 +39,9 @@ def encode_pool(front: FrontendSettings) -> EncodePool:
 class AnnouncedTexts(Mapping[ModelName, TextModel]):
     """Loads a model's tokenizer when its first worker is announced, off the event loop.
 
-    ``folders`` are this host's own, by model; without one what the worker's card names is read: a folder, or
-    a Hugging Face repository.
-    ``texts`` are loaded already.
+    ``folders`` are this host's own, by model; without one what the cards name is read, a folder or a Hugging
+    Face repository: what most of the model's workers name of those that can be read, the one in use among
+    equals. ``texts`` are loaded already.
     A model whose tokenizer cannot be loaded has workers and no text: its requests are refused, and the next
     announcement tries again.
     """
@@ -54,7 +56,9 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         self._pool = pool
         self._texts: dict[ModelName, TextModel] = dict(texts or {})
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
-        self._model_of: dict[WorkerId, tuple[Epoch, ModelName]] = {}
+        self._cards: dict[WorkerId, WorkerCard] = {}
+        self._loaded_from: dict[ModelName, str] = {}
+        self._failed: dict[ModelName, set[str]] = {}
 
     def __getitem__(self, model: ModelName) -> TextModel:
         return self._texts[model]
@@ -67,45 +71,73 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
 
     def on_card(self, card: WorkerCard) -> None:
         """A worker was announced."""
-        self._model_of[card.worker_id] = (card.incarnation, card.model)
-        known = self._texts.get(card.model)
-        if card.model in self._loading or (
-            known is not None and known.context_length_tokens == card.context_length
-        ):
+        self._cards[card.worker_id] = card
+        self._fit(card.model)
+        if card.model in self._loading:
             return
-        if known is None and not self._has_room():
+        named = self._named(card)
+        is_loaded = card.model in self._texts
+        if is_loaded and self._loaded_from.get(card.model, named) == named:
+            return
+        if not is_loaded and not self._has_room():
             self._refuse(card, f"{TEXTS_MAX} models are loaded already")
             return
-        folder = self._folders.get(card.model)
-        if folder is None and card.tokenizer is None:
+        if not named:
             self._refuse(card, "its workers name no tokenizer: give its folder with --model-path")
             return
-        source = str(card.tokenizer if folder is None else folder)
-        task = asyncio.get_running_loop().create_task(self._load(card, source))
+        task = asyncio.get_running_loop().create_task(self._load(card, named))
         self._loading[card.model] = task
+
+    def _fit(self, model: ModelName) -> None:
+        """Let the text of a model that workers announced have the longest context of them."""
+        if model not in self._loaded_from:
+            return
+        text, of_model = self._texts[model], (each for each in self._cards.values() if each.model == model)
+        longest = max((card.context_length for card in of_model), default=text.context_length_tokens)
+        if longest != text.context_length_tokens:
+            self._texts[model] = dataclasses.replace(text, context_length_tokens=longest)
+
+    def _named(self, card: WorkerCard) -> str:
+        """Where the tokenizer of the card's model is: as this host says, else as most of its workers do; ""
+        where none does.
+        """
+        own = self._folders.get(card.model)
+        if own is not None:
+            return str(own)
+        of_model = [each for each in self._cards.values() if each.model == card.model]
+        said = Counter(each.tokenizer for each in of_model if each.tokenizer)
+        in_use = self._loaded_from.get(card.model)
+        failed = self._failed.get(card.model, set())
+        return max(said, key=lambda named: (named not in failed, said[named], named == in_use), default="")
 
     def on_gone(self, worker_id: WorkerId, incarnation: Epoch, _why: Gone) -> None:
         """A worker left; its model's tokenizer stays for the next one, until the room is needed."""
-        known = self._model_of.get(worker_id)
-        if known is not None and known[0] == incarnation:
-            del self._model_of[worker_id]
+        known = self._cards.get(worker_id)
+        if known is not None and known.incarnation == incarnation:
+            del self._cards[worker_id]
+            self._fit(known.model)
 
     def _has_room(self) -> bool:
         """Whether one more model may be loaded; the oldest that has no workers any more makes room for it."""
         if len(self._texts.keys() | self._loading.keys()) < TEXTS_MAX:
             return True
-        served = {model for _, model in self._model_of.values()}
+        served = {card.model for card in self._cards.values()}
         unused = next((model for model in self._texts if model not in served), None)
         if unused is None:
             return False
         del self._texts[unused]
+        self._loaded_from.pop(unused, None)
         return True
 
-    async def _load(self, card: WorkerCard, source: str) -> None:
+    async def _load(self, card: WorkerCard, named: str) -> None:
         try:
-            self._texts[card.model] = await asyncio.to_thread(self._read, card, source)
+            self._texts[card.model] = await asyncio.to_thread(self._read, card, named)
+            self._loaded_from[card.model] = named
+            self._failed.pop(card.model, None)
+            self._fit(card.model)
         except (KvrouterError, OSError, ValueError) as error:
-            self._refuse(card, f"{source}: {error}")
+            self._failed.setdefault(card.model, set()).add(named)
+            self._refuse(card, f"{named}: {error}")
         finally:
             del self._loading[card.model]
 

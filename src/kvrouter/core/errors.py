@@ -43,6 +43,7 @@ class Reason(StrEnum):
     ENGINE_SILENT = "engine_silent"
     CIRCUIT_OPEN = "circuit_open"
     KV_LOST = "kv_lost"
+    CONTEXT_TOO_SHORT = "context_too_short"
 
 
 class KvrouterError(Exception):

@@ -203,6 +203,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
     With ``has_media`` some of ``token_ids`` stand for what is no text: no engine tells of blocks with them.
+    ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
+    length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     """
 
     request_id: RequestId
@@ -218,3 +220,4 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     intake: str = ""
     call: ClientCall | None = None
     has_media: bool = False
+    context_tokens: int = 0

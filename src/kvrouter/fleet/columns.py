@@ -37,6 +37,7 @@ class Columns:
     decode_or_both: BoolColumn
     total_blocks: FloatColumn
     kv_bytes_per_token: npt.NDArray[np.int64]
+    context_length: npt.NDArray[np.int64]
     has_report: BoolColumn
     report_active_blocks: npt.NDArray[np.int64]
     report_prefill_tokens: npt.NDArray[np.int64]
@@ -57,6 +58,7 @@ class Columns:
             "decode_or_both": (np.bool_, False),
             "total_blocks": (np.float64, np.inf),
             "kv_bytes_per_token": (np.int64, UNKNOWN),
+            "context_length": (np.int64, UNKNOWN),
             "has_report": (np.bool_, False),
             "report_active_blocks": (np.int64, 0),
             "report_prefill_tokens": (np.int64, UNKNOWN),

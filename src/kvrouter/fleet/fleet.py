@@ -1,6 +1,7 @@
 """The fleet of one model: worker ranks and their slots."""
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple, TypeVar, cast
 
@@ -124,9 +125,21 @@ class Fleet:
         return self.derived(_takes_calls, None) if self._members else self._last_took_calls
 
     @property
+    def context_length_tokens(self) -> int | None:
+        """What a client may ask for, prompt and answer: the longest context of those who may answer now, else
+        of those who are here. None without any worker.
+        """
+        return self.derived(_context_length_tokens, None)
+
+    @property
+    def shortest_context_tokens(self) -> int:
+        """What fits into the context of every worker here."""
+        return self.derived(_shortest_context_tokens, None)
+
+    @property
     def names(self) -> Mapping[str, str | None]:
-        """What else calls may ask for: another name of the model (None), or an adapter of it. Without any
-        worker, what the last one took.
+        """What else calls may ask for, by those who answer: another name of the model (None), or an adapter
+        of it. What most of them say holds; without any worker, what the last one took.
         """
         return self.derived(_names, None) if self._members else self._last_names
 
@@ -308,6 +321,7 @@ class Fleet:
         write(slot, "prefill", card.role is Role.PREFILL)
         write(slot, "decode_or_both", card.role is not Role.PREFILL)
         write(slot, "kv_bytes_per_token", _known(config.kv_bytes_per_token))
+        write(slot, "context_length", card.context_length)
         if not keep_total_blocks:  # a load report may have said better meanwhile
             write(slot, "total_blocks", config.total_kv_blocks or np.inf)
         self._places.put(slot, topology_domains(config), config.taints)
@@ -363,12 +377,29 @@ def _known(count: int | None) -> int:
     return UNKNOWN if count is None else count
 
 
+def _answering(fleet: Fleet) -> list[WorkerCard]:
+    """The cards of those who answer; of all, where nobody does."""
+    return [card for card in fleet if fleet.is_alive(card.worker_id)] or list(fleet)
+
+
 def _takes_calls(fleet: Fleet, _key: None) -> bool:
-    return all(card.takes_calls for card in fleet)
+    return all(card.takes_calls for card in _answering(fleet))
 
 
 def _names(fleet: Fleet, _: None) -> Mapping[str, str | None]:
-    return {name: adapter for card in fleet for name, adapter in card.names.items()}
+    said = Counter(item for card in _answering(fleet) for item in card.names.items())
+    return dict(item for item, _ in reversed(said.most_common()))
+
+
+def _context_length_tokens(fleet: Fleet, _: None) -> int | None:
+    cards = _answering(fleet)
+    answers = [card for card in cards if card.role is not Role.PREFILL]
+    takes_new = [card for card in answers if card.takes_new_requests]
+    return max((card.context_length for card in takes_new or answers or cards), default=None)
+
+
+def _shortest_context_tokens(fleet: Fleet, _: None) -> int:
+    return min((card.context_length for card in fleet), default=0)
 
 
 def _has_open_circuits(fleet: Fleet, _: None) -> bool:

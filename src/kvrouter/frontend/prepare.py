@@ -1,5 +1,6 @@
 """The hall: a call becomes a tokenized request, or an error that names the field."""
 
+import dataclasses
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,11 +83,19 @@ class Hall:
         return self.text(model)
 
     def text(self, model: ModelName) -> TextModel:
-        """Return what turns the model's text into tokens; raise :class:`ModelNotReady` if it is not here."""
+        """Return what turns the model's text into tokens; raise :class:`ModelNotReady` if it is not here.
+
+        Its context is the longest of the workers who may answer, or what was set: no single worker's card
+        decides for all.
+        """
         text = self._texts.get(model)
         if text is None:
             raise ModelNotReady(f"model: the tokenizer of {model!r} is not loaded here", param="model")
-        return text
+        served = self._service.find(model)
+        context_tokens = None if served is None else served.fleet.context_length_tokens
+        if context_tokens is None or context_tokens >= text.context_length_tokens:
+            return text
+        return dataclasses.replace(text, context_length_tokens=context_tokens)
 
     def refuse_on_its_way(self, body: ScannedBody) -> None:
         """Raise :class:`ModelNotReady` when the model of the call in ``body`` may be on its way: its engines
@@ -126,6 +135,9 @@ class Hall:
         model, adapter = self.named(call.model)
         self._observed.tokenized(model=model, seconds=time.perf_counter() - began_s)
         room_tokens = max(1, text.context_length_tokens - len(token_ids))
+        wanted_tokens = len(token_ids) + (
+            call.max_tokens or 1
+        )  # more than anybody has is the engine's to judge
         return GenerateRequest(
             request_id=request_id,
             model=model,
@@ -139,6 +151,7 @@ class Hall:
             cache_namespace=call.cache_namespace,
             call=written if is_exact else replace(written, resumable=False),
             has_media=has_media,
+            context_tokens=wanted_tokens if wanted_tokens <= text.context_length_tokens else 0,
         )
 
     async def prepare(
@@ -246,4 +259,5 @@ def _request(
         pin=call.pin,
         prefill_pin=call.prefill_pin,
         cache_namespace=call.cache_namespace,
+        context_tokens=len(token_ids) + (call.max_tokens or 1),
     )

@@ -123,15 +123,9 @@ def model_of(service: RouterService, name: str | None) -> ModelRouter:
 
 
 def context_length_of(room: ModelRouter, pin: Pin | None) -> int | None:
-    """The context that a request may count on, in tokens: the smallest of those who may serve a leg of it.
-
-    None when there is nobody. Routing does not weigh contexts, so that any of them may be picked.
+    """What a request may ask for, prompt and answer, in tokens: of the worker it is pinned to, else the
+    longest of those who may answer. Routing keeps it from workers whose context is shorter. None when nobody
+    is here.
     """
-    return min(
-        (
-            card.context_length
-            for card in room.fleet
-            if pin is None or card.worker_id == pin.worker_id or card.role is Role.PREFILL
-        ),
-        default=None,
-    )
+    card = None if pin is None else room.fleet.card(pin.worker_id)
+    return room.fleet.context_length_tokens if card is None else card.context_length

@@ -171,15 +171,17 @@ class KvRouter:
                     param="prefill_worker_id",
                 )
             pin, prefill_pin = None, pin
+        tokens, sampling = token_buffer(token_ids), sampling_of(stop_conditions, sampling_options)
         request = GenerateRequest(
             request_id=request_id_of(request_id),
             model=room.fleet.model,
-            token_ids=token_buffer(token_ids),
-            sampling=sampling_of(stop_conditions, sampling_options),
+            token_ids=tokens,
+            sampling=sampling,
             constraints=wishes.routing_constraints,
             override=wishes.router_config_override,
             pin=pin,
             prefill_pin=prefill_pin,
+            context_tokens=len(tokens) + sampling.max_tokens,
         )
         _check_length(room, request)
         self._bookings.refuse_when_in_use(request.request_id)
@@ -233,12 +235,14 @@ class KvRouter:
         """
         await self.start()
         room = model_of(self._service, model)
+        tokens = token_buffer(token_ids)
         request = GenerateRequest(
             request_id=request_id_of(request_id),
             model=room.fleet.model,
-            token_ids=token_buffer(token_ids),
+            token_ids=tokens,
             sampling=Sampling(max_tokens=1),
             override=wishes_of(override=router_config_override).router_config_override,
+            context_tokens=len(tokens) + 1,
         )
         _check_length(room, request)
         if request_id is None:

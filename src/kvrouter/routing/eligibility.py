@@ -68,11 +68,16 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     columns = fleet.derived(_role_columns, (leg is Leg.PREFILL, request.last_resort))
     pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
     required = request.constraints.required(prefill=leg is Leg.PREFILL)
-    if not required and pin is None and not request.excluded:
+    context_tokens = _context_tokens(request, leg)
+    is_short_for_some = context_tokens > fleet.shortest_context_tokens
+    if not required and pin is None and not request.excluded and not is_short_for_some:
         return Screen(leg, columns.role, columns.steps, columns.ready)
     steps = list(columns.steps)
     if request.excluded:
         steps.append(Step(Reason.EXCLUDED, _not_of(fleet, request.excluded)))
+    if is_short_for_some:
+        fits = fleet.columns.context_length >= context_tokens
+        steps.append(Step(Reason.CONTEXT_TOO_SHORT, fits))
     if pin is not None:
         steps.append(Step(Reason.PINNED_ELSEWHERE, _pinned(fleet, pin)))
     steps.extend(Step(Reason.TAINT_MISSING, fleet.carries(taint)) for taint in sorted(required))
@@ -144,6 +149,13 @@ def first_refusals(who: Screen, fleet: Fleet, later: Iterable[Step] = ()) -> lis
         stopped.append(Stopped(step.reason, left & ~step.passed))
         left = left & step.passed
     return stopped
+
+
+def _context_tokens(request: RouteRequest, leg: Leg) -> int:
+    """What the context of a rank must hold that takes the leg: a prefill worker makes one token."""
+    if leg is Leg.PREFILL and request.context_tokens:
+        return request.isl_tokens + 1
+    return request.context_tokens
 
 
 def _role_columns(fleet: Fleet, key: tuple[bool, bool]) -> _RoleColumns:

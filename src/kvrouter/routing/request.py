@@ -16,6 +16,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``whole`` asks for one worker that does all of it, although prefill workers are here: no KV is handed on.
     ``whole_if_parted`` asks for that where KV was lost lately between every pair that could be made.
     ``last_resort``: also workers whose circuit is open may take it, because nobody else may.
+    ``context_tokens``: what the context of a worker must hold that answers, 0 where that is not known.
     ``has_media``: what engines hold of it can only be predicted, beyond the text that it begins with.
     """
 
@@ -32,6 +33,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     whole_if_parted: bool = False
     last_resort: bool = False
     has_media: bool = False
+    context_tokens: int = 0
 
 
 class View(msgspec.Struct, frozen=True):

@@ -118,7 +118,9 @@ def last_leg(
     kv_transfer_params: KvTransferParams | None,
     time_left_s: float,
 ) -> EngineRequest:
-    """The leg that answers: decode, or all of it; ``max_tokens`` counts what is still wanted."""
+    """The leg that answers: decode, or all of it; ``max_tokens`` counts what is still wanted, and what the
+    worker's context has room for.
+    """
     sampling = request.sampling
     if resumed_tokens:
         sampling = replace(
@@ -126,6 +128,9 @@ def last_leg(
             max_tokens=sampling.max_tokens - resumed_tokens,
             min_tokens=max(0, sampling.min_tokens - resumed_tokens),
         )
+    room_tokens = placement.decode_context_tokens - len(placement.token_ids)
+    if request.context_tokens and 0 < room_tokens < sampling.max_tokens:  # its client leaves the length open
+        sampling = replace(sampling, max_tokens=room_tokens, min_tokens=min(sampling.min_tokens, room_tokens))
     return _leg(
         request,
         placement,

@@ -207,6 +207,7 @@ class ModelRouter:
         placement.decision = decision
         self.circuits.booked(placement)
         placement.decode_address = card.address
+        placement.decode_context_tokens = card.context_length
         placement.decode_domains = card.runtime_config.topology_domains
         if decision.decode.rank != old.decode.rank:
             self.observed.picked_again(placement, decision_s=time.perf_counter() - started_s)
@@ -351,6 +352,7 @@ class ModelRouter:
             shape=Shape.AGGREGATED,
             seed=seed,
             decode_address=decode_card.address,
+            decode_context_tokens=decode_card.context_length,
             decode_lease=decode_lease,
             decode_domains=decode_card.runtime_config.topology_domains,
             bootstrap=self._bootstrap(decode_card, decode) if decode.leg is Leg.PREFILL else None,

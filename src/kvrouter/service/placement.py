@@ -31,6 +31,9 @@ class Placement:
 
     decode_address: str
     decode_lease: LeaseId
+    decode_context_tokens: int
+    """The context of the worker that answers, in tokens."""
+
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None
     bootstrap: Bootstrap | None = None

@@ -71,4 +71,5 @@ def route_request(
         attempt=attempt,
         whole_if_parted=not has_lost_kv,
         has_media=request.has_media,
+        context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
     )

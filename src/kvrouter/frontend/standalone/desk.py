@@ -48,11 +48,11 @@ class Desk:
     def _of_tokens(self, call: Call, token_ids: Sequence[int], request_id: RequestId) -> GenerateRequest:
         room = self._service.model(call.model)
         refuse_contradictions(call, room)
-        contexts = [card.context_length for card in room.fleet]
+        context_tokens = room.fleet.context_length_tokens
         max_tokens = answer_tokens(
             len(token_ids),
             call.max_tokens,
-            context_length_tokens=min(contexts, default=2**31 - 1),  # nobody is here: routing will refuse
+            context_length_tokens=context_tokens or 2**31 - 1,  # nobody is here: routing will refuse
             prompt_field="token_ids",
             max_tokens_field=call.max_tokens_field,
         )
@@ -65,6 +65,7 @@ class Desk:
             override=call.override,
             pin=call.pin,
             prefill_pin=call.prefill_pin,
+            context_tokens=len(token_ids) + (call.max_tokens or 1),
         )
 
 
