@@ -5,6 +5,7 @@ your own) and ``own_nats`` (a fresh one, to be killed and restarted).
 """
 
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -110,6 +111,19 @@ class NatsServer:
         """Go on after :meth:`pause`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+    def refuse_writes(self) -> None:
+        """No file may grow any more, as on a full disk: what is stored is read, and nothing is written."""
+        self._limit_files(is_limited=True)
+
+    def allow_writes(self) -> None:
+        """There is room again; a server that met the limit believes it at its next start."""
+        self._limit_files(is_limited=False)
+
+    def _limit_files(self, *, is_limited: bool) -> None:
+        assert self._process is not None
+        _, hard = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (1 if is_limited else hard, hard))
 
     def restart(self) -> None:
         """Kill, and start on the same port and store."""

@@ -30,6 +30,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.planes.discovery.held import OtherWrote
 from kvrouter.planes.discovery.nats.majority import check_majority
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, decode_record, encode_record
+from kvrouter.planes.nats_reasons import reason
 from kvrouter.planes.seal import SEAL_BYTES, Seal
 
 UNREAD_MAX_MESSAGES = 65_536
@@ -41,6 +42,10 @@ STORE_ERRORS = (NatsError, TimeoutError, OSError)
 
 KeptSink = Callable[[str, bytes | None, int], None]
 """(key, value or None where it was deleted, revision)."""
+
+CHECK_KEY = "check"
+CHECK_BYTES = 2048
+"""A write that stands for that of a card, and where it goes: no worker has that id."""
 
 _EXISTS = 10058
 """The server's code for a stream of that name which is configured differently."""
@@ -106,6 +111,20 @@ class Bucket:
         if info.created is None:
             raise ProtocolError(f"the bucket {self.name} does not say when it was made", param="bucket")
         return info.created
+
+    async def check_writes(self) -> None:
+        """Return when the store takes a write as long as a card. Raises ConnectionError, which is among
+        STORE_ERRORS, for one that answers and takes none: its disk is full, or was.
+
+        What is written says of a key that is nobody's that it was deleted, which is no news to any watcher.
+        """
+        subject = f"$KV.{self.name}.{CHECK_KEY}"
+        try:
+            await self._js.publish(subject, bytes(CHECK_BYTES), headers={KV_OP: "DEL"})
+        except STORE_ERRORS as error:
+            raise ConnectionError(
+                f"NATS answers and takes no writes ({reason(error)}): when its disk has room, restart it"
+            ) from error
 
     async def listen(self, on_kept: KeptSink) -> Subscription:
         """Hear of every key that is written from now on."""

@@ -28,7 +28,8 @@ class BucketWatch:
     """Hears of writes as they happen; looks at the leases every ``tick_s``.
 
     When a lease has run out, or nothing was heard for ``quiet_s``, the store is asked. One that does not
-    answer is lost; one that comes back, or is another than before, gives every lease its whole length.
+    answer, or takes no writes while a lease has run out, is lost; one that comes back, or is another than
+    before, gives every lease its whole length.
     """
 
     def __init__(
@@ -112,7 +113,10 @@ class BucketWatch:
             raise ConnectionError("not connected to NATS")
         reconnects = client.stats["reconnects"]
         if self._leases.is_lost or reconnects != self._reconnects:
-            await self._begin_anew(await self._bucket.identify())
+            made_at = await self._bucket.identify()
+            if self._leases.is_lost:
+                await self._bucket.check_writes()
+            await self._begin_anew(made_at)
             self._reconnects = reconnects
             return
         overdue = self._leases.overdue(now)
@@ -123,6 +127,8 @@ class BucketWatch:
         if made_at != self._made_at:
             await self._begin_anew(made_at)
             return
+        if self._leases.overdue(now):
+            await self._bucket.check_writes()  # else nobody could have renewed
         self._heard_at = time.monotonic()
         self._delivery.changes(self._leases.expire(now))
 
