@@ -84,7 +84,7 @@ async def open_house(
         telemetry=bench.telemetry,
         settle_s=settle_s,
     )
-    server = door.server(connections_max=100, descriptors_max=2**20)
+    server = door.server(connections_max=100, descriptors_max=2**20, refused_max=64)
     await server.serve()
     try:
         host, port = server.addresses[0]

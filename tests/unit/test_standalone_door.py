@@ -84,7 +84,7 @@ async def open_router(
         lease_ttl_s=lease_ttl_s,
         takes_prefills=prefill_alone,
     )
-    server = door.server(connections_max=100, descriptors_max=2**20)
+    server = door.server(connections_max=100, descriptors_max=2**20, refused_max=64)
     await server.serve()
     try:
         host, port = server.addresses[0]

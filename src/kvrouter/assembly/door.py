@@ -74,7 +74,9 @@ async def serving(
 ) -> AsyncIterator[HttpServer]:
     """Start the router and serve this door of it, whichever it is. Raises CannotListen."""
     room = descriptors_for(settings.connections_max)
-    server = door.server(connections_max=room.connections_max, descriptors_max=room.numbers_max)
+    server = door.server(
+        connections_max=room.connections_max, descriptors_max=room.numbers_max, refused_max=room.refused_max
+    )
     end = door.observed.watch(server)
     try:
         await service.start()

@@ -18,6 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FILES_KEPT_MIN = 64
 FILES_KEPT_MAX = 4096
 FILES_UNLIMITED = 2**31
+REFUSED_MAX = 64
 
 LOST_PLACE = 3
 """The exit code of a worker whose place another start of its id has taken: one that is started again at once
@@ -97,6 +98,9 @@ class Descriptors:
     numbers_max: int
     """Descriptors from this number on are kept: the system gives the lowest that is free."""
 
+    refused_max: int
+    """How many of those that are kept may go to refused connections, until their clients have read why."""
+
 
 def descriptors_for(connections_max: int) -> Descriptors:
     """Share the descriptors out between so many connections and all else: workers, logs, files.
@@ -113,7 +117,7 @@ def descriptors_for(connections_max: int) -> Descriptors:
             f"{connections_max} connections do not fit into a limit of {files_max} open files: {fitting} do"
         )
         log_event(logger, Event.CONFIG_WARNING, detail=detail)
-    return Descriptors(fitting, files_max - kept // 2)
+    return Descriptors(fitting, files_max - kept // 2, min(kept // 4, REFUSED_MAX))
 
 
 def settle_memory() -> None:

@@ -45,11 +45,12 @@ class Door:
         self._calls = calls
         self._bridge = AsgiBridge(self.pages)
 
-    def server(self, *, connections_max: int, descriptors_max: int) -> HttpServer:
+    def server(self, *, connections_max: int, descriptors_max: int, refused_max: int) -> HttpServer:
         """Return a server with this handler and the limits of the settings; it listens when it is told to.
 
         ``connections_max`` of the settings may be more than the system has room for, so it is given, beside
-        the number from which on the process keeps file descriptors for itself.
+        the number from which on the process keeps file descriptors for itself, and how many of these may
+        go to connections that were refused.
         """
         settings = self._settings
         limits = Limits(
@@ -60,6 +61,7 @@ class Door:
             pipelined_requests=settings.pipelined_requests_max,
             connections=connections_max,
             descriptors=descriptors_max,
+            refused_connections=refused_max,
             header_s=settings.header_timeout_s,
             body_s=settings.body_timeout_s,
             body_bytes_per_s=settings.upload_min_bytes_per_s,
