@@ -26,7 +26,7 @@ async def test_letters_that_no_context_can_hold_are_not_tokenized(path: str) -> 
         await here.worker()
         frontend = await here.frontend()
         meter = Meter(frontend.pid)
-        async with Bystanders(frontend, max_tokens=200):
+        async with Bystanders(frontend):
             before_bytes, before_s = meter.resident_bytes(), meter.cpu_s()
             meter.forget_peak()
             reply = await frontend.http.post(path, json=call(path, "a" * LETTERS_BYTES))
@@ -46,7 +46,7 @@ async def test_many_long_texts_at_once_hold_no_more_than_the_budget() -> None:
         meter = Meter(frontend.pid)
         text = "1 " * (BUDGET_BYTES // 400 // 2 - 100)
         before_bytes = meter.resident_bytes()
-        async with Bystanders(frontend, max_tokens=200):
+        async with Bystanders(frontend):
             meter.forget_peak()
             statuses = await asyncio.gather(*(status_of(frontend, text) for _ in range(6)))
             peak_bytes = meter.peak_bytes() - before_bytes

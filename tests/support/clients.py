@@ -58,6 +58,16 @@ class Client:
         return self.error is None and self.text == expected_text(self.prompt, self.max_tokens)
 
     @property
+    def is_right_so_far(self) -> bool:
+        """Whether what came is how the answer begins."""
+        return self.error is None and expected_text(self.prompt, self.max_tokens).startswith(self.text)
+
+    async def leave(self) -> None:
+        """Close the connection in mid-answer, or after it."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
     def has_ended(self) -> bool:
         return self._task.done()
 

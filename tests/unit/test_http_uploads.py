@@ -127,11 +127,11 @@ def test_what_was_asked_before_is_answered_before_the_refusal(run: Run) -> None:
 
 
 def test_a_body_that_stands_still_is_told_so(run: Run) -> None:
-    limits = Limits(body_s=0.2, body_bytes_per_s=MIB, sweep_s=0.02, linger_s=0.2, handler_grace_s=0.1)
+    limits = Limits(body_s=2.0, body_bytes_per_s=MIB / 64, sweep_s=0.02, linger_s=0.2, handler_grace_s=0.1)
 
     async def scenario() -> None:
         async with serving(echo, limits) as served:
-            reader, _ = await begun(served, sent=30 * MIB, of=31 * MIB)
+            reader, _ = await begun(served, sent=2 * MIB, of=3 * MIB)
             refusal = await reader.read()
             assert refusal.startswith(b"HTTP/1.1 408 ")
             assert b"upload_too_slow" in refusal
