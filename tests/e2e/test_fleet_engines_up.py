@@ -156,7 +156,8 @@ async def test_with_replicas_each_engine_has_a_worker_process(tmp_path: Path) ->
                     async def are_there(here: httpx.AsyncClient = http) -> bool:
                         workers = (await here.get("/v1/fleet")).json()["workers"]
                         known = [(each["worker_id"], each["domains"], each["taints"]) for each in workers]
-                        return known == [(number, {"zone": "a"}, ["gpu"]) for number in (1, 2)]
+                        taints = ["dynamo.topology/zone=a", "gpu"]
+                        return known == [(number, {"zone": "a"}, taints) for number in (1, 2)]
 
                     await eventually(are_there)
                     answer = await http.post("/v1/completions", json=CALL)
