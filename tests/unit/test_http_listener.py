@@ -109,11 +109,25 @@ def test_a_drain_waits_for_a_connection_that_was_just_accepted(run: Run) -> None
 
 @pytest.mark.parametrize(
     ("files_max", "wanted", "connections", "numbers"),
-    [(100_000, 16_384, 16_384, 97_952), (1024, 16_384, 768, 896), (64, 100, 32, 48), (1024, 10, 10, 896)],
+    [
+        (100_000, 16_384, 16_384, 97_952),
+        (100_000, None, 16_384, 97_952),
+        (1024, 16_384, 768, 896),
+        (1024, None, 768, 896),
+        (64, 100, 32, 48),
+        (1024, 10, 10, 896),
+    ],
 )
 def test_connections_leave_descriptors_for_all_else(
-    monkeypatch: pytest.MonkeyPatch, files_max: int, wanted: int, connections: int, numbers: int
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    files_max: int,
+    wanted: int | None,
+    connections: int,
+    numbers: int,
 ) -> None:
+    """Who asked for more than there is room for is warned, and nobody else."""
     monkeypatch.setattr("kvrouter.assembly.lifetime.allow_many_files", lambda: files_max)
     room = descriptors_for(wanted)
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
+    assert ("config_warning" in caplog.text) == (wanted is not None and connections < wanted)

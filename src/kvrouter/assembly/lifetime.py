@@ -15,6 +15,9 @@ logger = logging.getLogger("kvrouter.process")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+CONNECTIONS_MAX = 16_384
+"""How many connections are taken where nobody says, and there is room for them."""
+
 FILES_KEPT_MIN = 64
 FILES_KEPT_MAX = 4096
 FILES_UNLIMITED = 2**31
@@ -102,17 +105,18 @@ class Descriptors:
     """How many of those that are kept may go to refused connections, until their clients have read why."""
 
 
-def descriptors_for(connections_max: int) -> Descriptors:
-    """Share the descriptors out between so many connections and all else: workers, logs, files.
+def descriptors_for(connections_max: int | None) -> Descriptors:
+    """Share the descriptors out between connections and all else: workers, logs, files.
 
     A quarter is kept for all else, half of that also while more connections come at once than are counted.
-    The log tells what came of it, as a warning when there is less than was wanted.
+    ``connections_max`` is how many are wanted, None for what there is room for. The log tells what came of
+    it, and warns when there are fewer than were wanted.
     """
     files_max = allow_many_files()
     kept = min(max(FILES_KEPT_MIN, min(files_max // 4, FILES_KEPT_MAX)), files_max // 2)
-    fitting = min(connections_max, files_max - kept)
+    fitting = min(connections_max or CONNECTIONS_MAX, files_max - kept)
     log_event(logger, Event.FILES_MAX, files_max=files_max, connections_max=fitting)
-    if fitting < connections_max:
+    if connections_max is not None and fitting < connections_max:
         detail = (
             f"{connections_max} connections do not fit into a limit of {files_max} open files: {fitting} do"
         )

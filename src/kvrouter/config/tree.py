@@ -197,16 +197,17 @@ class FrontendSettings(Section):
     """The largest head of a request: its first line and all headers."""
 
     connections_max: Annotated[
-        PositiveCount,
+        PositiveCount | None,
         Setting(
             flag="--connections-max",
             variable="KVROUTER_CONNECTIONS_MAX",
             group=Group.FRONT_DOOR,
             unit="connections",
         ),
-    ] = 16_384
+    ] = None
     """How many connections may be open; further ones are answered with 503. Fewer where the limit of open
-    files (`ulimit -n`) has no room for them beside the connections to workers: the log says how many."""
+    files (`ulimit -n`) has no room for them beside the connections to workers: the log warns of that. Unset:
+    as many as there is room for, at most 16,384; the log says how many."""
 
     pipelined_requests_max: Annotated[
         PositiveCount,
