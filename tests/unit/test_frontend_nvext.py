@@ -8,7 +8,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.observed import WISHES_TOLD_MAX, FrontObserved
+from kvrouter.frontend.observed import HINTS_LOGGED_MAX, FrontObserved
 from kvrouter.frontend.openai.nvext import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, NvextReader
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.telemetry import Telemetry
@@ -44,7 +44,7 @@ def test_the_worker_has_three_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("header", [header.decode() for header in HEADERS])
-def test_each_header_sets_its_field_and_may_not_contradict_the_body(header: str) -> None:
+def test_each_header_sets_its_field_and_wins_over_the_body(header: str) -> None:
     field = HEADERS[header.encode()]
     with_worker = {"dp_rank": "worker_id", "prefill_dp_rank": "prefill_worker_id"}.get(field)
     nvext: dict[str, object] = {} if with_worker is None else {with_worker: 5}
@@ -52,8 +52,7 @@ def test_each_header_sets_its_field_and_may_not_contradict_the_body(header: str)
     assert str(getattr(wished, field)) == "7"
     same: dict[str, object] = {field: "7" if field == "cache_salt" else 7}
     assert call(under((header, "7")), **nvext, **same).nvext == wished
-    error = refused(under((header, "8")), **nvext, **same)
-    assert (error.param, f"nvext.{field} says the same" in error.message) == (header, True)
+    assert str(getattr(call(under((header, "8")), **nvext, **same).nvext, field)) == "8"
     if field != "cache_salt":
         for text in ("", "-1", "1.0", "seven", str(2**63), "١"):
             with pytest.raises(InvalidRequest, match="must be a whole number") as caught:
@@ -61,10 +60,32 @@ def test_each_header_sets_its_field_and_may_not_contradict_the_body(header: str)
             assert caught.value.param == header
 
 
-def test_two_headers_that_differ_name_both() -> None:
-    error = refused(under(("x-worker-instance-id", "1"), ("x-dynamo-worker-instance-id", "2")))
-    assert error.param == "x-dynamo-worker-instance-id"
-    assert "x-worker-instance-id says the same" in error.message
+def test_a_header_wins_over_each_name_of_its_field() -> None:
+    for name in ("worker_id", "decode_worker_id", "backend_instance_id"):
+        pinned = call(under(("x-worker-instance-id", "8")), **{name: 7, "dp_rank": 1})
+        assert pinned.pin == Pin(WorkerId(8), DpRank(1))
+
+
+def test_of_two_headers_for_one_field_dynamos_own_name_wins() -> None:
+    for headers in (
+        (("x-worker-instance-id", "1"), ("x-dynamo-worker-instance-id", "2")),
+        (("x-dynamo-worker-instance-id", "2"), ("x-worker-instance-id", "1")),
+        (("x-dynamo-worker-instance-id", "2"), ("x-dynamo-worker-instance-id", "1")),
+    ):
+        assert call(under(*headers)).pin == Pin(WorkerId(2), None)
+    with pytest.raises(InvalidRequest, match=r"^x-worker-instance-id: must be a whole number"):
+        call(under(("x-worker-instance-id", "a"), ("x-dynamo-worker-instance-id", "2")))
+
+
+def test_the_rank_of_a_prefill_worker_that_a_gateway_leaves_open_is_none() -> None:
+    unset = ("x-dynamo-prefill-dp-rank", str(2**32 - 1))
+    opened = call(under(unset, ("x-dynamo-prefill-instance-id", "3")))
+    assert opened.prefill_pin == Pin(WorkerId(3), None)
+    with pytest.raises(InvalidRequest, match="must be a whole number"):
+        call(under(("x-dynamo-dp-rank", str(2**32 - 1))), worker_id=3)
+
+
+def test_other_headers_leave_the_body_as_it_is() -> None:
     assert call(under(("x-prefill-instance-id", "3"), ("x-dp-rank", "1")), worker_id=2).prefill_pin == Pin(
         WorkerId(3), None
     )
@@ -75,8 +96,10 @@ def test_tenants_are_kept_apart_whatever_names_them() -> None:
     assert call(under(("x-tenant-id", "a"))).cache_namespace == "a"
     assert call(cache_salt="").cache_namespace is None
     assert parse_completion(body(cache_salt="b")).call.cache_namespace == "b"
-    with pytest.raises(InvalidRequest, match=r"x-tenant-id: cache_salt says the same, and differs"):
-        parse_completion(body(cache_salt="b"), under(("x-tenant-id", "a")))
+    assert parse_completion(body(cache_salt="b"), under(("x-tenant-id", "a"))).call.cache_namespace == "a"
+    assert parse_completion(body(cache_salt="b"), under(("x-tenant-id", ""))).call.cache_namespace == "b"
+    with pytest.raises(InvalidRequest, match=r"^cache_salt: nvext.cache_salt says the same, and differs"):
+        parse_completion(body(cache_salt="b", nvext={"cache_salt": "a"}))
     with pytest.raises(InvalidRequest, match="at most 1024"):
         call(under(("x-tenant-id", "a" * 1025)))
 
@@ -84,6 +107,8 @@ def test_tenants_are_kept_apart_whatever_names_them() -> None:
 def test_an_engine_that_takes_calls_is_told_the_tenant_too() -> None:
     passed = parse_passed(CallRoute.COMPLETION, body(), under(("x-tenant-id", "a")))
     assert json.loads(passed.client_call.body)["cache_salt"] == "a"
+    other = parse_passed(CallRoute.COMPLETION, body(cache_salt="b"), under(("x-tenant-id", "a")))
+    assert json.loads(other.client_call.body)["cache_salt"] == "a"
     own = body(cache_salt="a")
     assert parse_passed(CallRoute.COMPLETION, own, under(("x-tenant-id", "a"))).client_call.body == own
     with pytest.raises(InvalidRequest, match="token_data"):
@@ -138,13 +163,13 @@ def test_a_question_is_known_however_it_is_written(written: str) -> None:
     assert not call().nvext.asks_only
 
 
-def test_the_log_names_each_wish_once_and_not_any_number(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_each_hint_once_and_not_any_number(caplog: pytest.LogCaptureFixture) -> None:
     observed = FrontObserved(Telemetry())
     for _ in range(3):
-        for place in range(2 * WISHES_TOLD_MAX):
-            observed.wish_ignored(f"nvext.made_up_{place}", "unknown field")
-            observed.wish_ignored(f"nvext.extra_fields[{place}]", "must be worker_id or timing")
-    assert len(caplog.records) == WISHES_TOLD_MAX
+        for place in range(2 * HINTS_LOGGED_MAX):
+            observed.routing_hint_ignored(f"nvext.made_up_{place}", "unknown field")
+            observed.routing_hint_ignored(f"nvext.extra_fields[{place}]", "must be worker_id or timing")
+    assert len(caplog.records) == HINTS_LOGGED_MAX
 
 
 def test_more_fields_than_there_are_wishes_are_not_told_one_by_one() -> None:

@@ -106,8 +106,8 @@ class AdminRoutes:
         """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
         request_id = self._ids.take(request.headers.get("x-request-id"))
         try:
-            wishes = self._hall.wishes(request.headers.raw)
-            parsed = await self._bodies.read(await request.body(), partial(parse_either, nvext=wishes))
+            reader = self._hall.nvext_reader(request.headers.raw)
+            parsed = await self._bodies.read(await request.body(), partial(parse_either, nvext=reader))
             text = self._hall.text_of(parsed.call)
             wanted = await self._hall.prepare(parsed, text, request_id)
         finally:

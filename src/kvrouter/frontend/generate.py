@@ -55,7 +55,7 @@ class GenerateRoutes:
         exchange = Exchange(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
-            await self._serve(exchange, request.body, self._hall.wishes(request.headers))
+            await self._serve(exchange, request.body, self._hall.nvext_reader(request.headers))
         except KvrouterError as error:
             self._observed.failed(error, model=exchange.model)
             exchange.fail(error)
@@ -67,15 +67,15 @@ class GenerateRoutes:
             self._ids.give_back(exchange.request_id)
             self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
 
-    async def _serve(self, exchange: Exchange, data: bytes, wishes: NvextReader) -> None:
+    async def _serve(self, exchange: Exchange, data: bytes, reader: NvextReader) -> None:
         received_s = time.monotonic()
         body = await self._bodies.scan(data)
         exchange.model = self._hall.model_in(body)
         if self._hall.passes(body):
-            await self._serve_passed(exchange, body, wishes, received_s)
+            await self._serve_passed(exchange, body, reader, received_s)
             return
         try:
-            parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=wishes))
+            parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=reader))
         except InvalidRequest:
             self._hall.refuse_on_its_way(body)
             raise
@@ -94,10 +94,10 @@ class GenerateRoutes:
                 await answer_whole(exchange, call, reading)
 
     async def _serve_passed(
-        self, exchange: Exchange, body: ScannedBody, wishes: NvextReader, received_s: float
+        self, exchange: Exchange, body: ScannedBody, reader: NvextReader, received_s: float
     ) -> None:
         """The engines of this model take calls as clients write them, and answer for themselves."""
-        parse = partial(parse_passed, _ROUTES[exchange.kind], reader=wishes)
+        parse = partial(parse_passed, _ROUTES[exchange.kind], reader=reader)
         passed = await self._bodies.parse(body, parse)
         call = passed.call
         text = self._hall.text_of(call)

@@ -9,8 +9,8 @@ from kvrouter.telemetry import Event, Telemetry, log_event
 
 logger = logging.getLogger("kvrouter.frontend")
 
-WISHES_TOLD_MAX = 64
-"""How many names of wishes that are left out are told: clients can make up any number."""
+HINTS_LOGGED_MAX = 64
+"""How many names of ignored routing hints are logged: clients can make up any number."""
 
 UNKNOWN_MODEL = "unknown"
 """The label of calls that name no model that is served: what a client made up is no label."""
@@ -21,7 +21,7 @@ class FrontObserved:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._wishes_told: set[str] = set()
+        self._hints_logged: set[str] = set()
 
     def answered(self, *, route: str, model: str | None, status: int) -> None:
         """One call of a generation route was answered with this status (499: its client left first)."""
@@ -61,13 +61,13 @@ class FrontObserved:
             active_prefill_tokens_threshold=prefill_tokens,
         )
 
-    def wish_ignored(self, at: str, what: str) -> None:
-        """A wish of a request was left out; told once, as long as there are few."""
+    def routing_hint_ignored(self, at: str, what: str) -> None:
+        """A routing hint of a request was ignored; logged once for each name, as long as there are few."""
         name = at.partition("[")[0]
-        if name in self._wishes_told or len(self._wishes_told) >= WISHES_TOLD_MAX:
+        if name in self._hints_logged or len(self._hints_logged) >= HINTS_LOGGED_MAX:
             return
-        self._wishes_told.add(name)
-        log_event(logger, Event.WISH_IGNORED, detail=f"{at}: {what}")
+        self._hints_logged.add(name)
+        log_event(logger, Event.ROUTING_HINT_IGNORED, detail=f"{at}: {what}")
 
     def watch(self, server: HttpServer) -> Callable[[], None]:
         """Read what the server holds before each scrape, until what is returned is called."""

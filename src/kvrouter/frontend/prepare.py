@@ -47,11 +47,12 @@ class Hall:
         self._service = service
         self._texts = texts
         self._observed = observed
-        self._on_unknown = refuse_unknown if unknown_nvext is UnknownNvext.REFUSE else observed.wish_ignored
+        refuses_unknown = unknown_nvext is UnknownNvext.REFUSE
+        self._on_unknown = refuse_unknown if refuses_unknown else observed.routing_hint_ignored
 
-    def wishes(self, headers: Iterable[Header]) -> NvextReader:
-        """What reads the wishes of a call that came with these headers."""
-        return NvextReader(headers, self._on_unknown, self._observed.wish_ignored)
+    def nvext_reader(self, headers: Iterable[Header]) -> NvextReader:
+        """Return what reads the routing hints of a call with these headers."""
+        return NvextReader(headers, self._on_unknown, self._observed.routing_hint_ignored)
 
     def named(self, name: str) -> Named:
         """Return the model that calls mean by ``name``, and the adapter; an unknown name as it is."""

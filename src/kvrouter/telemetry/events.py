@@ -87,7 +87,7 @@ class Event(StrEnum):
     KV_TRANSFER_SLOW = "kv_transfer_slow"
     KV_TRANSFER_WELL = "kv_transfer_well"
     BUSY_THRESHOLD = "busy_threshold"
-    WISH_IGNORED = "wish_ignored"
+    ROUTING_HINT_IGNORED = "routing_hint_ignored"
     HTTP_BAD_REQUEST = "http_bad_request"
     HTTP_CONNECTIONS_FULL = "http_connections_full"
     HTTP_UPLOADS_FULL = "http_uploads_full"
@@ -359,9 +359,9 @@ EVENTS: dict[Event, EventSpec] = {
         logging.INFO, "KV travels to a rank at half of the speed that it has shown, or faster, again."
     ),
     Event.BUSY_THRESHOLD: EventSpec(logging.INFO, "A model's busy thresholds were set."),
-    Event.WISH_IGNORED: EventSpec(
+    Event.ROUTING_HINT_IGNORED: EventSpec(
         logging.WARNING,
-        "A request wished for what is not known here, or has no effect; told once for each name.",
+        "A routing hint of a request is unknown, or has no effect here; logged once for each name.",
     ),
     Event.HTTP_BAD_REQUEST: EventSpec(logging.INFO, "What came on a connection is no HTTP that we take."),
     Event.HTTP_CONNECTIONS_FULL: EventSpec(

@@ -30,7 +30,7 @@ HEADERS: Mapping[bytes, str] = {
     b"x-prefill-dp-rank": "prefill_dp_rank",
     b"x-tenant-id": "cache_salt",
 }
-"""The field of ``nvext`` that a header sets. All begin with ``x-``."""
+"""The field of ``nvext`` that a header sets. All begin with ``x-``; of two for one field the first wins."""
 
 _PRIORITY = "requests have no priorities, and wait in one line"
 _SESSION = "requests of one session are not kept together"
@@ -43,8 +43,7 @@ HEADERS_WITHOUT_EFFECT: Mapping[bytes, str] = {
     b"x-dynamo-meta-policy-class": _PRIORITY,
     b"x-dynamo-session-id": _SESSION,
 }
-"""Headers of Dynamo's that ask for what is not here: whoever sends one is told in the log alone, as HTTP asks
-for headers that are not known.
+"""Headers of Dynamo's that ask for what is not here: only the log says so, as HTTP asks for unknown headers.
 """
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
@@ -61,13 +60,17 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
 """Fields of Dynamo's that ask for what is not here."""
 
 FIELDS_MAX = 64
-"""Far more than there are: each that is not known is looked up among those that are, and told."""
+"""Far more than there are: each unknown one is compared with all known ones, and logged."""
 
+_PRECEDENCE = {header: place for place, header in enumerate(HEADERS)}
 _NULL = Raw(b"null")
 _KNOWN = frozenset(NvExt.__struct_fields__)
 _FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
 _NVEXT = msgspec.json.Decoder(NvExt)
 _NUMBER_DIGITS_MAX = 19
+_UNSET_RANK = 2**32 - 1
+"""What Dynamo's gateway plugin sends as the rank of a prefill worker that it has not chosen."""
+
 _ALIASES = {"decode_worker_id": "worker_id", "backend_instance_id": "worker_id"}
 
 Header = tuple[bytes, bytes]
@@ -78,13 +81,13 @@ def refuse_unknown(at: str, what: str) -> None:
     raise InvalidRequest(f"{at}: {what}", param=at)
 
 
-def nobody_told(_at: str, _what: str) -> None:
-    """Say nothing."""
+def ignore_silently(_at: str, _what: str) -> None:
+    """Log nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvextReader:
-    """Reads what one call wishes of routing.
+    """Reads the routing hints of one call: ``nvext`` in its body, and headers.
 
     ``on_unknown`` is called with the place and the reason of each thing that is not known; when it returns,
     that is left out. ``on_header`` is called with headers that have no effect.
@@ -92,29 +95,40 @@ class NvextReader:
 
     headers: Iterable[Header] = ()
     on_unknown: Callable[[str, str], None] = refuse_unknown
-    on_header: Callable[[str, str], None] = nobody_told
+    on_header: Callable[[str, str], None] = ignore_silently
 
     def read(self, raw: Raw, cache_salt: str | None) -> NvExt:
-        """Return the wishes under one name each; ``cache_salt`` is the one beside ``nvext``.
+        """Return the hints under one name each; ``cache_salt`` is the one beside ``nvext``.
 
-        Raises :class:`InvalidRequest` naming the field, or both fields where two names of one wish differ.
+        A header wins over the body. Raises :class:`InvalidRequest` naming the field, or both fields where two
+        names of one hint differ in the body.
         """
         nvext = self._decoded(raw) if raw != _NULL else NvExt()
-        wishes = _Wishes()
+        hints = _BodyHints()
         for name in ("worker_id", "dp_rank", "prefill_worker_id", "prefill_dp_rank", "cache_salt"):
-            wishes.take(name, f"nvext.{name}", getattr(nvext, name))
+            hints.add(name, f"nvext.{name}", getattr(nvext, name))
         for alias, name in _ALIASES.items():
-            wishes.take(name, f"nvext.{alias}", getattr(nvext, alias))
-        wishes.take("cache_salt", "cache_salt", cache_salt)
-        for header, value in self.headers:
-            if header in HEADERS:
-                self._take_header(wishes, header, value)
-            elif header in HEADERS_WITHOUT_EFFECT:
-                self.on_header(header.decode(), f"has no effect here: {HEADERS_WITHOUT_EFFECT[header]}")
-        if wishes.found or nvext.decode_worker_id is not None or nvext.backend_instance_id is not None:
-            nvext = replace(nvext, **wishes.found, decode_worker_id=None, backend_instance_id=None)
+            hints.add(name, f"nvext.{alias}", getattr(nvext, alias))
+        hints.add("cache_salt", "cache_salt", cache_salt)
+        values = hints.values | self._header_values()
+        if values or nvext.decode_worker_id is not None or nvext.backend_instance_id is not None:
+            nvext = replace(nvext, **values, decode_worker_id=None, backend_instance_id=None)
         check_wishes(nvext)
         return nvext
+
+    def _header_values(self) -> dict[str, object]:
+        """The fields that headers set; raise :class:`InvalidRequest` for a malformed one."""
+        sent: dict[bytes, int | str | None] = {}
+        for header, value in self.headers:
+            if header in HEADERS:
+                sent.setdefault(header, _header_value(header, value))
+            elif header in HEADERS_WITHOUT_EFFECT:
+                self.on_header(header.decode(), f"has no effect here: {HEADERS_WITHOUT_EFFECT[header]}")
+        found: dict[str, object] = {}
+        for header in sorted(sent, key=_PRECEDENCE.__getitem__):
+            if sent[header] is not None:
+                found.setdefault(HEADERS[header], sent[header])
+        return found
 
     def _decoded(self, raw: Raw) -> NvExt:
         try:
@@ -147,38 +161,40 @@ class NvextReader:
                 self.on_unknown(f"nvext.{field}[{place}]", what)
         return tuple(found)
 
-    @staticmethod
-    def _take_header(wishes: "_Wishes", header: bytes, value: bytes) -> None:
-        name, text = HEADERS[header], value.decode("latin-1").strip()
-        if name == "cache_salt":
-            if len(text) > 1024:
-                raise InvalidRequest(f"{header.decode()}: at most 1024 characters", param=header.decode())
-            wishes.take(name, header.decode(), text)
-            return
-        limit = 2**63 if name.endswith("worker_id") else 2**31
-        if not (text.isascii() and text.isdigit() and len(text) <= _NUMBER_DIGITS_MAX) or int(text) >= limit:
-            raise InvalidRequest(
-                f"{header.decode()}: must be a whole number below {limit}", param=header.decode()
-            )
-        wishes.take(name, header.decode(), int(text))
 
-
-class _Wishes:
-    """What is wished, by field, and under which name it was wished first."""
+class _BodyHints:
+    """The hints of a body, by field, and the name that gave each one first."""
 
     def __init__(self) -> None:
-        self.found: dict[str, object] = {}
+        self.values: dict[str, object] = {}
         self._named: dict[str, str] = {}
 
-    def take(self, name: str, at: str, value: object) -> None:
-        """Note one wish. Raises :class:`InvalidRequest` where it differs from the one that was noted."""
+    def add(self, name: str, at: str, value: object) -> None:
+        """Add one hint. Raises :class:`InvalidRequest` where it differs from one that was added."""
         if value is None or value == "":
             return
-        if name not in self.found:
-            self.found[name], self._named[name] = value, at
-        elif self.found[name] != value:
+        if name not in self.values:
+            self.values[name], self._named[name] = value, at
+        elif self.values[name] != value:
             first = self._named[name]
             raise InvalidRequest(f"{at}: {first} says the same, and differs: leave one out", param=at)
+
+
+def _header_value(header: bytes, value: bytes) -> int | str | None:
+    """What a header sets its field to; None where it sets nothing."""
+    field, name, text = HEADERS[header], header.decode(), value.decode("latin-1").strip()
+    if field == "cache_salt":
+        if len(text) > 1024:
+            raise InvalidRequest(f"{name}: at most 1024 characters", param=name)
+        return text or None
+    limit = 2**63 if field.endswith("worker_id") else 2**31
+    if text.isascii() and text.isdigit() and len(text) <= _NUMBER_DIGITS_MAX:
+        number = int(text)
+        if number < limit:
+            return number
+        if field == "prefill_dp_rank" and number == _UNSET_RANK:
+            return None
+    raise InvalidRequest(f"{name}: must be a whole number below {limit}", param=name)
 
 
 def _why_unknown(name: str) -> str:

@@ -134,7 +134,7 @@ def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = R
     fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end) in scanned.fields.items()}
     _refuse_between_engines(fields)
     written = {name: value for name, value in fields.items() if name != "nvext"}
-    if nvext.cache_salt and not body.cache_salt:  # the engine keeps tenants apart, or nobody does
+    if nvext.cache_salt and nvext.cache_salt != body.cache_salt:  # the engine keeps tenants apart, or nobody
         written["cache_salt"] = Raw(msgspec.json.encode(nvext.cache_salt))
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     default = COMPLETION_TOKENS_DEFAULT if route is CallRoute.COMPLETION else None

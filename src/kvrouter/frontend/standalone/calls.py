@@ -100,10 +100,10 @@ class Calls:
         )
 
     async def _wanted(self, call: "_Call") -> Wanted:
-        wishes = self._desk.wishes(call.request.headers)
+        reader = self._desk.nvext_reader(call.request.headers)
         body = await self._bodies.scan(call.request.body)
         call.model = self._desk.model_in(body)
-        return await self._bodies.parse(body, partial(parse_route, nvext=wishes))
+        return await self._bodies.parse(body, partial(parse_route, nvext=reader))
 
     async def _prefill(self, call: "_Call") -> Json:
         if call.request.query:

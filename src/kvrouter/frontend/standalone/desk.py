@@ -25,9 +25,9 @@ class Desk:
         self._service = service
         self._hall = hall
 
-    def wishes(self, headers: Iterable[Header]) -> NvextReader:
-        """What reads the wishes of a call that came with these headers."""
-        return self._hall.wishes(headers)
+    def nvext_reader(self, headers: Iterable[Header]) -> NvextReader:
+        """Return what reads the routing hints of a call with these headers."""
+        return self._hall.nvext_reader(headers)
 
     def model_in(self, body: ScannedBody) -> ModelName | None:
         """Return the served model that a body names; None when it names none."""
