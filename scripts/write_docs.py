@@ -166,7 +166,7 @@ def _foreign_row(foreign: Foreign) -> tuple[str, ...]:
     return (
         ", ".join(f"`{flag}`" for flag in foreign.flags),
         ", ".join(f"`{variable}`" for variable in foreign.variables),
-        f"`{foreign.name}`",
+        f"`{foreign.name}`" if foreign.section == "router" else "",
         ", ".join(met),
         foreign.why,
     )

@@ -1,5 +1,7 @@
 """The further names of settings: both eras of Dynamo's, either prefix, and names that set nothing here."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -7,10 +9,18 @@ import pytest
 from pydantic import ValidationError
 
 from kvrouter.cli.commands import kvrouter, up
-from kvrouter.cli.flags import ForeignOption, given_flags
+from kvrouter.cli.flags import ForeignOption, SettingsCommand, given_flags
+from kvrouter.cli.processes import frontend
 from kvrouter.config import KvRouterConfig, Settings, load_settings, parse_document
-from kvrouter.config.environment import environment_with
-from kvrouter.config.foreign import FOREIGN, FOREIGN_FIELDS, FOREIGN_VARIABLES
+from kvrouter.config.environment import environment_of, environment_with
+from kvrouter.config.foreign import (
+    FOREIGN,
+    FOREIGN_DISCOVERY,
+    FOREIGN_FIELDS,
+    FOREIGN_MODES,
+    FOREIGN_VARIABLES,
+    Foreign,
+)
 from kvrouter.config.setting import Kind, SettingSpec
 from kvrouter.config.tree import SETTINGS
 from kvrouter.core.errors import ConfigError
@@ -90,10 +100,18 @@ def test_no_name_means_two_settings() -> None:
         assert not taken & {foreign.name, *foreign.flags, *foreign.variables}
 
 
-@pytest.mark.parametrize("command", ["up", "frontend", "router"])
-def test_no_flag_of_a_command_is_given_twice(command: str) -> None:
+def settings_commands(group: click.Group) -> Iterator[click.Command]:
+    for command in group.commands.values():
+        if isinstance(command, click.Group):
+            yield from settings_commands(command)
+        elif isinstance(command, SettingsCommand):
+            yield command
+
+
+@pytest.mark.parametrize("command", [*settings_commands(kvrouter)], ids=lambda command: str(command.name))
+def test_no_flag_of_a_command_is_given_twice(command: click.Command) -> None:
     flags: list[str] = []
-    for parameter in kvrouter.commands[command].params:
+    for parameter in command.params:
         flags += [*parameter.opts, *parameter.secondary_opts]
     assert len(set(flags)) == len(flags)
 
@@ -150,32 +168,151 @@ def test_our_prefix_stands_for_the_shared_one() -> None:
 
 
 @pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.name)
-def test_a_name_without_effect_says_so_wherever_it_stands(foreign: Any) -> None:
-    unmet = {Kind.SWITCH: not foreign.met or not foreign.met[0], Kind.WHOLE: 77, Kind.NUMBER: 0.77}
-    value = unmet.get(foreign.kind, "other")
+def test_a_name_without_effect_says_so_wherever_it_stands(foreign: Foreign) -> None:
+    values = {Kind.SWITCH: (True, False), Kind.WHOLE: (77,), Kind.NUMBER: (0.77,)}
+    unmet = [value for value in values.get(foreign.kind, ("other",)) if value not in foreign.met]
+    for value in unmet:
+        check_unmet(foreign, value)
+    for met in (None, *foreign.met):
+        if foreign.section == "router":
+            assert KvRouterConfig.model_validate({foreign.name: met}) == KvRouterConfig()
+        for name in foreign.variables:
+            assert load_settings(flags={}, environ={name: str(met)}) == (Settings(), ())
+
+
+def check_unmet(foreign: Foreign, value: object) -> None:
     text = str(value).lower()
     for name in foreign.variables:
         loaded = load_settings(flags={}, environ={name: text})
         assert loaded == (Settings(), (f"{name} {foreign.told}",))
-        ours = name.replace("DYN_", "KVROUTER_")
-        assert refused(environ={ours: text}) == f"{ours}: {foreign.told}"
+        if name.startswith("DYN_"):
+            ours = name.replace("DYN_", "KVROUTER_")
+            assert refused(environ={ours: text}) == f"{ours}: {foreign.told}"
     for flag in foreign.flags:
         given = [flag, text]
         if foreign.kind is Kind.SWITCH:
             given = [flag if value else f"--no-{flag.removeprefix('--')}"]
         with pytest.raises(click.UsageError, match="has no effect here"):
             flagged(*given)
+    if foreign.section != "router":
+        return
     with pytest.raises(ValidationError, match=f"{foreign.name} has no effect here"):
         KvRouterConfig.model_validate({foreign.name: value})
     document = parse_document(f"router: {{{foreign.name}: {text}}}", "f.yaml")
     assert foreign.told in refused(document=document)
-    for met in (None, *foreign.met):
-        assert KvRouterConfig.model_validate({foreign.name: met}) == KvRouterConfig()
-        assert load_settings(flags={}, environ={foreign.variables[0]: str(met)}) == (Settings(), ())
+
+
+DYNAMO_NAMES = [
+    line.split()
+    for line in (Path(__file__).parents[1] / "data" / "dynamo-names.txt").read_text("utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+
+
+@pytest.mark.parametrize("names", DYNAMO_NAMES, ids=lambda names: names[0])
+def test_every_name_of_dynamos_sets_a_setting_or_says_what_does(names: list[str]) -> None:
+    known = [{*spec.flags, *spec.variables} for spec in SETTINGS]
+    known += [{*foreign.flags, *foreign.variables} for foreign in FOREIGN]
+    found = [each for each in known if each & set(names)]
+    assert len(found) == 1, "its names belong to several settings"
+    assert set(names) <= found[0]
+    flags = {option for parameter in frontend.params for option in parameter.opts}
+    assert {name for name in names if name.startswith("--")} <= flags
+
+
+DYNAMO_FIELDS = {
+    "overlap_score_weight": None,
+    "router_temperature": 0.0,
+    "use_kv_events": True,
+    "router_replica_sync": False,
+    "router_track_active_blocks": True,
+    "router_assume_kv_reuse": True,
+    "router_track_prefill_tokens": True,
+    "router_prefill_load_model": "none",
+    "router_ttl_secs": 120.0,
+    "router_approximate_cache_policy": "ttl",
+    "router_queue_threshold": None,
+    "router_event_threads": 4,
+    "router_queue_policy": "fcfs",
+    "use_remote_indexer": False,
+    "serve_indexer": False,
+    "enable_session_prefix_index": False,
+    "shared_cache_multiplier": None,
+    "shared_cache_type": "none",
+    "router_predicted_ttl_secs": None,
+    "conditional_disagg_enabled": False,
+    "conditional_disagg_policy": "isl_bounding",
+    "conditional_disagg_eff_isl_threshold": 2048,
+    "conditional_disagg_eff_isl_ratio_threshold": 0.7,
+    "conditional_disagg_prefill_busy_threshold": None,
+    "conditional_disagg_decode_busy_threshold": None,
+    "overlap_score_credit": 1.0,
+    "overlap_score_credit_decay": 0.0,
+    "prefill_load_scale": 1.0,
+    "decode_active_request_weight": 0.0,
+    "router_policy_config": None,
+    "router_prefill_policy": None,
+    "router_decode_policy": None,
+    "router_tracking_hash": "public-xxh3-v1",
+    "router_tracking_key_file": None,
+    "router_tracking_key_id": None,
+}
+"""The fields of Dynamo 1.6.1's ``KvRouterConfig`` with their defaults, but for those of :data:`UNLIKE`."""
+
+UNLIKE: dict[str, object] = {
+    "router_track_output_blocks": False,
+    "host_cache_hit_weight": 0.75,
+    "disk_cache_hit_weight": 0.25,
+}
+"""Its fields whose defaults ask for what is not done here."""
+
+
+def test_dynamos_configuration_with_its_defaults_is_ours_with_ours() -> None:
+    given = {name: value for name, value in DYNAMO_FIELDS.items() if name != "overlap_score_weight"}
+    assert KvRouterConfig.model_validate(given) == KvRouterConfig()
+
+
+@pytest.mark.parametrize("name", [*DYNAMO_FIELDS, *UNLIKE])
+def test_every_field_of_dynamos_configuration_is_known(name: str) -> None:
+    router = [spec for spec in SETTINGS if spec.section == "router"]
+    own = {known for spec in router for known in (spec.name, *spec.aliases.names)}
+    assert (name in own) != (name in FOREIGN_FIELDS)
+    if name in UNLIKE:
+        with pytest.raises(ValidationError, match=f"{name} has no effect here"):
+            KvRouterConfig.model_validate({name: UNLIKE[name]})
+
+
+@pytest.mark.parametrize("mode", ["power-of-two", "direct", "least-loaded", "device-aware-weighted"])
+def test_a_router_mode_of_dynamos_says_what_there_is_instead(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"--router-mode .router.router_mode.: '{mode}' is not supported: "):
+        flagged("--router-mode", mode)
+    assert refused(environ={"DYN_ROUTER_MODE": mode}).startswith("DYN_ROUTER_MODE (router.router_mode): ")
+    with pytest.raises(ValidationError, match=f"'{mode}' is not supported: {FOREIGN_MODES[mode]}"):
+        KvRouterConfig.model_validate({"router_mode": mode})
+
+
+@pytest.mark.parametrize("backend", ["etcd", "mem"])
+def test_a_discovery_of_dynamos_says_what_there_is_instead(backend: str) -> None:
+    said = refused(environ={"DYN_DISCOVERY_BACKEND": backend})
+    assert said.startswith("DYN_DISCOVERY_BACKEND (planes.discovery): ")
+    assert said.endswith(f"'{backend}' is not supported: {FOREIGN_DISCOVERY[backend]}")
+
+
+def test_none_unsets_a_number_that_may_be_unset() -> None:
+    document = parse_document("router: {busy_threshold: 0.5}", "f.yaml")
+    for text in ("None", " none "):
+        environ = {"DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": text}
+        settings = load_settings(flags={}, environ=environ, document=document).settings
+        assert settings.router.active_decode_blocks_threshold is None
+        handed = environment_of(settings, "router")
+        again = load_settings(flags={}, environ=handed, document=document).settings
+        assert again == settings
+    assert "must be a number" in refused(environ={"DYN_ROUTER_TEMPERATURE": "none"})
 
 
 def test_foreign_names_are_named_once() -> None:
-    assert len(FOREIGN_FIELDS) == len(FOREIGN)
+    names = [foreign.name for foreign in FOREIGN]
+    assert len(set(names)) == len(names)
     assert len(FOREIGN_VARIABLES) == sum(len(foreign.variables) for foreign in FOREIGN)
     hidden = [option for option in up.params if isinstance(option, ForeignOption)]
     assert len(hidden) == sum(len(foreign.flags) for foreign in FOREIGN)

@@ -163,7 +163,7 @@ def test_unknown_variables_of_ours_are_refused_and_near_misses_warned() -> None:
         environ={
             "DYN_ROUTER_TEMPRATURE": "1",
             "DYN_ADMIN_TOKEN": "1",
-            "DYN_SYSTEM_PORT": "1",
+            "DYN_OF_SOMEBODY_ELSE": "1",
             "DYN_TOPOLOGY_ENABLED": "true",
             "DYN_KV_TRANSFER_DOMAIN": "zone",
             "DYN_KV_TRANSFER_ENFORCEMENT": "required",

@@ -102,14 +102,18 @@ class SettingsCommand(click.Command):
 
 
 def setting_options(*sections: str) -> list[click.Option]:
-    """Return a flag for every name of a setting of ``sections`` that has one; without sections, of all. With
-    those of the router come Dynamo's that set nothing.
+    """Return a flag for every name of a setting of ``sections`` that has one, and Dynamo's flags that set
+    nothing beside those; without sections, of all.
     """
-    chosen = [spec for spec in SETTINGS if not sections or spec.section in sections]
-    options: list[click.Option] = [SettingOption(spec, flag) for spec in chosen for flag in spec.flags]
-    if any(spec.section == "router" for spec in chosen):
-        options += [ForeignOption(foreign, flag) for foreign in FOREIGN for flag in foreign.flags]
-    return options
+
+    def is_chosen(section: str) -> bool:
+        return not sections or section in sections
+
+    own = [SettingOption(spec, flag) for spec in SETTINGS if is_chosen(spec.section) for flag in spec.flags]
+    foreign = [
+        ForeignOption(each, flag) for each in FOREIGN if is_chosen(each.section) for flag in each.flags
+    ]
+    return [*own, *foreign]
 
 
 def _metavar(spec: SettingSpec) -> str:

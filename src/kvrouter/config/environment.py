@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from pydantic import SecretStr
 
+from kvrouter.config.setting import Kind
 from kvrouter.config.tree import SETTINGS, Settings
 
 
@@ -26,6 +27,8 @@ def environment_of(settings: Settings, *sections: str) -> dict[str, str]:
             environ[spec.variable] = "true" if value else "false"
         elif value is not None:
             environ[spec.variable] = str(value)
+        elif spec.kind in (Kind.WHOLE, Kind.NUMBER):
+            environ[spec.variable] = "none"
     return environ
 
 

@@ -6,6 +6,9 @@ A name with a value that asks for what is done anyway is taken.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
 from kvrouter.config.setting import Kind, parse_switch
 
 NOT_SET = ("", "none")
@@ -15,10 +18,12 @@ NOT_SET = ("", "none")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
     """One of Dynamo's settings: its field, flags and variables. ``met`` are the values with which it asks for
-    what is done here anyway.
+    what is done here anyway. ``section`` says beside which settings its flag stands; those of the router are
+    fields of ``KvRouterConfig`` too.
     """
 
     name: str
+    section: str = "router"
     flags: tuple[str, ...]
     variables: tuple[str, ...]
     kind: Kind
@@ -65,9 +70,37 @@ def _router(name: str, kind: Kind, why: str, *met: object, older: tuple[str, str
     )
 
 
-def _plain(name: str, kind: Kind, why: str, *met: object) -> Foreign:
-    flag, variable = f"--{name.replace('_', '-')}", f"DYN_{name.upper()}"
-    return Foreign(name=name, flags=(flag,), variables=(variable,), kind=kind, met=met, why=why)
+def _plain(
+    name: str,
+    kind: Kind,
+    why: str,
+    *met: object,
+    section: str = "router",
+    flag: str | None = None,
+    variable: str | None = None,
+) -> Foreign:
+    """A setting whose flag and variable are its name; ``flag`` and ``variable`` where they are not."""
+    return Foreign(
+        name=name,
+        section=section,
+        flags=(flag or f"--{name.replace('_', '-')}",),
+        variables=(variable or f"DYN_{name.upper()}",),
+        kind=kind,
+        met=met,
+        why=why,
+    )
+
+
+def _field(name: str, kind: Kind, why: str, *met: object) -> Foreign:
+    """A field of ``KvRouterConfig`` that has no flag or variable of its own."""
+    return Foreign(name=name, flags=(), variables=(), kind=kind, met=met, why=why)
+
+
+def _variable(name: str, kind: Kind, why: str, *met: object, section: str) -> Foreign:
+    """A variable that has no flag."""
+    return Foreign(
+        name=name.lower(), section=section, flags=(), variables=(name,), kind=kind, met=met, why=why
+    )
 
 
 _CREDIT = "one weight, --kv-overlap-score-weight, says what overlap is worth"
@@ -78,6 +111,35 @@ _TRACKING = "routers agree on the blocks of requests by hashes that everybody ma
 _SPLIT = "where prefill workers are, every prompt is split"
 _SESSIONS = "requests of one session are not kept together"
 _INDEXERS = "every router keeps an index of its own, or none"
+_BLOCK_SIZE = "each worker announces the size of its blocks"
+_FRONT_TLS = (
+    "the HTTP port has no TLS: terminate it at a proxy or an Ingress; --tls-cert is between processes"
+)
+_API = "the API is OpenAI's completions and chat completions, over HTTP"
+_ENGINE_FIELDS = "engines that split off reasoning and tool calls name the fields and events themselves"
+_TOKENIZERS = "prompts are tokenized by Hugging Face's tokenizers library"
+_PROCESSOR = (
+    "chats are rendered and tokenized in the router, long ones in threads: --tokenize-inline-max-chars"
+)
+_ONE_CERTIFICATE = "--tls-cert and --tls-key are shown in both directions, and to NATS"
+_ONE_AUTHORITY = (
+    "--tls-ca is the authority of all: clients, workers and NATS; both ends must show a certificate"
+)
+_VERIFIED = "certificates are always verified, with the name that the address has"
+_PREDICTION = "AISimulate is not asked for predictions"
+_PREDICTION_FIELDS = (
+    "backend",
+    "system",
+    "backend_version",
+    "tp_size",
+    "model_path",
+    "moe_tp_size",
+    "moe_ep_size",
+    "attention_dp_size",
+    "nextn",
+    "nextn_accept_rates",
+    "mtp_seed",
+)
 
 FOREIGN: tuple[Foreign, ...] = (
     _router("router_queue_threshold", Kind.NUMBER, _QUEUE),
@@ -165,6 +227,11 @@ FOREIGN: tuple[Foreign, ...] = (
         why=_SPLIT,
     ),
     _router("conditional_disagg_config", Kind.TEXT, _SPLIT),
+    _field("conditional_disagg_policy", Kind.TEXT, _SPLIT, "isl_bounding"),
+    _field("conditional_disagg_eff_isl_threshold", Kind.WHOLE, _SPLIT, 2048),
+    _field("conditional_disagg_eff_isl_ratio_threshold", Kind.NUMBER, _SPLIT, 0.7),
+    _field("conditional_disagg_prefill_busy_threshold", Kind.NUMBER, _SPLIT),
+    _field("conditional_disagg_decode_busy_threshold", Kind.NUMBER, _SPLIT),
     _plain(
         "enforce_disagg",
         Kind.SWITCH,
@@ -177,13 +244,234 @@ FOREIGN: tuple[Foreign, ...] = (
         "--active-prefill-tokens-threshold is a number of tokens",
     ),
     _plain("admission_control", Kind.TEXT, "the thresholds themselves switch it on", "token-capacity"),
-    _plain("kv_cache_block_size", Kind.WHOLE, "each worker announces the size of its blocks"),
+    _plain("kv_cache_block_size", Kind.WHOLE, _BLOCK_SIZE),
     _plain("namespace_prefix", Kind.TEXT, "a router serves one namespace, --namespace"),
     _plain("migration_max_seq_len", Kind.WHOLE, "an answer of any length may go on elsewhere"),
+    Foreign(
+        name="router_block_size",
+        section="frontend",
+        flags=("--router-block-size", "--block-size"),
+        variables=("DYN_ROUTER_BLOCK_SIZE",),
+        kind=Kind.WHOLE,
+        why=_BLOCK_SIZE,
+    ),
+    _plain(
+        "endpoint",
+        Kind.TEXT,
+        "--namespace and --component say which workers a standalone router serves",
+        section="frontend",
+        variable="DYN_ROUTER_ENDPOINT",
+    ),
+    _plain("ais_perf_config", Kind.TEXT, _PREDICTION, section="frontend"),
+    *(
+        Foreign(
+            name=f"ais_{name}",
+            section="frontend",
+            flags=tuple(f"--{era}-{name.replace('_', '-')}" for era in ("ais", "aic")),
+            variables=tuple(f"DYN_{era}_{name.upper()}" for era in ("AIS", "AIC")),
+            kind=Kind.TEXT,
+            why=_PREDICTION,
+        )
+        for name in _PREDICTION_FIELDS
+    ),
+    _plain(
+        "custom_backend_metrics_endpoint",
+        Kind.TEXT,
+        "workers publish their load themselves",
+        section="frontend",
+    ),
+    _plain(
+        "custom_backend_metrics_polling_interval",
+        Kind.NUMBER,
+        "workers publish their load themselves",
+        section="frontend",
+    ),
+    _variable(
+        "DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
+        Kind.NUMBER,
+        "the overlap of a waiting request is looked up when it is placed",
+        section="frontend",
+    ),
+    _variable(
+        "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
+        Kind.NUMBER,
+        "a booking ends with its request, at the latest after --request-timeout-s; that of "
+        "`kvrouter router`, after --lease-ttl-s",
+        section="frontend",
+    ),
+    _variable(
+        "DYN_ENCODER_CUDA_TO_CPU_RATIO",
+        Kind.NUMBER,
+        "there is no device-aware router mode",
+        section="frontend",
+    ),
+    _plain("tls_cert_path", Kind.TEXT, _FRONT_TLS, section="frontend"),
+    _plain("tls_key_path", Kind.TEXT, _FRONT_TLS, section="frontend"),
+    _plain("tls_client_ca_cert_path", Kind.TEXT, _FRONT_TLS, section="frontend"),
+    _plain("interactive", Kind.SWITCH, "send requests to --http-port", False, section="frontend"),
+    _plain("model_name", Kind.TEXT, "workers announce the models that they serve", section="frontend"),
+    _variable("DYN_MODEL_PATH", Kind.TEXT, "a tokenizer is --model-path MODEL=FOLDER", section="frontend"),
+    _plain(
+        "metrics_prefix",
+        Kind.TEXT,
+        "every metric's name begins with kvrouter_",
+        "kvrouter",
+        section="frontend",
+    ),
+    _plain("kserve_grpc_server", Kind.SWITCH, _API, False, section="frontend"),
+    _plain(
+        "grpc_metrics_port", Kind.WHOLE, "metrics are at /metrics of --http-port", 8788, section="frontend"
+    ),
+    _plain("dump_config_to", Kind.TEXT, "the settings are written to no file", section="frontend"),
+    _plain(
+        "frontend_route_extension",
+        Kind.TEXT,
+        "routes cannot be added",
+        section="frontend",
+        variable="DYN_FRONTEND_ROUTE_EXTENSIONS",
+    ),
+    _plain("enable_anthropic_api", Kind.SWITCH, _API, False, section="frontend"),
+    _plain("strip_anthropic_preamble", Kind.SWITCH, _API, True, section="frontend"),
+    _plain("enable_streaming_tool_dispatch", Kind.SWITCH, _ENGINE_FIELDS, False, section="frontend"),
+    _plain("enable_streaming_reasoning_dispatch", Kind.SWITCH, _ENGINE_FIELDS, False, section="frontend"),
+    _plain("reasoning_field_name", Kind.TEXT, _ENGINE_FIELDS, "reasoning_content", section="frontend"),
+    _plain(
+        "exclude_tools_when_tool_choice_none",
+        Kind.SWITCH,
+        "tools are left to engines that take calls as clients wrote them",
+        True,
+        section="frontend",
+    ),
+    _plain(
+        "chat_processor", Kind.TEXT, _PROCESSOR, "dynamo", section="frontend", flag="--dyn-chat-processor"
+    ),
+    _plain(
+        "debug_perf",
+        Kind.SWITCH,
+        "/metrics has the times",
+        False,
+        section="frontend",
+        flag="--dyn-debug-perf",
+    ),
+    _plain(
+        "preprocess_workers", Kind.WHOLE, _PROCESSOR, 0, section="frontend", flag="--dyn-preprocess-workers"
+    ),
+    _plain(
+        "tokenizer_backend",
+        Kind.TEXT,
+        _TOKENIZERS,
+        "default",
+        section="frontend",
+        flag="--tokenizer",
+        variable="DYN_TOKENIZER",
+    ),
+    _plain("tokenizer_fallback", Kind.SWITCH, _TOKENIZERS, True, False, section="frontend"),
+    _plain("trust_remote_code", Kind.SWITCH, "no code of a model is run", False, section="frontend"),
+    _variable(
+        "DYN_HTTP_BODY_LIMIT_MB",
+        Kind.NUMBER,
+        "--body-max-bytes is the largest body, in bytes",
+        section="frontend",
+    ),
+    _variable(
+        "DYN_HTTP_OVERLOAD_STATUS_CODES",
+        Kind.TEXT,
+        "overload is always 503 with Retry-After",
+        section="frontend",
+    ),
+    _variable("DYN_LOG", Kind.TEXT, "--log-level is the level of all logs", "info", section="frontend"),
+    _variable(
+        "DYN_LOGGING_JSONL",
+        Kind.SWITCH,
+        "--log-format json writes a JSON object for each line",
+        False,
+        section="frontend",
+    ),
+    _plain("response_plane", Kind.TEXT, "answers return over --request-plane", "tcp", section="planes"),
+    _plain("store_kv", Kind.TEXT, "--discovery says where workers are announced", section="planes"),
+    _variable("DYN_FILE_KV", Kind.TEXT, "--discovery-dir is the directory", section="planes"),
+    _variable("ETCD_ENDPOINTS", Kind.TEXT, "etcd is not used: --discovery", section="planes"),
+    _plain("tcp_tls_client_cert_path", Kind.TEXT, _ONE_CERTIFICATE, section="planes"),
+    _plain("tcp_tls_client_key_path", Kind.TEXT, _ONE_CERTIFICATE, section="planes"),
+    _plain("tcp_tls_client_ca_cert_path", Kind.TEXT, _ONE_AUTHORITY, section="planes"),
+    _plain("tcp_tls_insecure", Kind.SWITCH, _VERIFIED, False, section="planes"),
+    _plain("tcp_tls_server_name", Kind.TEXT, _VERIFIED, section="planes"),
+    _plain(
+        "tcp_tls_handshake_timeout",
+        Kind.WHOLE,
+        "--hello-within-s bounds the handshake",
+        section="planes",
+        variable="DYN_TCP_TLS_HANDSHAKE_TIMEOUT_SECS",
+    ),
+    _plain(
+        "nats_tls_ca_cert_path",
+        Kind.TEXT,
+        _ONE_AUTHORITY,
+        section="planes",
+        variable="NATS_TLS_CA_CERT_PATH",
+    ),
+    _plain(
+        "nats_tls_insecure", Kind.SWITCH, _VERIFIED, False, section="planes", variable="NATS_TLS_INSECURE"
+    ),
+    _plain(
+        "nats_tls_client_cert_path",
+        Kind.TEXT,
+        _ONE_CERTIFICATE,
+        section="planes",
+        variable="NATS_TLS_CLIENT_CERT_PATH",
+    ),
+    _plain(
+        "nats_tls_client_key_path",
+        Kind.TEXT,
+        _ONE_CERTIFICATE,
+        section="planes",
+        variable="NATS_TLS_CLIENT_KEY_PATH",
+    ),
+    _variable("DYN_SYSTEM_PORT", Kind.WHOLE, "--health-port is a worker's", -1, section="planes"),
+    _variable("DYN_TCP_RPC_HOST", Kind.TEXT, "--listen-host is a worker's address", section="planes"),
+    _variable("DYN_TCP_RPC_PORT", Kind.WHOLE, "--listen-port is a worker's port", 0, section="planes"),
+    _variable(
+        "DYN_EVENT_PLANE_HOST",
+        Kind.TEXT,
+        "--advertise-host is the name under which others reach a worker",
+        section="planes",
+    ),
 )
 """All of them, by what they are about."""
+
+_LOAD_MODES = "mode kv with --kv-overlap-score-weight 0 decides by the load of decode alone"
+
+FOREIGN_MODES: Mapping[str, str] = {
+    "direct": "a request names its worker in nvext, in every mode: backend_instance_id",
+    "least-loaded": _LOAD_MODES,
+    "power-of-two": _LOAD_MODES,
+    "device-aware-weighted": "workers are not weighted by their device",
+}
+"""Dynamo's router modes that are none here, and what there is instead."""
+
+FOREIGN_DISCOVERY: Mapping[str, str] = {
+    "etcd": "workers are announced in NATS, a directory or Kubernetes",
+    "mem": "`kvrouter up` runs a fleet in one process",
+}
+"""Dynamo's discovery backends that are none here, and what there is instead."""
+
+
+def refusing(foreign: Mapping[str, str]) -> BeforeValidator:
+    """Return a validator that says of each of these values why it is none here."""
+
+    def check(value: object) -> object:
+        why = foreign.get(value) if isinstance(value, str) else None
+        if why is not None:
+            context = {"value": value, "why": why}
+            raise PydanticCustomError("foreign", "'{value}' is not supported: {why}", context)
+        return value
+
+    return BeforeValidator(check)
+
 
 FOREIGN_VARIABLES: Mapping[str, Foreign] = {
     variable: foreign for foreign in FOREIGN for variable in foreign.variables
 }
-FOREIGN_FIELDS: Mapping[str, Foreign] = {foreign.name: foreign for foreign in FOREIGN}
+FOREIGN_FIELDS: Mapping[str, Foreign] = {
+    foreign.name: foreign for foreign in FOREIGN if foreign.section == "router"
+}

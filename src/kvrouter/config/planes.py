@@ -11,6 +11,7 @@ from annotated_types import Interval, MaxLen
 from pydantic import AfterValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
+from kvrouter.config.foreign import FOREIGN_DISCOVERY, refusing
 from kvrouter.config.setting import Aliases, Group, Positive, Section, Setting, Whole
 
 LEASE_S = 10.0
@@ -67,6 +68,7 @@ class PlaneSettings(Section):
 
     discovery: Annotated[
         DiscoveryBackend,
+        refusing(FOREIGN_DISCOVERY),
         Setting(
             flag="--discovery",
             variable="DYN_DISCOVERY_BACKEND",
@@ -174,17 +176,47 @@ class PlaneSettings(Section):
     has no flag, because the list of processes shows flags."""
 
     tls_cert: Annotated[
-        str | None, Setting(flag="--tls-cert", variable="KVROUTER_TLS_CERT", group=Group.PLANES)
+        str | None,
+        Setting(
+            flag="--tls-cert",
+            variable="KVROUTER_TLS_CERT",
+            group=Group.PLANES,
+            aliases=Aliases(
+                flags=("--tcp-tls-cert-path",),
+                variables=("DYN_TCP_TLS_CERT_PATH",),
+                names=("tcp_tls_cert_path",),
+            ),
+        ),
     ] = None
     """This process's certificate, a PEM file: the tcp and http planes are encrypted."""
 
     tls_key: Annotated[
-        str | None, Setting(flag="--tls-key", variable="KVROUTER_TLS_KEY", group=Group.PLANES)
+        str | None,
+        Setting(
+            flag="--tls-key",
+            variable="KVROUTER_TLS_KEY",
+            group=Group.PLANES,
+            aliases=Aliases(
+                flags=("--tcp-tls-key-path",),
+                variables=("DYN_TCP_TLS_KEY_PATH",),
+                names=("tcp_tls_key_path",),
+            ),
+        ),
     ] = None
     """The key of the certificate, a PEM file."""
 
     tls_ca: Annotated[
-        str | None, Setting(flag="--tls-ca", variable="KVROUTER_TLS_CA", group=Group.PLANES)
+        str | None,
+        Setting(
+            flag="--tls-ca",
+            variable="KVROUTER_TLS_CA",
+            group=Group.PLANES,
+            aliases=Aliases(
+                flags=("--tcp-tls-ca-cert-path",),
+                variables=("DYN_TCP_TLS_CA_CERT_PATH",),
+                names=("tcp_tls_ca_cert_path",),
+            ),
+        ),
     ] = None
     """The authority that signed the certificates of the others, a PEM file. Also for NATS."""
 

@@ -181,6 +181,8 @@ def without_password(text: str) -> str:
 
 def _but_is(error: ErrorDetails) -> str:
     value = error["input"]
+    if error["type"] == "foreign":
+        return ""  # its message has the value
     if isinstance(value, bool):
         return f", not {str(value).lower()}"
     if isinstance(value, int | float | str) and value != "":

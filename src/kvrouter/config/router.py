@@ -7,7 +7,7 @@ from annotated_types import Interval, MaxLen
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.foreign import FOREIGN_FIELDS
+from kvrouter.config.foreign import FOREIGN_FIELDS, FOREIGN_MODES, refusing
 from kvrouter.config.planes import PlainName
 from kvrouter.config.setting import (
     Aliases,
@@ -47,7 +47,9 @@ class KvRouterConfig(Section):
         return {name: value for name, value in values.items() if name not in FOREIGN_FIELDS}
 
     router_mode: Annotated[
-        RouterMode, Setting(flag="--router-mode", variable="DYN_ROUTER_MODE", group=Group.ROUTING)
+        RouterMode,
+        refusing(FOREIGN_MODES),
+        Setting(flag="--router-mode", variable="DYN_ROUTER_MODE", group=Group.ROUTING),
     ] = RouterMode.KV
     """How a worker is picked among those that are eligible: by cost, in turn, or by chance. Eligibility
     (roles, taints, topology, busy workers) is the same in every mode."""
@@ -150,6 +152,11 @@ class KvRouterConfig(Section):
             variable="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
             group=Group.BUSY,
             unit="fraction of the worker's blocks",
+            aliases=Aliases(
+                flags=("--busy-threshold",),
+                variables=("DYN_BUSY_THRESHOLD",),
+                names=("busy_threshold",),
+            ),
         ),
     ] = None
     """A worker whose running requests hold more than this part of its KV blocks is busy and gets no new ones.

@@ -118,9 +118,14 @@ class SettingSpec:
             return "true" if self.default else "false"
         return str(self.default)
 
-    def parse(self, text: str) -> SettingValue:
-        """Return the value that ``text`` stands for; raise ValueError with what it must be otherwise."""
+    def parse(self, text: str) -> SettingValue | None:
+        """Return the value that ``text`` stands for; raise ValueError with what it must be otherwise.
+
+        ``none`` unsets a number that may be unset.
+        """
         text = text.strip()
+        if self.default is None and self.kind in (Kind.WHOLE, Kind.NUMBER) and text.lower() == "none":
+            return None
         if self.kind is Kind.SWITCH:
             return parse_switch(text)
         if self.kind is Kind.WHOLE:

@@ -197,18 +197,20 @@ def _unknown(name: str, known: Set[str]) -> str:
 
 
 def _near_misses(environ: Mapping[str, str]) -> list[str]:
-    """Return a warning for each ``DYN_*`` variable that means something else here, or nothing, or is almost
-    one of ours: the rest belongs to others.
+    """Return a warning for each variable of Dynamo's that has no effect here, and for each ``DYN_*`` variable
+    that is almost one of ours: the rest belongs to others.
     """
     read = {variable for spec in SETTINGS for variable in spec.variables}.union(TOPOLOGY_VARIABLES)
     warnings: list[str] = []
     for name in sorted(environ):
-        if not name.startswith(SHARED_PREFIX) or name in read or not environ[name].strip():
+        if name in read or not environ[name].strip():
             continue
         foreign = FOREIGN_VARIABLES.get(name)
         if foreign is not None:
             if not foreign.is_met_by_text(environ[name]):
                 warnings.append(f"{name} {foreign.told}")
+            continue
+        if not name.startswith(SHARED_PREFIX):
             continue
         meant = did_you_mean_variable(name, read, cutoff=_NEAR_MISS_CUTOFF)
         if meant:

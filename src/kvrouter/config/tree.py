@@ -9,6 +9,7 @@ from pydantic import SecretStr
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import (
+    Aliases,
     Count,
     Group,
     NonNegative,
@@ -363,6 +364,7 @@ class FrontendSettings(Section):
             variable="KVROUTER_DRAIN_LIMIT_S",
             group=Group.FRONT_DOOR,
             unit="seconds",
+            aliases=Aliases(variables=("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",)),
         ),
     ] = 30.0
     """After SIGTERM no new requests are taken; running ones may finish within this time, then they are
