@@ -25,8 +25,9 @@ INACTIVE_S = 300.0
 ACK_EVERY = 256
 """Messages that one acknowledgement covers while they come fast."""
 
-UNACKED_MAX = 4096
-"""The server sends no more than this without an acknowledgement."""
+UNACKED_MAX = 1024
+"""The server sends no more than this without an acknowledgement: its own flow control counts bytes alone, up
+to 32 MB of them, and a small message takes ten times its bytes here."""
 
 YIELD_EVERY = 64
 """After so many messages in a row the event loop has its turn."""
@@ -47,10 +48,11 @@ class _Place:
 class Delivery:
     """One push consumer. ``position`` is the stream sequence of the last message that was handed over.
 
-    With ``durable`` it lives on the server under that name, and acknowledges, many messages at once; without,
-    it is gone soon after it is closed, and acknowledges nothing. A message that was handed over already is
-    left out. When the server falls silent, or a message is missing, ``broken`` says why: open another one
-    after ``position``. ``on_idle`` is called for each heartbeat of a server that has nothing to deliver.
+    It acknowledges many messages at once, and no more than ``UNACKED_MAX`` wait in this process, however many
+    the stream has. With ``durable`` it lives on the server under that name; without, it is gone soon after it
+    is closed. A message that was handed over already is left out. When the server falls silent, or a message
+    is missing, ``broken`` says why: open another one after ``position``. ``on_idle`` is called for each
+    heartbeat of a server that has nothing to deliver.
     """
 
     def __init__(
@@ -127,8 +129,8 @@ class Delivery:
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=after + 1,
             filter_subject=self._subjects,
-            ack_policy=api.AckPolicy.ALL if is_durable else api.AckPolicy.NONE,
-            max_ack_pending=UNACKED_MAX if is_durable else None,
+            ack_policy=api.AckPolicy.ALL,
+            max_ack_pending=UNACKED_MAX,
             flow_control=True,
             idle_heartbeat=self._heartbeat_s,
             inactive_threshold=INACTIVE_S,
@@ -177,7 +179,7 @@ class Delivery:
             self._on_idle()
 
     async def _ack(self) -> None:
-        if self._durable is None or self._acked == self._delivered or not self._client.is_connected:
+        if self._acked == self._delivered or not self._client.is_connected:
             return
         self._acked = self._delivered
         await self._client.publish(self._ack_subject, b"+ACK")
