@@ -6,10 +6,9 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.plan import Manifest, plan
-from kvrouter.operator.reconcile.applied import WORKLOADS
+from kvrouter.operator.reconcile.applied import HOLDER, WORKLOADS, let_go_of_replicas
 from kvrouter.operator.reconcile.cluster import Cluster
 from kvrouter.operator.reconcile.kinds import Key, Kind
-from kvrouter.operator.reconcile.replicas import HOLDER, let_go_of_replicas
 from kvrouter.operator.status import component_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pydantic import JsonValue
+
 from kvrouter.operator.plan import COMPONENT_LABEL, DEPLOYMENT_LABEL
 from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of, version_of
-from kvrouter.operator.reconcile.replicas import let_go_of_replicas, stated_replicas
 from kvrouter.operator.reconcile.watched import Watched
 
 WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
@@ -27,6 +28,9 @@ OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS, BUDGETS)
 
 WHOSE = ("app.kubernetes.io/managed-by", DEPLOYMENT_LABEL, COMPONENT_LABEL)
 """Labels that say which deployment, and which component of it, an object is of."""
+
+HOLDER = "kvrouter-operator-replicas"
+"""The field manager that holds the number between the operator, which lets go of it, and who scales first."""
 
 
 class Place(NamedTuple):
@@ -211,6 +215,53 @@ def is_left_behind(there: Manifest, manifest: Manifest) -> bool:
         isinstance(entry, dict) and (entry.get("manager"), entry.get("operation")) == (MANAGER, "Apply")
         for entry in (entries if isinstance(entries, list) else [])
     )
+
+
+async def let_go_of_replicas(cluster: Cluster, kind: Kind, manifest: Manifest) -> None:
+    """See that the number of pods stays when ``manifest``, which states none, is applied.
+
+    Server-side apply removes a field that its only owner no longer states, and one pod is what is left then:
+    so another manager holds it first. Raises ClusterError; Refused with 409 when it is scaled at that moment.
+    """
+    there = await cluster.read(kind, key_of(manifest))
+    replicas = None if there is None else stated_replicas(there)
+    if there is None or replicas is None or not is_held_alone(there):
+        return
+    metadata: Manifest = {
+        **{part: metadata_of(there)[part] for part in ("namespace", "name")},
+        "uid": uid_of(there),
+        "resourceVersion": version_of(there),
+    }
+    held: Manifest = {
+        "apiVersion": kind.api_version,
+        "kind": kind.name,
+        "metadata": metadata,
+        "spec": {"replicas": replicas},
+    }
+    await cluster.claim(kind, held, manager=HOLDER)
+
+
+def stated_replicas(manifest: Manifest) -> int | None:
+    """Return the number of pods that a manifest states; None where it states none."""
+    spec = manifest.get("spec")
+    replicas = spec.get("replicas") if isinstance(spec, dict) else None
+    return replicas if isinstance(replicas, int) else None
+
+
+def is_held_alone(manifest: Manifest) -> bool:
+    """Whether the operator holds the number of pods, and nobody else does."""
+    entries = metadata_of(manifest).get("managedFields")
+    holders = {
+        (str(entry.get("manager")), str(entry.get("operation")))
+        for entry in (entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict) and _has_replicas(entry.get("fieldsV1"))
+    }
+    return holders == {(MANAGER, "Apply")}
+
+
+def _has_replicas(fields: JsonValue) -> bool:
+    spec = fields.get("f:spec") if isinstance(fields, dict) else None
+    return isinstance(spec, dict) and "f:replicas" in spec
 
 
 def kind_of(manifest: Manifest) -> Kind:
