@@ -341,12 +341,27 @@ def test_admin_routes_ask_for_a_token_that_need_not_be_there_and_are_closed_with
     defaults = PlanDefaults(image="i", admin_token=SecretKey("admins", "word"))
     found = templates(planned(deployment(), defaults=defaults))
     env = _env(found["frontend"])
-    assert {"name": "KVROUTER_ADMIN_ROUTES", "value": "closed"} in env
+    assert {"name": "DYN_ADMIN_ROUTES", "value": "closed"} in env
     assert {
         "name": "KVROUTER_ADMIN_TOKEN",
         "valueFrom": {"secretKeyRef": {"name": "admins", "key": "word", "optional": True}},
     } in env
     assert not [each for each in _env(found["worker"]) if "ADMIN" in str(each)]
+
+
+def test_an_older_image_knows_each_variable_that_it_would_end_with() -> None:
+    # kvrouter ends with a KVROUTER_ variable that it does not know: later settings are rendered as DYN_ ones.
+    defaults = PlanDefaults(image="i", plane_token=SecretKey("planes", "token"))
+    sidecar: JsonValue = {"spec": {"containers": [{"name": "main", "args": ["worker", "mock"]}]}}
+    found = templates(planned(deployment(pods={"worker": sidecar}), defaults=defaults))
+    names = {str(at(entry, "name")) for template in found.values() for entry in _env(template)}
+    assert {name for name in names if name.startswith("KVROUTER_")} == {
+        "KVROUTER_ADMIN_TOKEN",
+        "KVROUTER_ADVERTISE_HOST",
+        "KVROUTER_HEALTH_PORT",
+        "KVROUTER_LISTEN_HOST",
+        "KVROUTER_PLANE_TOKEN",
+    }
 
 
 def _env(template: JsonValue) -> list[JsonValue]:

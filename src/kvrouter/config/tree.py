@@ -76,7 +76,7 @@ class FrontendSettings(Section):
 
     admin_routes: Annotated[
         AdminAccess,
-        Setting(flag="--admin-routes", variable="KVROUTER_ADMIN_ROUTES", group=Group.FRONT_DOOR),
+        Setting(flag="--admin-routes", variable="DYN_ADMIN_ROUTES", group=Group.FRONT_DOOR),
     ] = AdminAccess.OPEN
     """Who may ask the admin routes while no admin token is set. open: whoever reaches the port. closed:
     nobody, they answer 401."""

@@ -210,10 +210,13 @@ def _variables(
 def _admin(defaults: PlanDefaults) -> list[Manifest]:
     """Who may ask the admin routes, which change how all requests are routed: who knows the token of the
     Secret, and nobody while there is none.
+
+    A frontend of an older image ends with a ``KVROUTER_*`` variable that it does not know, and ignores a
+    ``DYN_*`` one: its admin routes are then as that version has them.
     """
     token: JsonValue = {"name": defaults.admin_token.name, "key": defaults.admin_token.key, "optional": True}
     return [
-        variable("KVROUTER_ADMIN_ROUTES", AdminAccess.CLOSED.value),
+        variable("DYN_ADMIN_ROUTES", AdminAccess.CLOSED.value),
         {"name": "KVROUTER_ADMIN_TOKEN", "valueFrom": {"secretKeyRef": token}},
     ]
 
