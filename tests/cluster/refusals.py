@@ -31,23 +31,33 @@ def with_main(spec: Mapping[str, Any], mistake: Mapping[str, Any]) -> dict[str, 
 
 def engine_policy(namespace: str) -> list[dict[str, Any]]:
     """A policy engine's rule on this namespace, and its binding."""
-    name = f"engines-{namespace}"
-    rule = {
-        "apiGroups": ["apps"],
-        "apiVersions": ["v1"],
-        "operations": ["CREATE", "UPDATE"],
-        "resources": ["deployments"],
-    }
     judged = "object.spec.template.spec.containers.all(c, !c.image.contains('denied'))"
     here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
-    version = "admissionregistration.k8s.io/v1"
-    policy = {
-        "matchConstraints": {"resourceRules": [rule], **here},
-        "validations": [{"expression": judged, "message": DENIED}],
+    return denying(f"engines-{namespace}", "apps", "v1", "deployments", judged, **here)
+
+
+def denying(
+    name: str, group: str, version: str, resource: str, expression: str, **where: object
+) -> list[dict[str, Any]]:
+    """A policy that lets pass what ``expression`` holds for, and its binding."""
+    rule = {
+        "apiGroups": [group],
+        "apiVersions": [version],
+        "operations": ["CREATE", "UPDATE"],
+        "resources": [resource],
     }
-    binding = {"policyName": name, "validationActions": ["Deny"], "matchResources": here}
+    policy = {
+        "matchConstraints": {"resourceRules": [rule], **where},
+        "validations": [{"expression": expression, "message": DENIED}],
+    }
+    binding = {"policyName": name, "validationActions": ["Deny"], "matchResources": where}
     return [
-        {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+        {
+            "apiVersion": "admissionregistration.k8s.io/v1",
+            "kind": kind,
+            "metadata": {"name": name},
+            "spec": spec,
+        }
         for kind, spec in (
             ("ValidatingAdmissionPolicy", policy),
             ("ValidatingAdmissionPolicyBinding", binding),

@@ -1,15 +1,18 @@
 """What the API server refuses of a deployment is told in its status, in its words, and tried again."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
-from tests.cluster.control_plane import ControlPlane
+from kvrouter.operator.api import PLURAL
+from tests.cluster.control_plane import ControlPlane, KubectlError
+from tests.cluster.nodes import ZONE
 from tests.cluster.operators import WAIT, graph, install_crds, operator
-from tests.cluster.refusals import DENIED, MISTAKES, engine_policy, with_main
+from tests.cluster.refusals import DENIED, MISTAKES, denying, engine_policy, with_main
 from tests.support.processes import eventually
 
 
@@ -68,13 +71,7 @@ async def test_a_quota_and_a_policy_engine_are_told_and_tried_again_when_they_ar
         return "used" in plane.read("resourcequota", "few", "--namespace", namespace).get("status", {})
 
     await eventually(is_counted)
-    policy, binding = engine_policy(namespace)
-    name = policy["metadata"]["name"]
-    with (
-        plane.deleting("validatingadmissionpolicy", name),
-        plane.deleting("validatingadmissionpolicybinding", name),
-    ):
-        plane.apply(policy, binding)
+    with denied(plane, engine_policy(namespace)):
         async with operator(plane, namespace, "one"):
             plane.apply(graph(namespace, "llm"))
             await until_refused(plane, namespace, "Service llm-frontend", "exceeded quota: few")
@@ -83,6 +80,45 @@ async def test_a_quota_and_a_policy_engine_are_told_and_tried_again_when_they_ar
             write(plane, graph(namespace, "llm"))
             plane.kubectl("delete", "resourcequota", "few", "--namespace", namespace)
             wait(plane, namespace, "Ready=True")
+
+
+async def test_a_refused_status_is_one_event(plane: ControlPlane, namespace: str) -> None:
+    here = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    rule = denying(f"s-{namespace}", "nvidia.com", "v1beta1", f"{PLURAL}/status", "false", **here)
+    nobodys = graph(namespace, "nobodys")
+    nobodys["metadata"]["annotations"] = {"kvrouter.dev/class": "none"}
+    plane.apply(nobodys)
+    patch = ("--type=merge", "--patch", '{"status": {"balance": "x"}}')
+    of_nobody = ("patch", "dgd", "nobodys", "--namespace", namespace, "--subresource=status", *patch)
+    async with operator(plane, namespace, "one") as replica:
+        with denied(plane, rule):
+            await in_force(plane, *of_nobody)
+            plane.apply(graph(namespace, "llm"))
+            await until_event(plane, namespace, "StatusRefused", DENIED)
+            assert len([each for each in events(plane, namespace) if each["reason"] == "StatusRefused"]) == 1
+            assert DENIED in replica.log
+        wait(plane, namespace, "Ready=True")
+
+
+async def test_a_refused_binding_policy_is_an_event_of_the_deployments_that_it_is_for(
+    plane: ControlPlane, namespace: str
+) -> None:
+    mine = f"!has(object.spec.workers) || !('{namespace}' in object.spec.workers)"
+    rule = denying(f"b-{namespace}", "kvrouter.dev", "v1alpha1", "kvrouternodeplaces", mine)
+    places = {
+        "apiVersion": "kvrouter.dev/v1alpha1",
+        "kind": "KvrouterNodePlaces",
+        "metadata": {"name": f"tried-{namespace}"},
+        "spec": {"levels": [], "workers": {namespace: []}, "values": {}},
+    }
+    with denied(plane, rule):
+        await in_force(plane, "create", "--filename", "-", stdin=json.dumps(places))
+        async with operator(plane, namespace, "one"):
+            plane.apply(graph(namespace, "plain"), graph(namespace, "llm", labelKey=ZONE, domain="zone"))
+            await until_event(plane, namespace, "BindingPolicyRefused", DENIED)
+            wait(plane, namespace, "Ready=True")
+            told = [each for each in events(plane, namespace) if each["reason"] == "BindingPolicyRefused"]
+            assert {each["involvedObject"]["name"] for each in told} == {"llm"}
 
 
 async def test_pods_that_a_quota_forbids_are_told(plane: ControlPlane, namespace: str) -> None:
@@ -122,6 +158,41 @@ async def until_refused(plane: ControlPlane, namespace: str, what: str, words: s
         await eventually(is_told)
     except AssertionError as error:
         raise AssertionError(f"{what} {words}: {ready(plane, namespace)}") from error
+
+
+async def until_event(plane: ControlPlane, namespace: str, reason: str, words: str) -> None:
+    """Return once an event of this reason has these words."""
+
+    async def is_there() -> bool:
+        found = [each["message"] for each in events(plane, namespace) if each["reason"] == reason]
+        return any(words in message for message in found)
+
+    await eventually(is_there)
+
+
+@contextmanager
+def denied(plane: ControlPlane, rule: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    """A policy engine's rule and its binding are there, until the end."""
+    name = rule[0]["metadata"]["name"]
+    with (
+        plane.deleting("validatingadmissionpolicy", name),
+        plane.deleting("validatingadmissionpolicybinding", name),
+    ):
+        plane.apply(*rule)
+        yield
+
+
+async def in_force(plane: ControlPlane, *command: str, stdin: str = "") -> None:
+    """Return once the API server refuses what this command would write: it learns of a rule in a moment."""
+
+    async def is_denied() -> bool:
+        try:
+            plane.kubectl(*command, "--dry-run=server", stdin=stdin)
+        except KubectlError as error:
+            return DENIED in error.said
+        return False
+
+    await eventually(is_denied)
 
 
 def write(plane: ControlPlane, spec: Mapping[str, Any]) -> None:

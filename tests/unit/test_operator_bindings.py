@@ -28,9 +28,9 @@ RACK = Copy("rack", "example.com/rack", "example.com/rack")
 
 def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
     wanted = [
-        Wanted("b", ("chat-decode",), (ZONE,)),
-        Wanted("a", ("llm-decode", "llm-prefill"), (ZONE,)),
-        Wanted("a", ("code-decode",), (RACK,)),
+        Wanted(Key("b", "chat"), ("chat-decode",), (ZONE,)),
+        Wanted(Key("a", "llm"), ("llm-decode", "llm-prefill"), (ZONE,)),
+        Wanted(Key("a", "code"), ("code-decode",), (RACK,)),
     ]
     policies = policies_for(wanted, NODES, LEASE)
     assert policies == policies_for(reversed(wanted), NODES[::-1], LEASE)
@@ -57,7 +57,7 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
     for lease in (LEASE, *others):
         label = owner_label(lease)
         assert re.fullmatch(r"[a-z0-9][-a-z0-9.]{0,61}[a-z0-9]", label)
-        wanted = [Wanted("a", ("llm-decode",), (ZONE,))]
+        wanted = [Wanted(Key("a", "llm"), ("llm-decode",), (ZONE,))]
         ((name, manifests),) = policies_for(wanted, NODES, lease).items()
         names.add(name)
         for manifest in manifests:
@@ -71,7 +71,7 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
 def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> None:
     policy = {"labelKey": "example.com/rack", "domain": "rack"}
     assert wanted_by(graph(policy), ClusterFacts(), ()) == Wanted(
-        "team", ("llm-prefill", "llm-decode"), (RACK,)
+        Key("team", "llm"), ("llm-prefill", "llm-decode"), (RACK,)
     )
 
 
@@ -96,11 +96,11 @@ class OneRefused(Cluster):
     """Takes every object but the policies for these levels."""
 
     def __init__(self, copy: Copy) -> None:
-        self._refused = f"{copy.domain}={copy.node_label}"
+        self.refused = f"{copy.domain}={copy.node_label}"
         self.written: list[Manifest] = []
 
     async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
-        if self._refused in str(manifest["spec"]):
+        if self.refused in str(manifest["spec"]):
             raise Refused("too long", status=422)
         self.written.append(manifest)
         return manifest
@@ -112,10 +112,14 @@ class OneRefused(Cluster):
 async def test_a_policy_that_is_refused_keeps_no_other_from_being_written() -> None:
     cluster = OneRefused(RACK)
     bindings = Bindings(cluster, LEASE)
-    wanted = [Wanted("a", ("code-decode",), (RACK,)), Wanted("b", ("chat-decode",), (ZONE,))]
+    wanted = [
+        Wanted(Key("a", "code"), ("code-decode",), (RACK,)),
+        Wanted(Key("b", "chat"), ("chat-decode",), (ZONE,)),
+    ]
     for _ in range(2):
         with pytest.raises(Refused, match="too long"):
             await bindings.write(wanted, NODES)
+        assert bindings.refused == {Key("a", "code"): "too long"}
     assert [manifest["kind"] for manifest in cluster.written] == [kind.name for kind in KINDS]
 
 
@@ -125,3 +129,14 @@ def graph(policy: dict[str, str] | None) -> dict[str, Any]:
     if policy is not None:
         spec["experimental"] = {"kvTransferPolicy": policy}
     return {"metadata": {"namespace": "team", "name": "llm"}, "spec": spec}
+
+
+async def test_a_policy_that_is_taken_at_last_is_refused_no_more() -> None:
+    cluster = OneRefused(RACK)
+    bindings = Bindings(cluster, LEASE)
+    wanted = [Wanted(Key("a", "code"), ("code-decode",), (RACK,))]
+    with pytest.raises(Refused):
+        await bindings.write(wanted, NODES)
+    cluster.refused = "no such level"
+    await bindings.write(wanted, NODES)
+    assert bindings.refused == {}

@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.operator.api import Level, read_deployment
@@ -49,7 +49,7 @@ def owner_label(lease: Key) -> str:
 class Wanted(NamedTuple):
     """What one deployment's workers get when they are bound."""
 
-    namespace: str
+    deployment: Key
     workloads: tuple[str, ...]
     copies: tuple[Copy, ...]
 
@@ -63,7 +63,11 @@ def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]
     of = deployment.metadata
     workers = [component for component in deployment.spec.components if component.type.is_worker]
     names = tuple(object_name(of.name, component.name) for component in workers)
-    return Wanted(of.namespace, names, resolve(policy, facts, last_levels).copies) if names else None
+    return (
+        Wanted(Key(of.namespace, of.name), names, resolve(policy, facts, last_levels).copies)
+        if names
+        else None
+    )
 
 
 def is_known(found: Manifest, facts: ClusterFacts) -> bool:
@@ -85,11 +89,10 @@ def policies_for(
         groups.setdefault(each.copies, []).append(each)
     found = {}
     for copies, members in groups.items():
-        levels = hashlib.sha256(repr([tuple(copy) for copy in copies]).encode()).hexdigest()[:12]
-        name = f"kvrouter-topology-{owner.rpartition('-')[2]}-{levels}"
+        name = _policy_name(copies, owner)
         workloads: dict[str, set[str]] = {}
         for member in members:
-            workloads.setdefault(member.namespace, set()).update(member.workloads)
+            workloads.setdefault(member.deployment.namespace, set()).update(member.workloads)
         manifests = (
             node_places(name, copies, nodes, workloads),
             *binding_policy(name, copies, workloads),
@@ -127,19 +130,22 @@ class Bindings:
         self._cluster, self._lease = cluster, lease
         self._there: dict[str, tuple[Manifest, ...]] | None = None
         self._one_at_a_time = asyncio.Lock()
+        self.refused: Mapping[Key, str] = {}
+        """The deployments whose policy the API server refused at the last write, and its words."""
 
     async def write(self, wanted: Iterable[Wanted], nodes: Sequence[Node]) -> None:
         """Make the cluster's policies be those that are wanted, for these nodes.
 
         Raises ClusterError. One set of levels that is refused keeps no other from being written.
         """
+        wanted = list(wanted)
         policies = policies_for(wanted, nodes, self._lease)
         async with self._one_at_a_time:
             if self._there == policies:
                 return
             there, self._there = self._there, None
             done: dict[str, tuple[Manifest, ...]] = {}
-            refusals: list[Refused] = []
+            refusals: dict[str, Refused] = {}
             for name, manifests in policies.items():
                 before = () if there is None else there.get(name, ())
                 try:
@@ -147,17 +153,28 @@ class Bindings:
                         if manifest not in before:
                             await self._cluster.apply(kind, manifest)
                 except Refused as refused:
-                    refusals.append(refused)
+                    refusals[name] = refused
                 else:
                     done[name] = manifests
+            owner = owner_label(self._lease)
+            self.refused = {
+                each.deployment: refusals[name].said
+                for each in wanted
+                if (name := _policy_name(each.copies, owner)) in refusals
+            }
             await remove_policies(self._cluster, self._lease, policies)
             self._there = done
-            if refusals:
-                raise refusals[0]
+            for refusal in refusals.values():
+                raise refusal
 
     def forget(self) -> None:
         """Write everything again the next time, whoever changed it meanwhile."""
         self._there = None
+
+
+def _policy_name(copies: tuple[Copy, ...], owner: str) -> str:
+    levels = hashlib.sha256(repr([tuple(copy) for copy in copies]).encode()).hexdigest()[:12]
+    return f"kvrouter-topology-{owner.rpartition('-')[2]}-{levels}"
 
 
 def _owned(manifest: Manifest, owner: str) -> Manifest:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvrouter.operator.api import API_VERSION, KIND
 from kvrouter.operator.classes import DEFAULT_CLASS
-from kvrouter.operator.reconcile.cluster import Cluster, Refused
+from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     LEASES,
@@ -20,6 +20,12 @@ GONE_S = 120.0
 more than its replicas need to take over from each other, for two operators in turns would roll the fleet."""
 AGAIN_S = 15.0
 """How often that is looked at."""
+
+
+class StatusRefused(ClusterError):
+    """The API server does not take the status of a deployment; the message is its own sentence."""
+
+    code = "status_refused"
 
 
 class Claims:
@@ -62,19 +68,8 @@ class Claims:
         another operator may have been quicker.
         """
         status = found.get("status")
-        key = key_of(found)
-        manifest: Manifest = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": {
-                "namespace": key.namespace,
-                "name": key.name,
-                "uid": uid_of(found),
-                "resourceVersion": version_of(found),
-            },
-            "status": {**(status if isinstance(status, dict) else {}), "operator": self.name},
-        }
-        await self._cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+        claimed: Manifest = {**(status if isinstance(status, dict) else {}), "operator": self.name}
+        await write_status(self._cluster, found, claimed, version=version_of(found))
 
     async def _is_gone(self, holder: str) -> bool:
         """Whether nobody has renewed another operator's lease for long, by this process's own clock.
@@ -92,6 +87,25 @@ class Claims:
             self._seen[holder] = (stamp, self._clock())
             return False
         return self._clock() - since_s >= GONE_S
+
+
+async def write_status(cluster: Cluster, found: Manifest, status: Manifest, *, version: str = "") -> None:
+    """Apply the status of a deployment; with ``version`` only while it is of that resourceVersion.
+
+    Raises StatusRefused where the API server refuses the status itself, and ClusterError as it comes where
+    the deployment is gone, has changed, or the same write may be taken a moment later.
+    """
+    key = key_of(found)
+    metadata: Manifest = {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)}
+    if version:
+        metadata["resourceVersion"] = version
+    manifest: Manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
+    try:
+        await cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+    except Refused as refused:
+        if refused.is_passing or refused.status == NOT_FOUND:
+            raise
+        raise StatusRefused(refused.said) from refused
 
 
 def handing_over(name: str, holder: str, namespace: str, deployment: str) -> str:

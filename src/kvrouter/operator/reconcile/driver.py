@@ -16,8 +16,8 @@ from kvrouter.operator.reconcile.applied import OWNED, Applied, owner_uid_of
 from kvrouter.operator.reconcile.backlog import Backlog
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
 from kvrouter.operator.reconcile.cards import EXPIRE_S, FLEET_LABEL, WORKERS, Cards, fleet_of
-from kvrouter.operator.reconcile.claims import AGAIN_S, Claims
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
+from kvrouter.operator.reconcile.claims import AGAIN_S, Claims, StatusRefused
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost, Refused
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     NODES,
@@ -189,7 +189,12 @@ class Driver:
                 if not await self._is_anothers(key):
                     await self._know_topology(key)
                     await self._write_bindings()
-                    await self._reconciler.reconcile(key, self._facts)
+                    refused = self._bindings.refused.get(key, "")
+                    await self._reconciler.reconcile(key, self._facts, policy_refused=refused)
+            except StatusRefused as failed:
+                error = failed
+                with suppress(ClusterError):  # the log has the refused status, which explains more
+                    await self._reconciler.report_status_refused(key, failed)
             except Exception as failed:  # noqa: BLE001 - one deployment's trouble must not stop the others
                 error = failed
             if error is None:
@@ -240,17 +245,23 @@ class Driver:
             if key_of(found) not in self._others
             if (each := wanted_by(found, self._facts, last_levels(self._applied, found))) is not None
         ]
+        before = self._bindings.refused
         try:
             nodes = [node for node in map(read_node, self._nodes.all()) if node is not None]
             await self._bindings.write(wanted, nodes)
         except ClusterError as error:
             self._bindings_lost = True
-            self._bindings_due = isinstance(error, ClusterLost)
+            self._bindings_due = isinstance(error, ClusterLost) or (
+                isinstance(error, Refused) and error.is_passing
+            )
             self._listener.lost(POLICIES, error)
         else:
             if self._bindings_lost:
                 self._bindings_lost = False
                 self._listener.lost(POLICIES, None)
+        for key, said in self._bindings.refused.items():
+            if before.get(key) != said:
+                self._add(key)
 
     async def _follow_nodes(self) -> None:
         """Policies for bindings know where every node is."""

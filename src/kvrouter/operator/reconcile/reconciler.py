@@ -11,8 +11,6 @@ from pydantic import ValidationError
 from kvrouter.config.problems import Problem, dotted
 from kvrouter.operator.admission import warnings
 from kvrouter.operator.api import (
-    API_VERSION,
-    KIND,
     DeploymentStatus,
     DynamoGraphDeployment,
     Level,
@@ -34,10 +32,9 @@ from kvrouter.operator.plan import (
     zone_budgets,
 )
 from kvrouter.operator.reconcile.applied import BUDGETS, WORKLOADS, Applied, Changes
-from kvrouter.operator.reconcile.claims import handing_over
+from kvrouter.operator.reconcile.claims import StatusRefused, handing_over, write_status
 from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import (
-    DEPLOYMENTS_OF_GRAPHS,
     PODS,
     Key,
     Manifest,
@@ -64,6 +61,11 @@ WARNINGS_TOLD_MAX = 20
 SET_BACK = (
     "was scaled by somebody else, and is set back to the replicas that its component states: leave replicas "
     "out of spec.components where an autoscaler or kubectl scale has the say"
+)
+
+POLICY_REFUSED = (
+    "the operator labels workers after their binding, since the API server refuses the policy that labels "
+    "them in the same write"
 )
 
 
@@ -120,8 +122,11 @@ class Reconciler:
         self._name = name
         self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
-    async def reconcile(self, key: Key, facts: ClusterFacts) -> None:
-        """Look at the deployment at ``key``. Raises ClusterError when it is to be looked at again."""
+    async def reconcile(self, key: Key, facts: ClusterFacts, *, policy_refused: str = "") -> None:
+        """Look at the deployment at ``key``. Raises ClusterError when it is to be looked at again.
+
+        ``policy_refused`` is what the API server says where it refuses the binding policy of its workers.
+        """
         found = self._seen.deployments.get(key)
         if found is None or metadata_of(found).get("deletionTimestamp"):
             self._applied.forget(key)  # what it owns goes with it: Kubernetes sees to that
@@ -178,10 +183,22 @@ class Reconciler:
         await self._warn(found, warnings(reading, planned, facts))
         for mistake in role_mistakes(pods, workers):
             await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
+        if policy_refused:
+            message = f"{POLICY_REFUSED}: {policy_refused}"
+            await self._recorder.record_once(found, "BindingPolicyRefused", message, warns=True)
         if changes.taken:
             await self._name_taken(found, changes)
         if refusals.writes or refusals.labels:
             raise WriteRefused("; ".join((*refusals.writes, *refusals.labels)))
+
+    async def report_status_refused(self, key: Key, refused: StatusRefused) -> None:
+        """Write the event of a refused status, which is the only place left in the cluster. Raises
+        ClusterError.
+        """
+        found = self._seen.deployments.get(key)
+        if found is not None:
+            message = f"the API server refuses the status of this deployment: {refused.message}"
+            await self._recorder.record_once(found, "StatusRefused", message, warns=True)
 
     async def leave(self, key: Key, holder: str) -> None:
         """Another operator looks after the deployment at ``key``: tell it, and forget what was written."""
@@ -242,17 +259,12 @@ class Reconciler:
         if status == before == _status_of(found):
             return
         key = key_of(found)
-        manifest: Manifest = {
-            "apiVersion": API_VERSION,
-            "kind": KIND,
-            "metadata": {"namespace": key.namespace, "name": key.name, "uid": uid_of(found)},
-            "status": status.model_dump(mode="json", by_alias=True, exclude_none=True),
-        }
         known = self._written.get(key)
         self._written[key] = (uid_of(found), status)  # a watch may show it before this call ends
         is_written = False
         try:
-            await self._cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
+            manifest = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+            await write_status(self._cluster, found, manifest)
             is_written = True
         except Refused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
