@@ -1,16 +1,14 @@
 """Connections beyond what a server may have, or the system gives: each is answered, and the rest go on."""
 
 import asyncio
-import os
-import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import pytest
 
 from kvrouter.assembly.lifetime import descriptors_for
 from kvrouter.frontend.http import HttpEvent, HttpServer, Limits
+from tests.support.descriptors import no_descriptor_left
 from tests.support.http_serving import GET, LAST_GET, LOOPS, QUICK, Run, echo, runner, serving
 from tests.support.waits import until
 
@@ -18,19 +16,6 @@ from tests.support.waits import until
 @pytest.fixture(params=LOOPS)
 def run(request: pytest.FixtureRequest) -> Run:
     return runner(request.param)
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """The process may open no file more than it has open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.open(os.devnull, os.O_RDONLY)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_who_comes_when_no_descriptor_is_left_is_told_so(run: Run) -> None:

@@ -1,6 +1,5 @@
 """What a process of workers tells whatever looks after it: that it answers, and whether it takes requests."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from enum import StrEnum
@@ -11,8 +10,9 @@ from kvrouter.assembly.told import refusals_on
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import WorkerCard
+from kvrouter.planes.listener import TcpServer
 from kvrouter.planes.requests.awake import AwakeClock
-from kvrouter.planes.requests.http.connections import HttpConnections, last_answer
+from kvrouter.planes.requests.http.connections import HttpConnections, last_answer, service_unavailable
 
 CUT_OFF_S = 0.05
 """How long idle connections are waited for at the end."""
@@ -55,26 +55,29 @@ async def health_pages(planes: PlaneSettings, health: Callable[[], Health]) -> A
         return last_answer(web.json_response({"status": found.value}, status=200 if is_well else 503))
 
     # Whoever asks is a stranger here: so many connections at once, and each for one answer.
+    on_refused = refusals_on("health")
     connections = HttpConnections(
         answer,
         connections_max=0,
         strangers_max=planes.hello_connections_max,
-        on_dropped=refusals_on("health"),
+        on_dropped=on_refused,
         clock=AwakeClock(planes.hello_within_s),
+    )
+    server = TcpServer(
+        connections,
+        answer=lambda: service_unavailable("application/json", b'{"status":"unknown"}'),
+        on_refused=on_refused,
     )
     try:
         try:
-            listener = await asyncio.get_running_loop().create_server(
-                connections, planes.listen_host, planes.health_port
-            )
+            await server.start(planes.listen_host, planes.health_port)
         except OSError as error:
             raise ConfigError(
                 f"--health-port: {planes.listen_host}:{planes.health_port} cannot be had: {error.strerror}",
                 param="health_port",
             ) from error
-        try:
-            yield
-        finally:
-            listener.close()
+        yield
     finally:
+        server.close()
+        await server.wait_closed()
         await connections.shutdown(CUT_OFF_S)

@@ -95,6 +95,9 @@ def allow_many_files() -> int:
 class Descriptors:
     """How many of this process's file descriptors are for those who connect to it."""
 
+    files_max: int
+    """How many there are in all."""
+
     connections_max: int
     """What was wanted, or as much of it as there is room for."""
 
@@ -105,23 +108,33 @@ class Descriptors:
     """How many of those that are kept may go to refused connections, until their clients have read why."""
 
 
-def descriptors_for(connections_max: int | None) -> Descriptors:
-    """Share the descriptors out between connections and all else: workers, logs, files.
+def share_descriptors(connections_max: int) -> Descriptors:
+    """Share the descriptors out between at most ``connections_max`` connections and all else: workers, logs,
+    files.
 
     A quarter is kept for all else, half of that also while more connections come at once than are counted.
-    ``connections_max`` is how many are wanted, None for what there is room for. The log tells what came of
-    it, and warns when there are fewer than were wanted.
     """
     files_max = allow_many_files()
     kept = min(max(FILES_KEPT_MIN, min(files_max // 4, FILES_KEPT_MAX)), files_max // 2)
-    fitting = min(connections_max or CONNECTIONS_MAX, files_max - kept)
+    fitting = min(connections_max, files_max - kept)
+    return Descriptors(files_max, fitting, files_max - kept // 2, min(kept // 4, REFUSED_MAX))
+
+
+def descriptors_for(connections_max: int | None) -> Descriptors:
+    """Share the descriptors out for a front door.
+
+    ``connections_max`` is how many are wanted, None for what there is room for. The log tells what came of
+    it, and warns when there are fewer than were wanted.
+    """
+    room = share_descriptors(connections_max or CONNECTIONS_MAX)
+    fitting, files_max = room.connections_max, room.files_max
     log_event(logger, Event.FILES_MAX, files_max=files_max, connections_max=fitting)
     if connections_max is not None and fitting < connections_max:
         detail = (
             f"{connections_max} connections do not fit into a limit of {files_max} open files: {fitting} do"
         )
         log_event(logger, Event.CONFIG_WARNING, detail=detail)
-    return Descriptors(fitting, files_max - kept // 2, min(kept // 4, REFUSED_MAX))
+    return room
 
 
 def settle_memory() -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from nats.aio.client import Client
 
+from kvrouter.assembly.lifetime import share_descriptors
 from kvrouter.assembly.nats import nats_connection, revealed
 from kvrouter.assembly.router_wires import make_discovery, settled, stream_limits, token_of, wanted
 from kvrouter.assembly.tls import Tls, advertised, tls_of
@@ -24,10 +25,10 @@ from kvrouter.planes.events.nats import NatsEventPublisher
 from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.planes.events.port import EventPublisher, RecoveryServer
 from kvrouter.planes.events.zmq import ZmqEventPublisher
-from kvrouter.planes.requests.http import HttpRequestAcceptor
+from kvrouter.planes.requests.http import CONNECTIONS_MAX, HttpRequestAcceptor
 from kvrouter.planes.requests.nats import NatsRequestAcceptor
 from kvrouter.planes.requests.port import RequestAcceptor
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor
+from kvrouter.planes.requests.tcp import ROUTERS_MAX, TcpRequestAcceptor
 
 PORT_MAX = 65_535
 
@@ -165,12 +166,15 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
     token = revealed(planes.plane_token)
     on_refused = refusals_on(planes.request_plane.value)
     if planes.request_plane is RequestPlaneKind.TCP:
+        room = share_descriptors(ROUTERS_MAX)
         return TcpRequestAcceptor(
             planes.listen_host,
             planes.listen_port,
             token=token,
             ssl=tls.server,
             advertise_host=advertised(settings),
+            connections_max=room.connections_max,
+            descriptors_max=room.numbers_max,
             hello_within_s=planes.hello_within_s,
             strangers_max=planes.hello_connections_max,
             heartbeat_s=planes.dead_after_s / 3,
@@ -178,12 +182,15 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
             on_refused=on_refused,
         )
     if planes.request_plane is RequestPlaneKind.HTTP:
+        room = share_descriptors(CONNECTIONS_MAX)
         return HttpRequestAcceptor(
             planes.listen_host,
             planes.listen_port,
             token=token or "",
             ssl=tls.server,
             advertise_host=advertised(settings),
+            connections_max=room.connections_max,
+            descriptors_max=room.numbers_max,
             dead_after_s=planes.dead_after_s,
             hello_within_s=planes.hello_within_s,
             strangers_max=planes.hello_connections_max,

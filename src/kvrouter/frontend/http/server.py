@@ -10,7 +10,6 @@ from functools import partial
 from typing import TypeAlias
 
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.listener import Listener
 from kvrouter.frontend.http.messages import (
     CONNECTIONS_FULL,
     UPLOAD_TOO_SLOW,
@@ -22,6 +21,7 @@ from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
 from kvrouter.frontend.http.responder import Disconnect, Responder
 from kvrouter.frontend.http.response import DateHeader, refusal_bytes
 from kvrouter.frontend.http.uploads import Uploads
+from kvrouter.planes.listener import NO_DESCRIPTOR, Listener
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
 from kvrouter.telemetry.seldom import Seldom
@@ -247,13 +247,13 @@ class HttpServer:
 
     def _turn_away(self, sock: socket.socket) -> None:
         """No file descriptor is left."""
-        self._refuse(sock, BadRequest(503, "no file descriptor is left", CONNECTIONS_FULL))
+        self._refuse(sock, BadRequest(503, NO_DESCRIPTOR, CONNECTIONS_FULL))
 
     def _refusal(self, descriptor: int) -> BadRequest | None:
         if self._served >= self._limits.connections:
             return BadRequest(503, f"{self._limits.connections} connections are open", CONNECTIONS_FULL)
         if descriptor >= self._limits.descriptors:
-            return BadRequest(503, "no file descriptor is left for another connection", CONNECTIONS_FULL)
+            return BadRequest(503, NO_DESCRIPTOR, CONNECTIONS_FULL)
         return None
 
     def _refuse(self, sock: socket.socket, refusal: BadRequest) -> None:

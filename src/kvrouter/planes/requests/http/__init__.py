@@ -19,6 +19,7 @@ producer, and nobody else's, for every leg has a connection while it runs.
 """
 
 from kvrouter.planes.requests.http.acceptor import HttpRequestAcceptor
+from kvrouter.planes.requests.http.connections import CONNECTIONS_MAX
 from kvrouter.planes.requests.http.plane import HttpRequestPlane
 
-__all__ = ["HttpRequestAcceptor", "HttpRequestPlane"]
+__all__ = ["CONNECTIONS_MAX", "HttpRequestAcceptor", "HttpRequestPlane"]

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import socket
 import ssl as tls
+import sys
 from collections.abc import Callable
 
 from aiohttp import ClientError, web
@@ -13,8 +14,14 @@ from kvrouter.core.hosts import bracketed, told_host
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.planes.background import go_on
+from kvrouter.planes.listener import NO_DESCRIPTOR, TcpServer
 from kvrouter.planes.requests.awake import AwakeClock
-from kvrouter.planes.requests.http.connections import CONNECTIONS_MAX, HttpConnections, last_answer
+from kvrouter.planes.requests.http.connections import (
+    CONNECTIONS_MAX,
+    HttpConnections,
+    last_answer,
+    service_unavailable,
+)
 from kvrouter.planes.requests.http.frames import (
     ALIVE,
     FRAMES,
@@ -40,9 +47,6 @@ BODIES_MAX_BYTES = 512 * 1024 * 1024
 
 CUT_OFF_S = 0.05
 """How long idle connections are waited for when the listener closes."""
-
-ACCEPT_TURNS = 3
-"""Turns of the loop from a connection's arrival until it is made; asyncio loses one that falls in between."""
 
 GOODBYE_S = 1.0
 """How long the readers of a listener that closes have to hear of it."""
@@ -151,7 +155,8 @@ class HttpRequestAcceptor:
     ``advertise_host`` is what routers connect to: by default ``host``. Port 0 takes a free one.
     ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused. A
     connection has ``hello_within_s`` to show the token in a request; of those that have not yet there are
-    ``strangers_max``: where one more comes the oldest is dropped.
+    ``strangers_max``: where one more comes the oldest is dropped. File descriptors from the number
+    ``descriptors_max`` on are not for connections.
     """
 
     def __init__(
@@ -166,6 +171,7 @@ class HttpRequestAcceptor:
         dead_after_s: float = 5.0,
         request_timeout_s: float = 30.0,
         connections_max: int = CONNECTIONS_MAX,
+        descriptors_max: int = sys.maxsize,
         strangers_max: int = STRANGERS_MAX,
         hello_within_s: float = HELLO_WITHIN_S,
         on_refused: Callable[[str], None] = lambda _why: None,
@@ -182,7 +188,6 @@ class HttpRequestAcceptor:
         self._places: dict[str, Place] = {}
         self._answers: set[_Answer] = set()
         self._reading_bytes = 0
-        self._listener: asyncio.Server | None = None
         self._clock = AwakeClock(self._heartbeat_s / 2)
         self._hello_within_s = hello_within_s
         self._connections = HttpConnections(
@@ -192,23 +197,24 @@ class HttpRequestAcceptor:
             on_dropped=on_refused,
             clock=self._clock,
         )
+        self._server = TcpServer(
+            self._connections,
+            answer=lambda: service_unavailable(
+                MSGPACK, encode_refusal(refusal_of(WorkerFull(NO_DESCRIPTOR)))
+            ),
+            on_refused=on_refused,
+            ssl=ssl,
+            handshake_timeout_s=hello_within_s,
+            descriptors_max=descriptors_max,
+        )
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
-        loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(
-                self._connections,
-                self._host,
-                self._port,
-                ssl=self._ssl,
-                ssl_handshake_timeout=None if self._ssl is None else self._hello_within_s,
-                backlog=1024,
-            )
+            self._port = await self._server.start(self._host, self._port)
         except OSError as error:
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
-        self._port = self._listener.sockets[0].getsockname()[1]
         self._beating = go_on(self._beat(), name="requests: look after routers")
 
     async def close(self) -> None:
@@ -220,10 +226,8 @@ class HttpRequestAcceptor:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         self._connections.take_no_more()
-        for _ in range(ACCEPT_TURNS):
-            await asyncio.sleep(0)
-        if self._listener is not None:
-            self._listener.close()
+        self._server.close()
+        await self._server.wait_closed()
         await asyncio.gather(*(place.wait_idle(GOODBYE_S) for place in places))
         await self._connections.shutdown(CUT_OFF_S)
 

@@ -85,6 +85,15 @@ def last_answer(response: web.Response) -> web.Response:
     return response
 
 
+def service_unavailable(content_type: str, body: bytes) -> bytes:
+    """Return a whole answer with the status 503, for a connection that no server can take."""
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
+        f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
 def _abort(handler: web.RequestHandler) -> None:
     if handler.transport is not None:
         handler.transport.abort()

@@ -5,7 +5,7 @@
 are in ``hello`` and ``frames``, written down in ``docs/wire.md``.
 """
 
-from kvrouter.planes.requests.tcp.acceptor import TcpRequestAcceptor
+from kvrouter.planes.requests.tcp.acceptor import ROUTERS_MAX, TcpRequestAcceptor
 from kvrouter.planes.requests.tcp.plane import TcpRequestPlane
 
-__all__ = ["TcpRequestAcceptor", "TcpRequestPlane"]
+__all__ = ["ROUTERS_MAX", "TcpRequestAcceptor", "TcpRequestPlane"]

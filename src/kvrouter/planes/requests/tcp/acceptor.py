@@ -1,22 +1,26 @@
 """The workers' side: one listener, behind which several workers of a process may be served."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 from ssl import SSLContext
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import told_host
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.planes.listener import NO_DESCRIPTOR, TcpServer
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import Place
 from kvrouter.planes.requests.port import RequestServer
 from kvrouter.planes.requests.strangers import HELLO_WITHIN_S, STRANGERS_MAX, Strangers
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
 from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
-from kvrouter.planes.requests.tcp.hello import Secret
+from kvrouter.planes.requests.tcp.frames import goodbye
+from kvrouter.planes.requests.tcp.hello import Secret, greeting, new_nonce
 from kvrouter.planes.requests.tcp.worker_end import Served, WorkerEnd, WorkerLimits
 
-BACKLOG = 1024
+ROUTERS_MAX = 1024
+"""Routers that may be connected to one listener."""
 
 
 class TcpRequestAcceptor:
@@ -27,8 +31,9 @@ class TcpRequestAcceptor:
     the oldest is dropped, so that nobody without the token keeps routers out. A router is lost when nothing
     was heard of it for ``dead_after_s``, and asked every ``heartbeat_s`` when nothing else is said.
     ``connections_max`` routers may be connected, each with ``streams_max`` legs and ``write_max_bytes`` that
-    it has not read. ``on_refused`` is told, in words, of every connection that was turned away or did what
-    the protocol does not allow.
+    it has not read; file descriptors from the number ``descriptors_max`` on are not for connections.
+    ``on_refused`` is told, in words, of every connection that was turned away or did what the protocol does
+    not allow.
     """
 
     def __init__(
@@ -42,7 +47,8 @@ class TcpRequestAcceptor:
         hello_within_s: float = HELLO_WITHIN_S,
         heartbeat_s: float = 2.0,
         dead_after_s: float = 6.0,
-        connections_max: int = 1024,
+        connections_max: int = ROUTERS_MAX,
+        descriptors_max: int = sys.maxsize,
         strangers_max: int = STRANGERS_MAX,
         streams_max: int = 8192,
         write_max_bytes: int = 128 * 1024 * 1024,
@@ -52,7 +58,6 @@ class TcpRequestAcceptor:
         self._host = host
         self._port = port
         self._secret = Secret(token)
-        self._ssl = ssl
         self._limits = WorkerLimits(
             heartbeat_s=heartbeat_s,
             dead_after_s=dead_after_s,
@@ -62,7 +67,14 @@ class TcpRequestAcceptor:
         )
         self._connections_max = connections_max
         self._on_refused = on_refused
-        self._listener: asyncio.Server | None = None
+        self._server = TcpServer(
+            self._new_end,
+            answer=lambda: greeting(new_nonce()) + goodbye(NO_DESCRIPTOR),
+            on_refused=on_refused,
+            ssl=ssl,
+            handshake_timeout_s=hello_within_s,
+            descriptors_max=descriptors_max,
+        )
         self._ends: set[WorkerEnd] = set()
         self._known: set[WorkerEnd] = set()
         self._strangers: Strangers[WorkerEnd] = Strangers(
@@ -74,17 +86,9 @@ class TcpRequestAcceptor:
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be had."""
         try:
-            self._listener = await asyncio.get_running_loop().create_server(
-                self._new_end,
-                self._host,
-                self._port,
-                ssl=self._ssl,
-                ssl_handshake_timeout=None if self._ssl is None else self._limits.hello_within_s,
-                backlog=BACKLOG,
-            )
+            self._port = await self._server.start(self._host, self._port)
         except OSError as error:
             raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
-        self._port = int(self._listener.sockets[0].getsockname()[1])
 
     @property
     def port(self) -> int:
@@ -116,8 +120,8 @@ class TcpRequestAcceptor:
 
     async def close(self) -> None:
         """Take no more connections, and close those that are there. Idempotent."""
-        if self._listener is not None:
-            self._listener.close()
+        self._server.close()
+        await self._server.wait_closed()
         for served in tuple(self._served.values()):
             served.place.leave("the worker was stopped")
         lost = [end.lost for end in self._ends]
@@ -125,9 +129,6 @@ class TcpRequestAcceptor:
             end.close("the worker was stopped")
         if lost:
             await asyncio.wait(lost, timeout=2 * CLOSE_WITHIN_S)
-        if self._listener is not None:
-            await self._listener.wait_closed()
-            self._listener = None
 
     def _new_end(self) -> WorkerEnd:
         return WorkerEnd(

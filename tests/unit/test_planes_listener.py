@@ -1,0 +1,199 @@
+"""A worker's listeners when no file descriptor is left: peers get an answer, and the others are served."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+import trustme
+
+from kvrouter.assembly.health import Health, health_pages
+from kvrouter.assembly.lifetime import share_descriptors
+from kvrouter.config import PlaneSettings
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.planes.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, Listener
+from kvrouter.planes.requests.http import HttpRequestAcceptor
+from kvrouter.planes.requests.tcp import TcpRequestAcceptor
+from kvrouter.planes.requests.tcp.hello import GREETING_BYTES
+from tests.support.descriptors import no_descriptor_left
+from tests.support.http_serving import LOOPS, Run, runner
+from tests.support.processes import free_ports
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+Refused = list[str]
+
+
+@asynccontextmanager
+async def tcp(refused: Refused, descriptors_max: int) -> AsyncIterator[int]:
+    acceptor = TcpRequestAcceptor(
+        "127.0.0.1", token="t", descriptors_max=descriptors_max, on_refused=refused.append
+    )
+    await acceptor.start()
+    yield acceptor.port
+    await acceptor.close()
+
+
+@asynccontextmanager
+async def http(refused: Refused, descriptors_max: int) -> AsyncIterator[int]:
+    acceptor = HttpRequestAcceptor(
+        "127.0.0.1", 0, token="t", descriptors_max=descriptors_max, on_refused=refused.append
+    )
+    await acceptor.start()
+    yield int(acceptor.address_of(WorkerId(1), Epoch(1)).split(":")[2].split("/")[0])
+    await acceptor.close()
+
+
+Serving = Callable[[Refused, int], AbstractAsyncContextManager[int]]
+PLANES: dict[str, tuple[Serving, bytes]] = {
+    "tcp": (tcp, NO_DESCRIPTOR.encode()),
+    "http": (http, b"HTTP/1.1 503 "),
+}
+
+
+@pytest.fixture(params=LOOPS)
+def run(request: pytest.FixtureRequest) -> Run:
+    return runner(request.param)
+
+
+def callers_at(port: int, n: int) -> list[socket.socket]:
+    """Connections that the listener has not accepted yet: the loop has not turned."""
+    callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(n)]
+    for caller in callers:
+        caller.setblocking(False)
+    return callers
+
+
+async def read_all(caller: socket.socket) -> bytes:
+    """All that comes until the peer closes."""
+    loop = asyncio.get_running_loop()
+    read = b""
+    with caller:
+        while more := await loop.sock_recv(caller, 4096):
+            read += more
+    return read
+
+
+async def is_served(port: int, plane: str) -> bool:
+    """Whether a connection is served as ever."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    if plane == "http":
+        writer.write(HEALTH)
+        served = (await reader.read()).startswith(b"HTTP/1.1 204 ")
+    else:
+        served = len(await reader.readexactly(GREETING_BYTES)) == GREETING_BYTES
+    writer.close()
+    return served
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_peer_is_told_that_no_descriptor_is_left_and_later_ones_are_served(run: Run, plane: str) -> None:
+    serving, answer = PLANES[plane]
+
+    async def scenario() -> None:
+        refused: Refused = []
+        async with serving(refused, 1_000_000) as port:
+            callers = callers_at(port, 5)
+            with no_descriptor_left():
+                for caller in callers:
+                    assert answer in await read_all(caller)
+            assert refused == [NO_DESCRIPTOR] * 5
+            assert await is_served(port, plane)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_descriptors_from_a_number_on_are_not_for_connections(run: Run, plane: str) -> None:
+    serving, answer = PLANES[plane]
+
+    async def scenario() -> None:
+        refused: Refused = []
+        async with serving(refused, 1) as port:
+            (caller,) = callers_at(port, 1)
+            assert answer in await read_all(caller)
+            assert refused == [NO_DESCRIPTOR]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_accepting_rests_while_no_descriptor_can_be_had_at_all(
+    run: Run, plane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, _ = PLANES[plane]
+    n_tries = 0
+    turn_one_away = Listener._turn_one_away
+
+    def counted(listener: Listener) -> bool:
+        nonlocal n_tries
+        n_tries += 1
+        return turn_one_away(listener)
+
+    monkeypatch.setattr(Listener, "_turn_one_away", counted)
+
+    async def scenario() -> None:
+        async with serving([], 1_000_000) as port:
+            (caller,) = callers_at(port, 1)
+            with no_descriptor_left(none_at_all=True):
+                await asyncio.sleep(2.5 * WITHOUT_DESCRIPTORS_S)
+            assert 1 <= n_tries <= 3
+            with caller:
+                assert await is_served(port, plane)
+
+    run(scenario())
+
+
+def test_under_tls_such_a_peer_is_closed_without_an_answer(run: Run) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(context)
+
+    async def scenario() -> None:
+        acceptor = TcpRequestAcceptor("127.0.0.1", token="t", ssl=context, descriptors_max=1)
+        await acceptor.start()
+        (caller,) = callers_at(acceptor.port, 1)
+        assert await read_all(caller) == b""
+        await acceptor.close()
+
+    run(scenario())
+
+
+def test_an_open_handshake_does_not_hold_up_the_end(run: Run) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trustme.CA().issue_cert("localhost").configure_cert(context)
+
+    async def scenario() -> None:
+        acceptor = TcpRequestAcceptor("127.0.0.1", token="t", ssl=context, hello_within_s=1000.0)
+        await acceptor.start()
+        (caller,) = callers_at(acceptor.port, 1)
+        await asyncio.sleep(0.05)  # it is accepted, and says nothing
+        await acceptor.close()
+        assert await read_all(caller) == b""
+
+    run(scenario())
+
+
+def test_a_probe_is_answered_when_no_descriptor_is_left(run: Run) -> None:
+    async def scenario() -> None:
+        port = free_ports(1)
+        planes = PlaneSettings(listen_host="127.0.0.1", health_port=port)
+        async with health_pages(planes, lambda: Health.OK):
+            (caller,) = callers_at(port, 1)
+            with no_descriptor_left():
+                assert (await read_all(caller)).startswith(b"HTTP/1.1 503 ")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("files_max", "wanted", "connections", "numbers"),
+    [(100_000, 1024, 1024, 97_952), (1024, 1024, 768, 896), (1024, 20_000, 768, 896), (64, 1024, 32, 48)],
+)
+def test_a_workers_connections_fit_the_limit_of_open_files(
+    monkeypatch: pytest.MonkeyPatch, files_max: int, wanted: int, connections: int, numbers: int
+) -> None:
+    monkeypatch.setattr("kvrouter.assembly.lifetime.allow_many_files", lambda: files_max)
+    room = share_descriptors(wanted)
+    assert (room.connections_max, room.numbers_max) == (connections, numbers)
