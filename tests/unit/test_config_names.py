@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvrouter.cli.commands import kvrouter, up
@@ -22,7 +24,9 @@ from kvrouter.config.foreign import (
     Foreign,
 )
 from kvrouter.config.setting import Kind, SettingSpec
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE, FLEET_VARIABLE
 from kvrouter.config.tree import SETTINGS
+from kvrouter.config.variables import TOPOLOGY_VARIABLES, spellings, text_of, without_prefix
 from kvrouter.core.errors import ConfigError
 
 SAMPLES = {Kind.WHOLE: ("7", "8"), Kind.NUMBER: ("0.5", "0.25"), Kind.SWITCH: ("true", "false")}
@@ -165,6 +169,42 @@ def test_our_prefix_stands_for_the_shared_one() -> None:
     )
     said = load_settings(flags={}, environ={"DYN_BODY_MAX_BYTES": "9"}).warnings
     assert said == ("DYN_BODY_MAX_BYTES is not read (did you mean KVROUTER_BODY_MAX_BYTES?)",)
+
+
+READ = sorted(
+    {FLEET_VARIABLE, ENGINE_KEY_VARIABLE, *TOPOLOGY_VARIABLES, *(spec.variable for spec in SETTINGS)}
+)
+NAMED = {name for variable in (*READ, *FOREIGN_VARIABLES) for name in spellings(variable)}.union(
+    *(spec.variables for spec in SETTINGS)
+)
+
+
+@given(st.sampled_from(READ), st.sampled_from(["KVROUTER_", "DYN_"]), st.booleans(), st.integers(0, 63))
+@example("KVROUTER_FLEET", "DYN_", True, 0)
+@example("KVROUTER_ENGINE_API_KEY", "DYN_", False, 3)
+@example("DYN_HTTP_PORT", "KVROUTER_", True, 7)
+def test_a_misspelt_variable_is_answered_with_the_right_one_whatever_its_prefix(
+    variable: str, prefix: str, swaps: bool, at: int
+) -> None:
+    right = without_prefix(variable)
+    at %= len(right) - 1
+    wrong = right[:at] + (right[at + 1] + right[at] if swaps else right[at + 1]) + right[at + 2 :]
+    name = prefix + wrong
+    assume(name not in NAMED)
+    try:
+        said = "\n".join(load_settings(flags={}, environ={name: "1"}).warnings)
+    except ConfigError as error:
+        said = error.message
+    assert f"(did you mean {variable}?)" in said
+
+
+@pytest.mark.parametrize("variable", [name for name in READ if name.startswith("DYN_")])
+def test_every_shared_variable_is_read_with_our_prefix(variable: str) -> None:
+    ours = "KVROUTER_" + variable.removeprefix("DYN_")
+    assert load_settings(flags={}, environ={ours: " "}) == (Settings(), ())
+    assert text_of({ours: " a "}, variable) == "a"
+    with pytest.raises(ConfigError, match=f"{variable} and {ours} are one setting, and differ"):
+        text_of({ours: "a", variable: "b"}, variable)
 
 
 @pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.name)

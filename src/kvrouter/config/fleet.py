@@ -21,6 +21,7 @@ from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import Finite, Fraction, NonNegative, Positive, Whole
 from kvrouter.config.tree import FrontendSettings, LogSettings
+from kvrouter.config.variables import TopologyVariable
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.topology import ACROSS_LINK, SAME_LEVEL_LINK, Link
 
@@ -60,19 +61,6 @@ DomainName = Annotated[str, MaxLen(63), AfterValidator(_check_domain_name)]
 
 DomainValue = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=189)]
 TaintText = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=253)]
-
-TopologyVariable = Literal[
-    "DYN_TOPOLOGY_ENABLED",
-    "DYN_TOPOLOGY_MOUNT_PATH",
-    "DYN_TOPOLOGY_LEVELS",
-    "DYN_TOPOLOGY_POLL_S",
-    "DYN_TOPOLOGY_TIMEOUT_S",
-    "DYN_KV_TRANSFER_DOMAIN",
-    "DYN_KV_TRANSFER_ENFORCEMENT",
-    "DYN_KV_TRANSFER_PREFERRED_WEIGHT",
-    "DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL",
-]
-"""The variables of a worker's topology contract."""
 
 REPLICAS_MAX = 1024
 """How many workers one group may have."""

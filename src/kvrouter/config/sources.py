@@ -1,6 +1,6 @@
 """Where settings come from: a flag wins over a variable, that over the YAML file, that over the default."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ ENGINE_KEY_VARIABLE = "KVROUTER_ENGINE_API_KEY"
 """The variable with the key that engines' servers ask for. Nothing else holds it: neither a flag, which
 every process list shows, nor a file that is diffed."""
 
-_NEAR_MISS_CUTOFF = 0.84
+_NEAR_MISS_CUTOFF = 0.8
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -178,32 +178,35 @@ def _warnings(settings: Settings) -> list[str]:
     return warnings
 
 
+_KNOWN = frozenset({FLEET_VARIABLE, ENGINE_KEY_VARIABLE}).union(
+    *map(spellings, TOPOLOGY_VARIABLES), *(spec.variables for spec in SETTINGS)
+)
+"""Every variable that is read, under each of its names."""
+
+
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
-    ours = {FLEET_VARIABLE, ENGINE_KEY_VARIABLE}
-    known = ours.union(*map(spellings, TOPOLOGY_VARIABLES), *(spec.variables for spec in SETTINGS))
     problems = [
-        Problem((name,), _unknown(name, known))
+        Problem((name,), _unknown(name))
         for name in sorted(environ)
-        if name.startswith(OUR_PREFIX) and name not in known
+        if name.startswith(OUR_PREFIX) and name not in _KNOWN
     ]
     raise_problems(problems, dotted)
 
 
-def _unknown(name: str, known: Set[str]) -> str:
+def _unknown(name: str) -> str:
     foreign = FOREIGN_VARIABLES.get(SHARED_PREFIX + without_prefix(name))
     if foreign is not None:
         return foreign.told
-    return f"unknown variable{did_you_mean_variable(name, known)}"
+    return f"unknown variable{did_you_mean_variable(name, _KNOWN)}"
 
 
 def _near_misses(environ: Mapping[str, str]) -> list[str]:
     """Return a warning for each variable of Dynamo's that has no effect here, and for each ``DYN_*`` variable
     that is almost one of ours: the rest belongs to others.
     """
-    read = {variable for spec in SETTINGS for variable in spec.variables}.union(TOPOLOGY_VARIABLES)
     warnings: list[str] = []
     for name in sorted(environ):
-        if name in read or not environ[name].strip():
+        if name in _KNOWN or not environ[name].strip():
             continue
         foreign = FOREIGN_VARIABLES.get(name)
         if foreign is not None:
@@ -212,7 +215,7 @@ def _near_misses(environ: Mapping[str, str]) -> list[str]:
             continue
         if not name.startswith(SHARED_PREFIX):
             continue
-        meant = did_you_mean_variable(name, read, cutoff=_NEAR_MISS_CUTOFF)
+        meant = did_you_mean_variable(name, _KNOWN, cutoff=_NEAR_MISS_CUTOFF)
         if meant:
             warnings.append(f"{name} is not read{meant}")
     return warnings

@@ -1,6 +1,7 @@
 """Environment variables by name: whose prefix they have, and under which names one is read."""
 
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 from kvrouter.core.errors import ConfigError
 
@@ -8,7 +9,7 @@ OUR_PREFIX = "KVROUTER_"
 SHARED_PREFIX = "DYN_"
 """The prefix of names that other programs' users know; most variables with it belong to those programs."""
 
-TOPOLOGY_VARIABLES = (
+TopologyVariable = Literal[
     "DYN_TOPOLOGY_ENABLED",
     "DYN_TOPOLOGY_MOUNT_PATH",
     "DYN_TOPOLOGY_LEVELS",
@@ -17,8 +18,11 @@ TOPOLOGY_VARIABLES = (
     "DYN_KV_TRANSFER_DOMAIN",
     "DYN_KV_TRANSFER_ENFORCEMENT",
     "DYN_KV_TRANSFER_PREFERRED_WEIGHT",
-)
-"""What tells a worker its place: a contract of its environment, and no settings."""
+    "DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL",
+]
+"""The variables of a worker's topology contract: the last one is a setting of the router too."""
+
+TOPOLOGY_VARIABLES: tuple[str, ...] = get_args(TopologyVariable)
 
 
 def spellings(variable: str) -> tuple[str, ...]:
