@@ -28,7 +28,7 @@ class QuietWorkers:
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:  # noqa: ARG002
         return None
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:  # noqa: ARG002
         return KvSnapshot(rank, EPOCH, EventId(0), ())
 
 

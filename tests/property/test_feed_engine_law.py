@@ -79,7 +79,7 @@ class BadWire:
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         return await recover_range(self._ask, rank, first, last)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
         return await recover_snapshot(self._ask, rank)
 
     def _deliver(self, frame: bytes) -> None:

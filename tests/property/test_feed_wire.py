@@ -59,8 +59,8 @@ class BadWire(MemoryEventPlane):
         answer = await super().recover_range(rank, first, last)
         return answer if self._chance.random() < 0.7 else None
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
-        answer = await super().recover_snapshot(rank)
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
+        answer = await super().recover_snapshot(rank, blocks_max=blocks_max)
         await asyncio.sleep(0)  # batches overtake the answer
         return answer
 

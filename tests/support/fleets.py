@@ -136,7 +136,7 @@ class HandEvents:
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         return None
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
         if rank in self.silent:
             await asyncio.Event().wait()
         return self.snapshots.get(rank, KvSnapshot(rank, Epoch(1), EventId(0), ()))

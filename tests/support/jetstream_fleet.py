@@ -132,9 +132,9 @@ class Asking:
         self.asked += 1
         return None if self.refuses else await self._recovery.recover_range(rank, first, last)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
         self.asked += 1
-        return None if self.refuses else await self._recovery.recover_snapshot(rank)
+        return None if self.refuses else await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
 
 
 class Replica:

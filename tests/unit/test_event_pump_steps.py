@@ -10,6 +10,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Re
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.words import FeedState
 from kvrouter.index.native import BlockIndex
+from kvrouter.planes.events.port import AnswerTooLarge
 from kvrouter.service import entrance, event_pump, index_work
 from kvrouter.service.index_work import STEP_BLOCKS
 from tests.support.waits import until
@@ -342,6 +343,21 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
     snapshot = KvSnapshot(RANK, EPOCH, EventId(3), ())
     bench.subscriber.snapshots[-1][1].set_result(snapshot)
     await until(lambda: bench.state() is FeedState.LIVE)
+    bench.pump.close()
+
+
+async def test_a_rank_that_announces_a_larger_snapshot_than_its_card_can_need_is_over_its_limit() -> None:
+    bench = Bench()
+    bench.pump.joined(RANK, SLOT, EPOCH)
+    bench.pump.set_total_blocks(SLOT, 16_384)
+    await until(lambda: len(bench.subscriber.snapshots) == 1)
+    assert bench.subscriber.blocks_max == (2 + 3 * 64) * 16_384
+    bench.subscriber.snapshots[0][1].set_exception(
+        AnswerTooLarge("answer: 600000000 bytes", param="total_bytes")
+    )
+    await until(lambda: bench.state() is FeedState.OVER_LIMIT)
+    assert bench.telemetry.feed_events.value("mock", "over_limit") == 1
+    assert not bench.pump.all_score
     bench.pump.close()
 
 

@@ -11,8 +11,16 @@ from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Held, KvBatch, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.planes.events.recovery import ENVELOPE_BYTES, TRANSFER_IDLE_S, AnswerDesk, recover_snapshot
+from kvrouter.planes.events.port import AnswerTooLarge
+from kvrouter.planes.events.recovery import (
+    ENVELOPE_BYTES,
+    TRANSFER_IDLE_S,
+    AnswerDesk,
+    recover_range,
+    recover_snapshot,
+)
 from kvrouter.planes.events.wire import (
+    RANGE_MAX_BYTES,
     SNAPSHOT_MAX_BYTES,
     Answer,
     Busy,
@@ -25,6 +33,8 @@ from kvrouter.planes.events.wire import (
     decode_answer,
     encode_answer,
     encode_question,
+    encode_snapshot,
+    snapshot_max_bytes,
 )
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -203,3 +213,31 @@ def test_a_transfer_is_kept_while_its_pieces_are_asked_for() -> None:
 def test_what_is_no_question_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         Wire().desk.answer(frame, frame_max_bytes=FRAME_MAX_BYTES, now_s=0.0)
+
+
+async def test_a_snapshot_of_more_bytes_than_a_ranks_blocks_need_is_refused_by_its_first_piece() -> None:
+    first = FirstPiece(1, snapshot_max_bytes(2_000) + 1, 0, b"x" * 100)
+    wire = Wire(change=lambda _: first)
+    n_asked = 0
+
+    async def ask(question: bytes) -> bytes | None:
+        nonlocal n_asked
+        n_asked += 1
+        return await wire.ask(question)
+
+    with pytest.raises(AnswerTooLarge):
+        await recover_snapshot(ask, RANK, blocks_max=2_000)
+    assert n_asked == 1
+
+
+async def test_a_range_of_more_bytes_than_are_read_counts_as_gone() -> None:
+    first = FirstPiece(1, RANGE_MAX_BYTES + 1, 0, b"x" * 100)
+    assert await recover_range(Wire(change=lambda _: first).ask, RANK, EventId(0), EventId(3)) is None
+
+
+@given(st.lists(st.integers(1, 3_000), max_size=60))
+def test_what_a_rank_may_hold_fits(blocks: list[int]) -> None:
+    """However the index cuts its columns: events of few blocks are few."""
+    names = [pack_hashes(range(n_blocks)) for n_blocks in blocks]
+    snapshot = KvSnapshot(RANK, Epoch(2**63), EventId(2**62), tuple(Held(each, each) for each in names))
+    assert len(encode_snapshot(snapshot)) <= snapshot_max_bytes(sum(blocks))

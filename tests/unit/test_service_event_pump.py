@@ -47,7 +47,8 @@ class AskedSubscriber:
         self.ranges.append((first, last, future))
         return await future
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
+        self.blocks_max = blocks_max
         future: asyncio.Future[KvSnapshot | None] = asyncio.get_running_loop().create_future()
         self.snapshots.append((rank, future))
         return await future

@@ -68,7 +68,7 @@ class Store:
 
 
 class Answers(MemoryEventPlane):
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = 0) -> KvSnapshot | None:
         held = Held(BLOCKS, sequence_hashes(BLOCKS))
         return KvSnapshot(rank, Epoch(5), EventId(2), (held,))
 

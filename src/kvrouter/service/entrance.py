@@ -70,6 +70,11 @@ class Capacity:
             min(blocks_max, max(CAPACITY_MIN_BLOCKS, OTHER_MEDIA_SLACK * total_blocks)),
         )
 
+    @property
+    def total(self) -> int:
+        """The most blocks over all media."""
+        return sum(map(self.holds, Medium))
+
     def holds(self, medium: Medium) -> int:
         """The most blocks in the medium."""
         return self.gpu if medium is Medium.GPU else self.other
@@ -88,6 +93,7 @@ class Entrance:
     feed: RankFeed
     slot: Slot
     heard_s: float
+    capacity: Capacity
     is_missing: bool = False
     told: FeedState | None = None
     stale_since_s: float | None = None
@@ -98,7 +104,6 @@ class Entrance:
     is_behind: bool = False
     is_scoring: bool = False
     waiting: Waiting = field(default_factory=Waiting)
-    capacity: "Capacity | None" = None
     unchecked_blocks: int = 0
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from kvrouter.feed.words import (
     Load,
 )
 from kvrouter.index.port import Applied, BlockIndex
-from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.planes.events.port import AnswerTooLarge, EventSubscriber
 from kvrouter.service.entrance import Capacity, Entrance
 from kvrouter.service.index_work import (
     STEP_BLOCKS,
@@ -133,7 +133,9 @@ class EventPump:
         """A worker rank was discovered: ask it for what it holds."""
         self._grow(slot + 1)
         now_s = self._now_s()
-        entrance = self._entrances[rank] = self._by_slot[slot] = Entrance(RankFeed(rank), slot, now_s)
+        entrance = self._entrances[rank] = self._by_slot[slot] = Entrance(
+            RankFeed(rank), slot, now_s, capacity=Capacity.of(None, blocks_max=self._rank_blocks_max)
+        )
         self._silent += 1
         self._watch_silence()
         self._run(entrance, self._begin(entrance, epoch))
@@ -281,7 +283,7 @@ class EventPump:
                     is_overfilled = True
                     break
             if is_overfilled:
-                self._observed.kv_events_over_limit(entrance.feed.rank, self._held(entrance))
+                self._observed.kv_events_over_limit(entrance.feed.rank, f"{self._held(entrance)} blocks")
                 entrance.unchecked_blocks = 0
                 commands = entrance.feed.on_overfilled(now_s=self._now_s())
                 continue
@@ -338,7 +340,7 @@ class EventPump:
         nothing beside what is stored meanwhile.
         """
         capacity = entrance.capacity
-        if capacity is None or entrance.unchecked_blocks < STEP_BLOCKS // 2:
+        if entrance.unchecked_blocks < STEP_BLOCKS // 2:
             return False
         held = {medium: self._index.held(entrance.slot, medium) for medium in Medium}
         if any(n_blocks > capacity.holds(medium) for medium, n_blocks in held.items()):
@@ -410,7 +412,14 @@ class EventPump:
             self._after(entrance, feed.on_range(ticket, batch, now_s=self._now_s()))
             return
         async with self._snapshots:
-            snapshot = await self._asked(entrance, ticket, subscriber.recover_snapshot(feed.rank))
+            whole = subscriber.recover_snapshot(feed.rank, blocks_max=entrance.capacity.total)
+            try:
+                snapshot = await self._asked(entrance, ticket, whole)
+            except AnswerTooLarge as error:
+                await self._is_ready(entrance)
+                self._observed.kv_events_over_limit(feed.rank, error.message)
+                self._after(entrance, feed.on_overfilled(now_s=self._now_s()))
+                return
             await self._is_ready(entrance)
             self._after(entrance, feed.on_snapshot(ticket, snapshot, now_s=self._now_s()))
             await entrance.idle.wait()  # the next whole state is asked for when this one has its place
@@ -418,11 +427,16 @@ class EventPump:
     async def _asked(
         self, entrance: Entrance, ticket: int, question: Coroutine[None, None, T | None]
     ) -> T | None:
-        """The answer to ``question``, which goes out now; one that cannot be read is none."""
+        """The answer to ``question``, which goes out now; one that cannot be read is none.
+
+        Raises AnswerTooLarge.
+        """
         entrance.feed.on_asked(ticket, now_s=self._now_s())
         self._set_timer(entrance)
         try:
             return await question
+        except AnswerTooLarge:
+            raise
         except (KvrouterError, OSError, ValueError) as error:
             self._observed.recovery_failed(entrance.feed.rank, str(error))
             return None

@@ -6,7 +6,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
-from kvrouter.planes.events.port import BatchSink, EventSubscriber, LoadSink, foreign
+from kvrouter.planes.events.port import BLOCKS_MAX, BatchSink, EventSubscriber, LoadSink, foreign
 
 
 class LaneSubscriber:
@@ -77,7 +77,7 @@ class LaneSubscriber:
         lane = self._lane_of.get(rank.worker_id)
         return None if lane is None else await lane.recover_range(rank, first, last)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's whole state, or None when there is no one to ask."""
         lane = self._lane_of.get(rank.worker_id)
-        return None if lane is None else await lane.recover_snapshot(rank)
+        return None if lane is None else await lane.recover_snapshot(rank, blocks_max=blocks_max)

@@ -141,9 +141,9 @@ class ModelObserved:
         """A rank's events do not make sense; what it holds is asked for."""
         self._log_rank(Event.EVENTS_MISTAKEN, rank, reason=why)
 
-    def kv_events_over_limit(self, rank: WorkerRank, n_blocks: int) -> None:
+    def kv_events_over_limit(self, rank: WorkerRank, detail: str) -> None:
         """A rank told of more blocks than its worker can hold; what it said is dropped."""
-        self._log_rank(Event.KV_EVENTS_OVER_LIMIT, rank, detail=f"{n_blocks} blocks")
+        self._log_rank(Event.KV_EVENTS_OVER_LIMIT, rank, detail=detail)
 
     def cached_tokens(self, *, predicted: int, actual: int) -> None:
         """An engine told how many prompt tokens it had cached."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
-from kvrouter.planes.events.port import BatchSink, LoadSink, RecoverySource
+from kvrouter.planes.events.port import BLOCKS_MAX, BatchSink, LoadSink, RecoverySource
 from kvrouter.planes.events.recovery import answer_for
 
 
@@ -68,7 +68,12 @@ class MemoryEventPlane:
         batch = None if source is None else source.recover_range(rank, first, last)
         return None if batch is None else answer_for(rank, batch)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(
+        self,
+        rank: WorkerRank,
+        *,
+        blocks_max: int = BLOCKS_MAX,  # noqa: ARG002 - nothing is read here: it is in this process already
+    ) -> KvSnapshot | None:
         """The rank's whole state as its worker knows it, or None when there is no one to ask."""
         source = self._sources.get(rank.worker_id)
         snapshot = None if source is None else source.recover_snapshot(rank)

@@ -17,6 +17,7 @@ from kvrouter.planes.background import go_on
 from kvrouter.planes.events.drops import TELL_EVERY_S, Drops
 from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
 from kvrouter.planes.events.port import (
+    BLOCKS_MAX,
     BatchSink,
     DropSink,
     ForeignRank,
@@ -204,9 +205,9 @@ class NatsEventSubscriber:
         """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
         return await self._recovery.recover_range(rank, first, last)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's whole state, or None when its worker does not answer."""
-        return await self._recovery.recover_snapshot(rank)
+        return await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
 
     async def _on_events(self, message: Msg) -> None:
         try:

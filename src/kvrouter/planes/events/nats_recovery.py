@@ -17,7 +17,7 @@ from nats.errors import NoRespondersError
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.planes.events.port import MalformedSink, RecoverySource
+from kvrouter.planes.events.port import BLOCKS_MAX, MalformedSink, RecoverySource
 from kvrouter.planes.events.recovery import (
     ANSWER_TIMEOUT_S,
     QUESTION_MAX_BYTES,
@@ -83,9 +83,11 @@ class NatsRecovery:
         """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
         return await recover_range(self._ask(rank), rank, first, last, timeout_s=self._answer_timeout_s)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's whole state, or None when its worker does not answer."""
-        return await recover_snapshot(self._ask(rank), rank, timeout_s=self._answer_timeout_s)
+        return await recover_snapshot(
+            self._ask(rank), rank, blocks_max=blocks_max, timeout_s=self._answer_timeout_s
+        )
 
     async def close(self) -> None:
         """Answer nothing any more."""

@@ -16,6 +16,9 @@ MalformedSink = Callable[[str], None]
 ForeignSink = Callable[[str], None]
 """Told of each message that spoke for a rank of another worker than its channel's; it is let go."""
 
+BLOCKS_MAX = 2**32
+"""More blocks than any rank has."""
+
 DropSink = Callable[[int, str], None]
 """Told of batches that were not published: how many since the last time, and why the last was not."""
 
@@ -43,8 +46,11 @@ class RecoveryClient(Protocol):
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last`` (inclusive), or None when its worker no longer has it."""
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
-        """The rank's whole state as its worker knows it, or None when there is no one to ask."""
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
+        """The rank's whole state as its worker knows it, or None when there is no one to ask.
+
+        Raises AnswerTooLarge, before it is read, for one of more bytes than ``blocks_max`` blocks need.
+        """
 
 
 class EventSubscriber(RecoveryClient, Protocol):
@@ -90,6 +96,12 @@ class ForeignRank(ProtocolError):
 def foreign(rank: WorkerRank, channel: object) -> ForeignRank:
     """Return the error for a message that names ``rank`` and came by ``channel``."""
     return ForeignRank(f"rank {rank} was spoken for by {channel}", param="rank")
+
+
+class AnswerTooLarge(ProtocolError):
+    """A worker announced an answer of more bytes than what was asked for needs."""
+
+    code = "answer_too_large"
 
 
 class SnapshotFailed(KvrouterError):

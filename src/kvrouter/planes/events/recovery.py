@@ -15,9 +15,9 @@ from typing import TypeVar
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
-from kvrouter.planes.events.port import RecoverySource, foreign
+from kvrouter.planes.events.port import BLOCKS_MAX, AnswerTooLarge, RecoverySource, foreign
 from kvrouter.planes.events.wire import (
-    SNAPSHOT_MAX_BYTES,
+    RANGE_MAX_BYTES,
     Answer,
     Busy,
     FirstPiece,
@@ -36,6 +36,7 @@ from kvrouter.planes.events.wire import (
     encode_question,
     encode_range,
     encode_snapshot,
+    snapshot_max_bytes,
 )
 
 ANSWER_TIMEOUT_S = 5.0
@@ -144,17 +145,25 @@ class AnswerDesk:
 async def recover_range(
     ask: Ask, rank: WorkerRank, first: EventId, last: EventId, *, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> KvBatch | None:
-    """Ask for the events ``first`` to ``last``; None when they are gone or the worker falls silent."""
-    body = await _recover(ask, RangeQuestion(rank, first, last), timeout_s)
+    """Ask for the events ``first`` to ``last``; None when they are gone, or are more than
+    RANGE_MAX_BYTES, or the worker falls silent.
+    """
+    try:
+        body = await _recover(ask, RangeQuestion(rank, first, last), timeout_s, max_bytes=RANGE_MAX_BYTES)
+    except AnswerTooLarge:
+        return None
     batch = None if body is None else decode_range(body)
     return None if batch is None else answer_for(rank, batch)
 
 
 async def recover_snapshot(
-    ask: Ask, rank: WorkerRank, *, timeout_s: float = ANSWER_TIMEOUT_S
+    ask: Ask, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX, timeout_s: float = ANSWER_TIMEOUT_S
 ) -> KvSnapshot | None:
-    """Ask for all that the rank holds; None when there is no one to ask or the worker falls silent."""
-    body = await _recover(ask, SnapshotQuestion(rank), timeout_s)
+    """Ask for all that the rank holds; None when there is no one to ask or the worker falls silent.
+
+    Raises AnswerTooLarge for more bytes than ``blocks_max`` blocks need.
+    """
+    body = await _recover(ask, SnapshotQuestion(rank), timeout_s, max_bytes=snapshot_max_bytes(blocks_max))
     if body is None:
         return None
     await asyncio.sleep(0)  # putting a large one together took a while, and so does reading it
@@ -169,7 +178,7 @@ def answer_for(rank: WorkerRank, answer: Told) -> Told:
     return answer
 
 
-async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | None:
+async def _recover(ask: Ask, question: Question, timeout_s: float, *, max_bytes: int) -> bytes | None:
     clock_s = asyncio.get_running_loop().time
     try:
         async with asyncio.timeout(timeout_s) as limit:
@@ -181,6 +190,10 @@ async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | No
                     case Whole(body):
                         return body
                     case FirstPiece() as first:
+                        if first.total_bytes > max_bytes:
+                            raise AnswerTooLarge(
+                                f"answer: {first.total_bytes} bytes are over {max_bytes}", param="total_bytes"
+                            )
                         return await _pull(ask, first, lambda: limit.reschedule(clock_s() + timeout_s))
                     case Busy():
                         await asyncio.sleep(BUSY_RETRY_S)
@@ -193,7 +206,7 @@ async def _recover(ask: Ask, question: Question, timeout_s: float) -> bytes | No
 async def _pull(ask: Ask, first: FirstPiece, heard: Callable[[], None]) -> bytes | None:
     """The whole answer that begins with ``first``; ``heard`` is called for each piece that came."""
     piece_bytes = len(first.body)
-    if not 0 < piece_bytes < first.total_bytes <= SNAPSHOT_MAX_BYTES:
+    if not 0 < piece_bytes < first.total_bytes:
         raise ProtocolError(
             f"answer: total_bytes: {first.total_bytes} in pieces of {piece_bytes}", param="total_bytes"
         )

@@ -21,6 +21,15 @@ BATCH_MAX_BYTES = 8 * 1024 * 1024
 SNAPSHOT_MAX_BYTES = 512 * 1024 * 1024
 """The largest snapshot of one rank: 16 bytes a block, 32 million blocks."""
 
+SNAPSHOT_BLOCK_BYTES = 24
+"""No block of a snapshot takes more, on average: two hashes, and its share of what is around them."""
+
+SNAPSHOT_LEAST_BYTES = 1024 * 1024
+"""A snapshot of so many bytes is read whatever its rank can hold."""
+
+RANGE_MAX_BYTES = 64 * 1024 * 1024
+"""The largest answer about a range of events; a gap of more than that is filled by a snapshot."""
+
 EVENT_ID_MAX = 2**62
 """No stream of events comes this far: a larger id is a mistake."""
 
@@ -129,6 +138,11 @@ def decode_batch(frame: bytes | memoryview) -> KvBatch:
 def encode_snapshot(snapshot: KvSnapshot | None) -> bytes:
     """Return ``snapshot``, or that there is none, as msgpack."""
     return _encoder.encode(snapshot)
+
+
+def snapshot_max_bytes(blocks_max: int) -> int:
+    """Return the size of the largest snapshot that a rank of ``blocks_max`` blocks needs."""
+    return min(SNAPSHOT_MAX_BYTES, SNAPSHOT_LEAST_BYTES + SNAPSHOT_BLOCK_BYTES * blocks_max)
 
 
 def decode_snapshot(frame: bytes | memoryview) -> KvSnapshot | None:

@@ -34,7 +34,7 @@ from kvrouter.planes.events.jetstream.words import (
     LaneObserver,
     StreamLimits,
 )
-from kvrouter.planes.events.port import BatchSink, ForeignRank, LoadSink, RecoveryClient, foreign
+from kvrouter.planes.events.port import BLOCKS_MAX, BatchSink, ForeignRank, LoadSink, RecoveryClient, foreign
 from kvrouter.planes.events.sealed_loads import OpenedLoads
 from kvrouter.planes.events.wire import decode_batch
 from kvrouter.planes.names import subject_name
@@ -163,7 +163,7 @@ class ComponentLane:
 
     # What a rank begins with
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's state: stored, at its first ask; of its worker, at any other."""
         epoch = self._followed[rank.worker_id]
         if rank not in self._began:
@@ -177,7 +177,7 @@ class ComponentLane:
                 return snapshot
         trouble: Exception | None = None
         try:
-            snapshot = await self._parts.recovery.recover_snapshot(rank)
+            snapshot = await self._parts.recovery.recover_snapshot(rank, blocks_max=blocks_max)
         except (KvrouterError, OSError) as error:
             snapshot, trouble = None, error
         if snapshot is None:

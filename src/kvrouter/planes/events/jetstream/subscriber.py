@@ -19,6 +19,7 @@ from kvrouter.planes.events.jetstream.words import (
     Unobserved,
 )
 from kvrouter.planes.events.port import (
+    BLOCKS_MAX,
     BatchSink,
     LoadSink,
     RecoveryClient,
@@ -109,12 +110,12 @@ class JetStreamSubscriber:
             return await self._recovery.recover_range(rank, first, last)
         return await lane.recover_range(rank, first, last)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's state: at its first ask what was stored, at any other what its worker says."""
         lane = self._lane_of.get(rank.worker_id)
         if lane is None:
-            return await self._recovery.recover_snapshot(rank)
-        return await lane.recover_snapshot(rank)
+            return await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
+        return await lane.recover_snapshot(rank, blocks_max=blocks_max)
 
     async def close(self) -> None:
         """Hear nothing any more; idempotent."""

@@ -14,7 +14,15 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, WorkerCard
-from kvrouter.planes.events.port import BatchSink, ForeignRank, ForeignSink, LoadSink, MalformedSink, foreign
+from kvrouter.planes.events.port import (
+    BLOCKS_MAX,
+    BatchSink,
+    ForeignRank,
+    ForeignSink,
+    LoadSink,
+    MalformedSink,
+    foreign,
+)
 from kvrouter.planes.events.recovery import ANSWER_TIMEOUT_S, recover_range, recover_snapshot
 from kvrouter.planes.events.wire import BATCH_MAX_BYTES, decode_batch, decode_load
 from kvrouter.planes.events.zmq.sockets import (
@@ -185,12 +193,14 @@ class ZmqEventSubscriber:
             return None
         return await recover_range(questions.ask, rank, first, last, timeout_s=self._answer_timeout_s)
 
-    async def recover_snapshot(self, rank: WorkerRank) -> KvSnapshot | None:
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
         """The rank's whole state, or None when its worker does not answer."""
         questions = self._questions_to(rank)
         if questions is None:
             return None
-        return await recover_snapshot(questions.ask, rank, timeout_s=self._answer_timeout_s)
+        return await recover_snapshot(
+            questions.ask, rank, blocks_max=blocks_max, timeout_s=self._answer_timeout_s
+        )
 
     async def close(self) -> None:
         """Hear and ask nothing any more."""
