@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from kvrouter.operator.plan.budgets import BUDGETS
 from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.nodes import ZONE, ZONES
 from tests.cluster.operators import WAIT, graph, install_crds, operator
@@ -39,6 +40,35 @@ async def test_a_zones_last_decode_worker_stays_while_the_zone_had_more_and_a_si
                 evict(plane, namespace, second)
         finally:
             plane.kubectl("uncordon", "--selector", f"{ZONE}={ZONES[0]}")
+
+
+async def test_an_annotation_leaves_evictions_to_somebody_elses_budget(
+    plane: ControlPlane, namespace: str
+) -> None:
+    own = {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"namespace": namespace, "name": "own"},
+        "spec": {"minAvailable": 1, "selector": {"matchLabels": {"kvrouter.dev/component": "decode"}}},
+    }
+    async with operator(plane, namespace, "one"):
+        plane.apply(graph(namespace, "llm", labelKey=ZONE, domain="zone"), own)
+        await wait(plane, namespace, "--for=condition=Ready", "dgd/llm")
+        for zone in ZONES:
+            await allowed(plane, namespace, f"llm-decode.{zone}", 1)
+        await allowed(plane, namespace, "own", 2)
+        (first,) = pods(plane, namespace, ZONES[0])
+        with pytest.raises(KubectlError, match="more than one PodDisruptionBudget"):
+            evict(plane, namespace, first)
+
+        plane.kubectl("annotate", "dgd", "llm", f"{BUDGETS}=none", "--namespace", namespace)
+
+        async def are_gone() -> bool:
+            found = plane.read("poddisruptionbudgets", "--namespace", namespace)["items"]
+            return [each["metadata"]["name"] for each in found] == ["own"]
+
+        await eventually(are_gone)
+        evict(plane, namespace, first)
 
 
 def evict(plane: ControlPlane, namespace: str, name: str) -> None:

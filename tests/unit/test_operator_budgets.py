@@ -3,15 +3,17 @@
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.operator.plan import Manifest, plan, zone_budgets
-from kvrouter.operator.plan.budgets import HOLD_S, Held, budget_name, held_for
+from kvrouter.operator.plan.budgets import BUDGETS, Held, budget_name, has_budgets, held_for
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.statuses import REQUIRED
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
+HOLD_S = DEFAULTS.disruption_hold_s
 LABEL = "topology.kubernetes.io/zone"
 OF = deployment(types=("frontend", "prefill", "decode"))
 DECODE = OF.spec.components[2]
@@ -27,7 +29,7 @@ def test_a_drain_leaves_a_worker_where_there_were_more_and_waits_no_longer_than_
     fewer_for_s = 0
     for ready, later_s in seen:
         now += timedelta(seconds=later_s)
-        was, held = held, held_for(held, ready, now)
+        was, held = held, held_for(held, ready, now, HOLD_S)
         assert held.workers >= ready
         assert held.at_least < held.workers or held.workers == 0  # one may always go
         assert held.at_least >= 1 or held.workers <= 1
@@ -42,7 +44,7 @@ def test_a_single_worker_may_go_and_of_several_some_stay() -> None:
 
 
 def test_each_zone_has_a_budget_that_is_kept_for_a_while_and_then_goes() -> None:
-    found = zone_budgets(OF, DECODE, LABEL, {"a": 2, "b": 1}, [], NOW)
+    found = zone_budgets(OF, DECODE, LABEL, {"a": 2, "b": 1}, [], NOW, HOLD_S)
     assert [at_least(each) for each in found] == [1, 0]
     assert [cast(Manifest, each["metadata"])["name"] for each in found] == ["llm-decode.a", "llm-decode.b"]
     spec = cast(Manifest, found[0]["spec"])
@@ -50,15 +52,17 @@ def test_each_zone_has_a_budget_that_is_kept_for_a_while_and_then_goes() -> None
     picked = cast(Manifest, cast(Manifest, spec["selector"])["matchLabels"])
     assert picked[LABEL] == "a"
 
-    drained = zone_budgets(OF, DECODE, LABEL, {"a": 1}, found, NOW + timedelta(seconds=60))
+    drained = zone_budgets(OF, DECODE, LABEL, {"a": 1}, found, NOW + timedelta(seconds=60), HOLD_S)
     assert [at_least(each) for each in drained] == [1, 0]
     later = NOW + timedelta(seconds=60 + HOLD_S)
-    assert [at_least(each) for each in zone_budgets(OF, DECODE, LABEL, {"a": 1}, drained, later)] == [0]
+    assert [at_least(each) for each in zone_budgets(OF, DECODE, LABEL, {"a": 1}, drained, later, HOLD_S)] == [
+        0
+    ]
 
 
 def test_budgets_of_another_component_are_not_this_ones() -> None:
-    prefill = zone_budgets(OF, OF.spec.components[1], LABEL, {"a": 2}, [], NOW)
-    assert zone_budgets(OF, DECODE, LABEL, {}, prefill, NOW) == []
+    prefill = zone_budgets(OF, OF.spec.components[1], LABEL, {"a": 2}, [], NOW, HOLD_S)
+    assert zone_budgets(OF, DECODE, LABEL, {}, prefill, NOW, HOLD_S) == []
 
 
 def test_names_of_zones_are_names_of_objects() -> None:
@@ -75,6 +79,29 @@ def test_without_a_policy_each_component_has_a_budget_and_with_one_the_frontends
         names = [cast(Manifest, each["metadata"])["name"] for each in budgets]
         assert [str(name).casefold() for name in names] == [f"llm-{name}" for name in expected]
         assert {cast(Manifest, each["spec"])["maxUnavailable"] for each in budgets} == {"25%"}
+
+
+@given(st.floats(0.0, 1e6), st.floats(0.0, 1e6))
+def test_a_zone_keeps_its_budget_for_as_long_as_the_operator_is_told(hold_s: float, later_s: float) -> None:
+    held = held_for(Held(4), 1, NOW, hold_s)
+    assert held_for(held, 1, NOW + timedelta(seconds=later_s), hold_s).workers == (
+        1 if timedelta(seconds=later_s) >= timedelta(seconds=hold_s) else 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("stated", "are_there", "warnings"), [(None, True, 0), ("none", False, 0), ("off", True, 1)]
+)
+def test_an_annotation_leaves_budgets_to_somebody_else(
+    stated: str | None, *, are_there: bool, warnings: int
+) -> None:
+    of = deployment(types=("frontend", "worker"))
+    annotations = {} if stated is None else {BUDGETS: stated}
+    of = of.model_copy(update={"metadata": of.metadata.model_copy(update={"annotations": annotations})})
+    found = plan(of, FACTS, DEFAULTS)
+    kinds = [each["kind"] for each in found.manifests]
+    assert ("PodDisruptionBudget" in kinds, has_budgets(of)) == (are_there, are_there)
+    assert len(found.warnings) == warnings
 
 
 def at_least(budget: Manifest) -> object:

@@ -38,6 +38,7 @@ class RunFlags:
     image: str
     wait_image: str | None
     wait_timeout_s: int
+    disruption_hold_s: int
     nats_server: str | None
     discovery: str
     request_plane: str
@@ -219,6 +220,13 @@ def of_admission(command: F) -> F:
     show_default=True,
     help="How long a worker's init container waits for its place before it is started again.",
 )
+@click.option(
+    "--disruption-hold-s",
+    type=click.IntRange(min=0),
+    default=600,
+    show_default=True,
+    help="How long a zone that lost workers keeps its PodDisruptionBudget: longer than an engine loads.",
+)
 @of_planes
 @click.option("--host", default="0.0.0.0", show_default=True, help="Where it listens.")  # noqa: S104
 @click.option(
@@ -335,6 +343,7 @@ def _defaults(told: RunFlags) -> "PlanDefaults":
         admin_token=SecretKey(told.admin_token_secret, told.admin_token_key),
         wait_image=told.wait_image,
         wait_timeout_s=told.wait_timeout_s,
+        disruption_hold_s=told.disruption_hold_s,
     )
     for plane in found.planes_of_nats if told.nats_server is None else ():
         raise click.UsageError(f"--{plane} is NATS: say with --nats-server where that is")

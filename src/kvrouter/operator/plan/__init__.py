@@ -1,6 +1,6 @@
 """From a deployment to manifests: what the cluster should hold for it."""
 
-from kvrouter.operator.plan.budgets import zone_budgets
+from kvrouter.operator.plan.budgets import has_budgets, zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
 from kvrouter.operator.plan.hashes import TEMPLATE_HASH, template_hash
 from kvrouter.operator.plan.manifest import Manifest
@@ -28,6 +28,7 @@ __all__ = [
     "PlanDefaults",
     "SecretKey",
     "fleet_name",
+    "has_budgets",
     "object_name",
     "plan",
     "read_levels",

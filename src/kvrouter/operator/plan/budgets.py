@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from math import ceil
 from typing import NamedTuple
 
+from kvrouter.config.problems import Problem
 from kvrouter.operator.api import Component, DynamoGraphDeployment
 from kvrouter.operator.plan.manifest import Manifest, mapping, strings
 from kvrouter.operator.plan.names import labels_of, object_name, selector
@@ -15,8 +16,9 @@ from kvrouter.operator.plan.workload import owned_metadata
 SHARE = 0.25
 """Of the pods, as in a rolling update of workers; at least one."""
 
-HOLD_S = 600
-"""For how long a zone with fewer Ready workers than before keeps the budget of those that it had."""
+BUDGETS = "kvrouter.dev/disruption-budgets"
+"""Annotation of a deployment: ``none`` where its pods have budgets of somebody else, or shall have none."""
+NO_BUDGETS = "none"
 
 WORKERS = "kvrouter.dev/workers"
 """Annotation of a zone's budget: how many Ready workers it was made for."""
@@ -41,14 +43,26 @@ class Held(NamedTuple):
         return self.workers - ceil(self.workers * SHARE)
 
 
-def held_for(before: Held, ready: int, now: datetime) -> Held:
+def has_budgets(deployment: DynamoGraphDeployment) -> bool:
+    """Return whether the operator writes budgets for a deployment's pods."""
+    return deployment.metadata.annotations.get(BUDGETS) != NO_BUDGETS
+
+
+def budget_warnings(deployment: DynamoGraphDeployment) -> list[Problem]:
+    """Return a warning for a value of the annotation that has no meaning."""
+    stated = deployment.metadata.annotations.get(BUDGETS, NO_BUDGETS)
+    must = f"must be {NO_BUDGETS} or be left out, not {stated!r}: budgets are written"
+    return [] if stated == NO_BUDGETS else [Problem(("metadata", "annotations", BUDGETS), must)]
+
+
+def held_for(before: Held, ready: int, now: datetime, hold_s: float) -> Held:
     """Return what a zone's budget is made for when ``ready`` workers are there. More count at once; fewer
-    only after :data:`HOLD_S`, so that a drain does not lower what holds it, and is not held up for ever.
+    only after ``hold_s``, so that a drain does not lower what holds it, and is not held up for ever.
     """
     if ready >= before.workers:
         return Held(ready)
     since = before.fewer_since or now
-    return Held(ready) if now - since >= timedelta(seconds=HOLD_S) else Held(before.workers, since)
+    return Held(ready) if now - since >= timedelta(seconds=hold_s) else Held(before.workers, since)
 
 
 def component_budget(deployment: DynamoGraphDeployment, component: Component) -> Manifest:
@@ -67,9 +81,11 @@ def zone_budgets(
     ready: Mapping[str, int],
     there: Sequence[Manifest],
     now: datetime,
+    hold_s: float,
 ) -> list[Manifest]:
     """Return a budget for each zone of a component's workers: ``ready`` are its Ready ones by the value of
-    their ``label``, ``there`` the budgets that the deployment has.
+    their ``label``, ``there`` the budgets that the deployment has. A zone with fewer of them than before
+    keeps its budget for ``hold_s``.
 
     They say how many must stay, in a number: of what may go, Kubernetes would count by the whole component.
     """
@@ -84,7 +100,7 @@ def zone_budgets(
     found = []
     for value in sorted({*ready, *known}):
         name = budget_name(deployment.metadata.name, component.name, value)
-        held = held_for(before.get(name, Held(0)), ready.get(value, 0), now)
+        held = held_for(before.get(name, Held(0)), ready.get(value, 0), now, hold_s)
         if held.workers:
             annotations: Manifest = {WORKERS: str(held.workers)}
             if held.fewer_since is not None:

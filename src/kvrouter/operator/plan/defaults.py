@@ -22,7 +22,8 @@ class PlanDefaults:
     ``nats_server`` is where the fleet's NATS is, the chart's own or another one; None where there is none.
     ``admin_token`` is where the token of frontends' admin routes is; where there is none they are closed.
     ``wait_timeout_s`` is how long an init container waits for topology files before it fails and is started
-    again.
+    again, ``disruption_hold_s`` for how long a zone that lost workers keeps the disruption budget of those
+    that it had.
     """
 
     image: str
@@ -34,6 +35,7 @@ class PlanDefaults:
     admin_token: SecretKey = SecretKey("kvrouter-admin", "token")
     wait_image: str | None = None
     wait_timeout_s: int = 300
+    disruption_hold_s: int = 600
 
     @property
     def event_lane(self) -> EventPlaneKind:

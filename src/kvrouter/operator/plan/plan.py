@@ -9,7 +9,7 @@ from kvrouter.operator.api.names import level_problem
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
-from kvrouter.operator.plan.budgets import component_budget
+from kvrouter.operator.plan.budgets import budget_warnings, component_budget, has_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import Manifest
 from kvrouter.operator.plan.names import labels_of
@@ -57,7 +57,7 @@ def plan(
     policy = reading.policy
     resolution = None if policy is None else resolve(policy, facts, last_levels)
     problems, manifests = [*reading.problems], accounts(deployment, defaults)
-    warnings = _packing(deployment.spec)
+    warnings = [*budget_warnings(deployment), *_packing(deployment.spec)]
     for index, component in enumerate(deployment.spec.components):
         at: Path = ("spec", "components", index)
         draft = read_pod_template(component, at)
@@ -77,7 +77,8 @@ def plan(
         manifests.append(workload(deployment, component, draft.template(), annotations))
         if component.type is ComponentType.FRONTEND:
             manifests.append(service(deployment, component, http_port(draft.main)))
-        if policy is None or component.type is ComponentType.FRONTEND:
+        is_counted_whole = policy is None or component.type is ComponentType.FRONTEND
+        if is_counted_whole and has_budgets(deployment):
             manifests.append(component_budget(deployment, component))
         warnings += draft.warnings
     if problems:

@@ -25,6 +25,7 @@ from kvrouter.operator.plan import (
     Plan,
     PlanDefaults,
     fleet_name,
+    has_budgets,
     object_name,
     plan,
     read_levels,
@@ -213,7 +214,7 @@ class Reconciler:
         self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan
     ) -> list[Manifest]:
         """What a drain leaves of the workers that are Ready in each of the policy's domains."""
-        if planned.policy is None or planned.resolution is None:
+        if planned.policy is None or planned.resolution is None or not has_budgets(deployment):
             return []
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key_of(found))) if pod is not None]
         label = copy_of(planned.policy, planned.resolution).pod_label
@@ -229,7 +230,8 @@ class Reconciler:
                     and pod.is_ready
                     and not pod.is_over
                 )
-                budgets += zone_budgets(deployment, component, label, ready, there, datetime.now(UTC))
+                now, hold_s = datetime.now(UTC), self._defaults.disruption_hold_s
+                budgets += zone_budgets(deployment, component, label, ready, there, now, hold_s)
         return budgets
 
     def is_as_told(self, found: Manifest) -> bool:
