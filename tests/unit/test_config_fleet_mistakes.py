@@ -1,9 +1,21 @@
 """A fleet file with many mistakes: all are told at once, each on its line, and none that only follows."""
 
+import copy
+import re
+from collections.abc import Iterable
+from contextlib import redirect_stderr
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
 import pytest
-from hypothesis import given
+import yaml
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvrouter.cli import main
 from kvrouter.config.document import parse_document
 from kvrouter.config.fleet_checks import default_fleet_path, examine_fleet, load_fleet
 from kvrouter.core.errors import ConfigError
@@ -81,6 +93,94 @@ def test_what_only_follows_from_a_mistake_is_not_told(text: str, places: list[st
     with pytest.raises(ConfigError) as raised:
         load_fleet(parse_document(text, "f"))
     assert _places(raised.value.message) == places
+
+
+LINK = {"latency_s": 1, "bandwidth_bytes_per_s": 1}
+GOOD: dict[str, Any] = {
+    "version": 1,
+    "models": [{"name": "a"}, {"name": "b"}],
+    "workers": [
+        {"name": "p", "model": "a", "role": "prefill", "domains": {"zone": "z"}},
+        {"name": "d", "model": "a", "role": "decode", "domains": {"zone": "z"}},
+        {"name": "x", "model": "b"},
+    ],
+    "topology": {
+        "levels": ["zone", "rack"],
+        "links": {"within": {"zone": LINK}, "pairs": [{"level": "zone", "between": ["z", "y"], **LINK}]},
+    },
+    "kv_transfer": {"domain": "zone"},
+    "router": {},
+    "frontend": {},
+    "planes": {},
+    "log": {},
+}
+MISTAKES: list[tuple[str, object]] = [
+    ("version", 2),
+    ("models[0].block_size", 0),
+    ("models[1].tokeniser", "x"),
+    ("models[1].tokenizer", "./no-folder"),
+    ("workers[2].model", "zz"),
+    ("workers[0].role", "pre"),
+    ("workers[1].name", "p"),
+    ("workers[2].domains.room", "r"),
+    ("workers[2].taints[0]", "dynamo.topology/x=1"),
+    ("workers[2].engine.kind", "vlm"),
+    ("workers[2].topology_env.DYN_TOPOLOGY_ENABLED", "maybe"),
+    ("topology.links.within.zone.bandwidth_bytes_per_s", 0),
+    ("topology.links.pairs[0].level", "room"),
+    ("kv_transfer.enforcement", "nope"),
+    ("kv_transfer.domain", "room"),
+    ("router.router_mode", "direct"),
+    ("router.retries_max", 99),
+    ("router.router_queue_threshold", 1.0),
+    ("router.router_queue_policy", "wspt"),
+    ("frontend.http_port", -1),
+    ("frontend.write_low_water_bytes", 70000),
+    ("planes.namespace", "a b"),
+    ("log.log_level", "x"),
+    ("routr", {}),
+    ("speedup", "fast"),
+]
+
+
+def mistaken(chosen: Iterable[tuple[str, object]]) -> dict[str, Any]:
+    """Return the good file with these mistakes."""
+    file = copy.deepcopy(GOOD)
+    for place, value in chosen:
+        parts = [int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", place)]
+        around: Any = file
+        for part, following in pairwise(parts):
+            if isinstance(around, dict) and part not in around:
+                around[part] = [] if isinstance(following, int) else {}
+            around = around[part]
+        if isinstance(around, list) and len(around) == parts[-1]:
+            around.append(value)
+        else:
+            around[parts[-1]] = value
+    return file
+
+
+@given(st.lists(st.sampled_from(MISTAKES), min_size=2, max_size=9, unique_by=lambda each: each[0]))
+@example(MISTAKES[:9])
+@example(MISTAKES[9:18])
+@example(MISTAKES[16:])
+def test_any_mistakes_together_are_all_told(chosen: list[tuple[str, object]]) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "f.yaml"
+        path.write_text(yaml.safe_dump(mistaken(chosen)))
+        with redirect_stderr(StringIO()) as said:
+            assert main(["fleet", "check", str(path)]) == 2
+    places = sorted(line.split(": ")[2] for line in said.getvalue().splitlines())
+    assert places == sorted(place for place, _ in chosen)
+
+
+def test_what_is_legal_in_a_files_settings_and_hardly_meant_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text(yaml.safe_dump(GOOD | {"router": {"admission_queue_max": 5}}))
+    assert main(["fleet", "check", str(path)]) == 0
+    assert "warning: router.admission_queue_max has no effect" in capsys.readouterr().err
 
 
 @given(st.data())

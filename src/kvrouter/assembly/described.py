@@ -17,7 +17,7 @@ from kvrouter.config import (
     TopologySpec,
     WorkerGroup,
 )
-from kvrouter.config.problems import config_error, problem_of
+from kvrouter.config.problems import Problem, config_error, problem_of
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
@@ -151,6 +151,22 @@ def contract_of(group: WorkerGroup) -> TopologyEnv | None:
     """The topology contract of a group's workers, where the file has one. Raises ConfigError."""
     contract = {str(name): value for name, value in group.topology_env.items()}
     return parse_topology_env(contract) if contract else None
+
+
+def contract_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Yield what is wrong with the topology contracts of a file, variable by variable."""
+    for position, group in enumerate(fleet.workers):
+        contract = {str(name): value for name, value in group.topology_env.items()}
+        while contract:
+            try:
+                parse_topology_env(contract)
+                break
+            except ConfigError as error:
+                name = error.param or ""
+                must = error.message.removeprefix(f"{name}: ")
+                yield Problem(("workers", position, "topology_env", name), must)
+                if contract.pop(name, None) is None:
+                    break  # it is missing: what else would be wrong with it is not known
 
 
 def mock_config(

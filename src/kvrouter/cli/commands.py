@@ -20,11 +20,12 @@ from kvrouter.config.fleet_checks import (
     default_fleet_path,
     examine_fleet,
     load_fleet,
+    settings_in,
     settled,
 )
 from kvrouter.config.problems import raise_problems
 from kvrouter.config.setting import SettingValue
-from kvrouter.config.sources import FLEET_VARIABLE, load_settings
+from kvrouter.config.sources import FLEET_VARIABLE, contradictions, load_settings, settings_warnings
 from kvrouter.config.version import installed_version
 
 if TYPE_CHECKING:
@@ -220,23 +221,29 @@ def fleet_group() -> None:
 @fleet_group.command("check")
 @click.argument("file", type=click.Path(path_type=Path))
 def fleet_check(file: Path) -> None:
-    """Validate FILE, read the tokenizers that it names, and start nothing."""
+    """Validate FILE, its settings and topology contracts too, read the tokenizers that it names, and start
+    nothing. All mistakes are shown at once, by line.
+    """
     document = read_document(file)
     examined = examine_fleet(document)
     problems = list(examined.problems)
     if examined.fleet is not None:
+        from kvrouter.assembly.described import contract_problems  # noqa: PLC0415
         from kvrouter.text.fleet_tokenizers import tokenizer_problems  # noqa: PLC0415
 
+        problems += contradictions(settings_in(examined.fleet))
+        problems += contract_problems(examined.fleet)
         problems += tokenizer_problems(examined.fleet)
     raise_problems(sorted(problems, key=lambda each: document.line_of(each.path)), document.place)
     loaded = load_fleet(document)
-    warn(loaded.warnings)
     fleet = loaded.fleet
-    workers = sum(group.n_workers for group in fleet.workers)
+    warn((*settings_warnings(settings_in(fleet)), *loaded.warnings))
+    n_workers = sum(group.n_workers for group in fleet.workers)
+    workers = f"{n_workers} worker{'' if n_workers == 1 else 's'}"
     policy = fleet.kv_transfer
     kept = f"KV {policy.enforcement.value} on {policy.domain}" if policy else "no transfer policy"
     names = ", ".join(model.name for model in fleet.models)
-    click.echo(f"{file}: good: {workers} workers for {names}, {kept}")
+    click.echo(f"{file}: good: {workers} for {names}, {kept}")
 
 
 def _fleet_file(fleet: Path | None) -> Path | None:

@@ -6,20 +6,16 @@ from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from kvrouter.config.document import Document, parse_document
 from kvrouter.config.engine_checks import engine_problems, engine_warnings, pair_problems
 from kvrouter.config.fleet import FleetFile, WorkerGroup
-from kvrouter.config.fleet_rest import FleetRest, entries, without_mistakes
+from kvrouter.config.fleet_rest import entries, validated
 from kvrouter.config.problems import (
     Path,
     Problem,
     config_error,
     did_you_mean,
     dotted,
-    innermost,
-    problem_of,
     raise_problems,
 )
 from kvrouter.config.tree import Settings
@@ -68,12 +64,7 @@ class ExaminedFleet(NamedTuple):
 
 def examine_fleet(document: Document) -> ExaminedFleet:
     """Return every mistake of a file at once: those of single values, and those of the rest together."""
-    problems: list[Problem] = []
-    try:
-        rest: FleetRest | None = FleetRest(FleetFile.model_validate(document.content), frozenset())
-    except ValidationError as error:
-        problems = innermost([problem_of(item, FleetFile) for item in error.errors()])
-        rest = without_mistakes(document.content, [problem.path for problem in problems])
+    rest, problems = validated(document.content)
     if rest is not None:
         for check, depends_on in _CHECKS:
             if rest.can_judge(depends_on):
@@ -98,20 +89,19 @@ def settings_document(document: Document) -> Document:
 
 def load_part(document: Document) -> FleetFile:
     """Validate a part of a fleet, such as one worker: who decodes may be elsewhere. Raises ConfigError."""
-    fleet = _validated(document)
-    raise_problems(
-        [*_name_problems(fleet), *_topology_problems(fleet), *engine_problems(fleet)], document.place
-    )
-    return fleet
+    rest, problems = validated(document.content)
+    if rest is None or problems:
+        raise config_error(
+            sorted(problems, key=lambda problem: document.line_of(problem.path)), document.place
+        )
+    checks = (_repeated_names, _model_problems, _topology_problems, engine_problems)
+    raise_problems([problem for check in checks for problem in check(rest.fleet)], document.place)
+    return rest.fleet
 
 
-def _validated(document: Document) -> FleetFile:
-    try:
-        return FleetFile.model_validate(document.content)
-    except ValidationError as error:
-        problems = innermost([problem_of(item, FleetFile) for item in error.errors()])
-        problems.sort(key=lambda problem: document.line_of(problem.path))
-        raise config_error(problems, document.place) from error
+def settings_in(fleet: FleetFile) -> Settings:
+    """Return the settings of a file alone."""
+    return Settings(router=fleet.router, frontend=fleet.frontend, planes=fleet.planes, log=fleet.log)
 
 
 def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
@@ -133,11 +123,6 @@ def settled(fleet: FleetFile, settings: Settings) -> LoadedFleet:
 
 def _with_warnings(fleet: FleetFile) -> LoadedFleet:
     return LoadedFleet(fleet, (*_transfer_warnings(fleet), *engine_warnings(fleet)))
-
-
-def _name_problems(fleet: FleetFile) -> Iterator[Problem]:
-    yield from _repeated_names(fleet)
-    yield from _model_problems(fleet)
 
 
 def _repeated_names(fleet: FleetFile) -> Iterator[Problem]:
@@ -223,9 +208,9 @@ def _size_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 def _role_problems(fleet: FleetFile) -> Iterator[Problem]:
     names = [model.name for model in fleet.models]
+    if any(group.model not in (None, *names) for group in fleet.workers):
+        return  # a group whose model is misspelt may be the one that decodes
     for position, model in enumerate(fleet.models):
-        if any(group.model not in (None, *names) for group in fleet.workers):
-            return  # who means which model is not known
         roles = {group.role for group in fleet.groups_of(model)}
         if not roles & {Role.DECODE, Role.BOTH}:
             yield Problem(("models", position), f"no worker decodes {model.name!r}: add role decode or both")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from kvrouter.config.fleet import FleetFile
-from kvrouter.config.problems import Path
+from kvrouter.config.problems import Path, Problem, innermost, problem_of
 
 ENTRY_SECTIONS = ("models", "workers")
 """Sections that are lists of named entries."""
@@ -27,20 +27,34 @@ class FleetRest(NamedTuple):
         return not any(_touches(mistake, path) for mistake in self.mistaken for path in depends_on)
 
 
-def without_mistakes(content: Mapping[str, object], mistaken: Sequence[Path]) -> FleetRest | None:
-    """Return the rest of a file with mistakes at these paths; None when too little is left of it."""
-    units = frozenset(_unit(path) for path in mistaken)
-    rest = copy.deepcopy(dict(content))
-    for unit in units:
-        _take_out(rest, unit)
-    try:
-        return FleetRest(FleetFile.model_validate(rest), units)
-    except ValidationError:
-        return None
+def validated(content: Mapping[str, object]) -> tuple[FleetRest | None, list[Problem]]:
+    """Return what is left of a file without its mistaken values, None where too little is, and the mistakes.
+
+    Some of them are found only once others are taken out: of two keys of one section that contradict two
+    others, the validation names one pair.
+    """
+    problems: list[Problem] = []
+    units: frozenset[Path] = frozenset()
+    rest = dict(content)
+    while True:
+        try:
+            return FleetRest(FleetFile.model_validate(rest), units), problems
+        except ValidationError as error:
+            found = innermost([problem_of(item, FleetFile) for item in error.errors()])
+        new = [problem for problem in found if _unit(problem.path) not in units]
+        if not new:
+            return None, problems  # what is wrong now follows from what was taken out
+        problems += new
+        units |= {_unit(problem.path) for problem in new}
+        rest = copy.deepcopy(dict(content))
+        for unit in units:
+            _take_out(rest, unit)
 
 
 def _unit(path: Path) -> Path:
-    """The part of the file that a mistake spoils: one key of an entry, or of a section."""
+    """The part of the file that a mistake spoils: one key of an entry, or of a section, or one link."""
+    if path[:2] == ("topology", "links"):
+        return path[:4] if path[2:3] == ("within",) else path[:3]
     return path[:3] if path and path[0] in ENTRY_SECTIONS else path[:2]
 
 
@@ -55,12 +69,14 @@ def _take_out(rest: dict[str, object], unit: Path) -> None:
             entry.pop(key, None)
     elif len(unit) == 2 and isinstance(section, list) and isinstance(unit[1], int):
         section[unit[1]] = {"name": f"unnamed-{unit[1]}"}
-    elif len(unit) == 2 and isinstance(section, dict):
-        section.pop(unit[1], None)
     elif unit == ("version",):
         rest["version"] = 1
     else:
-        rest.pop(str(unit[0]), None)
+        around: object = rest
+        for key in unit[:-1]:
+            around = around.get(str(key)) if isinstance(around, dict) else None
+        if isinstance(around, dict):
+            around.pop(unit[-1], None)
 
 
 def _touches(mistake: Path, path: Path) -> bool:

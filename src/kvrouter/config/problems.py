@@ -17,6 +17,10 @@ Path = tuple[str | int, ...]
 """Where a value stands in a document: keys and list positions, from the top."""
 
 
+KEY_ERRORS = ("no_effect", "set_twice")
+"""Types of errors that a section raises as a whole, and that are about its key ``ctx["key"]``."""
+
+
 class Problem(NamedTuple):
     """One mistake: where it stands, and what it must be instead."""
 
@@ -81,6 +85,8 @@ def problem_of(error: ErrorDetails, model: type[BaseModel]) -> Problem:
     """Return what one error of validating ``model`` means to the person who wrote the value."""
     path, around = _walked(error["loc"], model)
     kind = error["type"]
+    if kind in KEY_ERRORS:
+        return Problem((*path, error.get("ctx", {})["key"]), error["msg"])
     if kind == "extra_forbidden":
         known = () if around is None else around.model_fields
         return Problem(path, f"unknown key{did_you_mean(str(path[-1]), known)}")

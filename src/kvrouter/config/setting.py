@@ -175,8 +175,8 @@ class Section(BaseModel):
             if name in given and not _is_same(given[name], value):
                 raise PydanticCustomError(
                     "set_twice",
-                    "{name} and {alias} are one setting, and differ: leave one of them out",
-                    {"name": name, "alias": alias},
+                    "{name} and {key} are one setting, and differ: leave one of them out",
+                    {"name": name, "key": alias},
                 )
             given[name] = value
         return given

@@ -91,8 +91,8 @@ def load_settings(
 
     raise_problems(problems, place)
     settings = _validate(merged, place)
-    raise_problems(_contradictions(settings, merged), place)
-    return Loaded(settings, (*_near_misses(environ), *_warnings(settings)))
+    raise_problems(contradictions(settings), place)
+    return Loaded(settings, (*_near_misses(environ), *settings_warnings(settings)))
 
 
 class _Given(NamedTuple):
@@ -141,15 +141,15 @@ def _validate(merged: Mapping[str, object], place: Callable[[Path], str]) -> Set
 _RISING = ("write_low_water_bytes", "write_high_water_bytes", "write_overflow_bytes")
 
 
-def _contradictions(settings: Settings, merged: Mapping[str, object]) -> list[Problem]:
+def contradictions(settings: Settings) -> list[Problem]:
     """Return what no single field can tell; placed at the field that its owner gave."""
-    front, given = settings.frontend, merged["frontend"]
+    front = settings.frontend
     problems: list[Problem] = []
     for low, high in pairwise(_RISING):
         low_bytes, high_bytes = getattr(front, low), getattr(front, high)
         if low_bytes < high_bytes:
             continue
-        if isinstance(given, Mapping) and low not in given:
+        if low not in front.model_fields_set:
             must = f"must be > frontend.{low} ({low_bytes}), not {high_bytes}"
             problems.append(Problem(("frontend", high), must))
         else:
@@ -158,7 +158,7 @@ def _contradictions(settings: Settings, merged: Mapping[str, object]) -> list[Pr
     return problems
 
 
-def _warnings(settings: Settings) -> list[str]:
+def settings_warnings(settings: Settings) -> list[str]:
     """Return what is legal and does not do what its owner probably wanted."""
     router, front = settings.router, settings.frontend
     warnings: list[str] = []
