@@ -105,6 +105,22 @@ async def operator(
         yield replica
 
 
+def wait_for(plane: ControlPlane, namespace: str, condition: str, name: str = "llm") -> None:
+    """Return once a deployment has this condition: ``Ready``, or ``Ready=False``."""
+    plane.kubectl("wait", f"--for=condition={condition}", f"dgd/{name}", "--namespace", namespace, WAIT)
+
+
+def events(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
+    """The events of a namespace."""
+    found: list[dict[str, Any]] = plane.read("events", "--namespace", namespace)["items"]
+    return found
+
+
+def reasons(plane: ControlPlane, namespace: str) -> set[str]:
+    """The reasons of its events."""
+    return {event["reason"] for event in events(plane, namespace)}
+
+
 def generations(plane: ControlPlane, namespace: str) -> dict[str, int]:
     """How often the spec of each Deployment was written."""
     found = plane.read("deployments", "--namespace", namespace)["items"]

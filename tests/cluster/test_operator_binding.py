@@ -15,7 +15,7 @@ from tests.cluster.control_plane import ControlPlane, Features
 from tests.cluster.grove import install_grove, topology
 from tests.cluster.namespaces import new_namespace
 from tests.cluster.nodes import RACK, ZONE
-from tests.cluster.operators import WAIT, graph, install_crds, operator
+from tests.cluster.operators import graph, install_crds, operator, wait_for
 from tests.cluster.pods import bound, pod, worker_name
 from tests.cluster.webhooks import (
     SERVICE,
@@ -85,10 +85,10 @@ async def test_a_follower_gives_every_pod_its_place_in_the_write_that_binds_it(
             other = await bound(plane, api, pod(namespace, worker_name("llm-frontend", 1), FORGED))
             assert {key: other["metadata"]["labels"][key] for key in FORGED} == FORGED
 
-            wait(plane, namespace, "Ready=True")
+            wait_for(plane, namespace, "Ready=True")
             late = one.log.count("pod_labelled")
             await until_anew(plane, namespace)
-            wait(plane, namespace, "DomainBalanced=True")
+            wait_for(plane, namespace, "DomainBalanced=True")
             assert one.log.count("pod_labelled") == late
             assert "operator_leads" not in two.log
             async with httpx.AsyncClient(
@@ -153,7 +153,3 @@ async def until_in_force(plane: ControlPlane, api: ApiClient, namespace: str) ->
 
     await eventually(is_in_force)
     return seen
-
-
-def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
-    plane.kubectl("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)

@@ -11,7 +11,7 @@ import pytest
 from kvrouter.operator.api import PLURAL
 from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.nodes import ZONE
-from tests.cluster.operators import WAIT, graph, install_crds, operator
+from tests.cluster.operators import WAIT, events, graph, install_crds, operator, reasons, wait_for
 from tests.cluster.refusals import DENIED, MISTAKES, denying, engine_policy, with_main
 from tests.support.processes import eventually
 
@@ -27,7 +27,7 @@ async def test_each_mistake_in_a_pod_template_is_told_in_the_servers_words_until
     good = graph(namespace, "llm")
     async with operator(plane, namespace, "one"):
         plane.apply(good)
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
         for mistake, words in MISTAKES.values():
             write(plane, with_main(good, mistake))
             await until_refused(plane, namespace, "Deployment llm-decode", words)
@@ -36,7 +36,7 @@ async def test_each_mistake_in_a_pod_template_is_told_in_the_servers_words_until
         write(plane, labelled)
         await until_refused(plane, namespace, "Deployment llm-decode", 'Invalid value: "a b"')
         write(plane, good)
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
 
 
 async def test_a_refused_object_holds_up_no_other_and_nothing_is_removed_for_it(
@@ -45,7 +45,7 @@ async def test_a_refused_object_holds_up_no_other_and_nothing_is_removed_for_it(
     spec = graph(namespace, "llm")
     async with operator(plane, namespace, "one"):
         plane.apply(spec)
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
         first, second, third = spec["spec"]["components"]
         renamed = with_main({**spec, "spec": {"components": [first, second, {**third, "name": "new"}]}}, {})
         renamed["spec"]["components"][1]["replicas"] = 2
@@ -79,7 +79,7 @@ async def test_a_quota_and_a_policy_engine_are_told_and_tried_again_when_they_ar
             await until_refused(plane, namespace, "Deployment llm-decode", DENIED)
             write(plane, graph(namespace, "llm"))
             plane.kubectl("delete", "resourcequota", "few", "--namespace", namespace)
-            wait(plane, namespace, "Ready=True")
+            wait_for(plane, namespace, "Ready=True")
 
 
 async def test_a_refused_status_is_one_event(plane: ControlPlane, namespace: str) -> None:
@@ -97,7 +97,7 @@ async def test_a_refused_status_is_one_event(plane: ControlPlane, namespace: str
             await until_event(plane, namespace, "StatusRefused", DENIED)
             assert len([each for each in events(plane, namespace) if each["reason"] == "StatusRefused"]) == 1
             assert DENIED in replica.log
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
 
 
 async def test_a_refused_binding_policy_is_an_event_of_the_deployments_that_it_is_for(
@@ -116,7 +116,7 @@ async def test_a_refused_binding_policy_is_an_event_of_the_deployments_that_it_i
         async with operator(plane, namespace, "one"):
             plane.apply(graph(namespace, "plain"), graph(namespace, "llm", labelKey=ZONE, domain="zone"))
             await until_event(plane, namespace, "BindingPolicyRefused", DENIED)
-            wait(plane, namespace, "Ready=True")
+            wait_for(plane, namespace, "Ready=True")
             told = [each for each in events(plane, namespace) if each["reason"] == "BindingPolicyRefused"]
             assert {each["involvedObject"]["name"] for each in told} == {"llm"}
 
@@ -137,7 +137,7 @@ async def test_pods_that_a_quota_forbids_are_told(plane: ControlPlane, namespace
         plane.kubectl(
             "rollout", "restart", "deployment/llm-decode", "deployment/llm-prefill", "-n", namespace
         )
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
 
 
 async def until_refused(plane: ControlPlane, namespace: str, what: str, words: str) -> None:
@@ -202,16 +202,3 @@ def write(plane: ControlPlane, spec: Mapping[str, Any]) -> None:
 def ready(plane: ControlPlane, namespace: str) -> dict[str, str]:
     conditions = plane.read("dgd", "llm", "--namespace", namespace).get("status", {}).get("conditions", [])
     return next((each for each in conditions if each["type"] == "Ready"), {})
-
-
-def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
-    plane.kubectl("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)
-
-
-def events(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = plane.read("events", "--namespace", namespace)["items"]
-    return found
-
-
-def reasons(plane: ControlPlane, namespace: str) -> set[str]:
-    return {event["reason"] for event in events(plane, namespace)}

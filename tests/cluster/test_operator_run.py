@@ -19,6 +19,8 @@ from tests.cluster.operators import (
     graph,
     install_crds,
     operator,
+    reasons,
+    wait_for,
 )
 from tests.cluster.pods import bound, pod, worker_name
 from tests.support.processes import eventually
@@ -37,8 +39,8 @@ async def test_a_deployment_gets_its_objects_its_labels_and_a_status_that_tells_
 ) -> None:
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm", **ZONE_POLICY))
-        wait(plane, namespace, "Ready=True")
-        wait(plane, namespace, "DomainBalanced=True")
+        wait_for(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "DomainBalanced=True")
         dgd = plane.read("dgd", "llm", "--namespace", namespace)
         owned = plane.read(OWNED, "--namespace", namespace, "--show-managed-fields")["items"]
         owned = [each for each in owned if each["metadata"]["name"] != "default"]
@@ -85,7 +87,7 @@ async def test_only_what_changed_rolls_and_what_is_planned_no_more_goes(
     async with operator(plane, namespace, "one"):
         spec = graph(namespace, "llm", **ZONE_POLICY)
         plane.apply(spec)
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
         first = generations(plane, namespace)
         spec["spec"]["components"][2]["replicas"] = 6
         plane.apply(spec)
@@ -116,7 +118,7 @@ async def test_what_somebody_changed_or_deleted_is_put_right_and_all_goes_with_t
 ) -> None:
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm"))
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
         before = plane.read("deployment", "llm-decode", "--namespace", namespace)["metadata"]["uid"]
         plane.kubectl("scale", "deployment/llm-prefill", "--replicas=0", "--namespace", namespace)
         plane.kubectl("delete", "deployment/llm-decode", "--namespace", namespace)
@@ -148,12 +150,12 @@ async def test_what_was_orphaned_is_adopted_by_the_next_of_that_name_and_no_pod_
 
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm", **ZONE_POLICY))
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
         before, first = uids(), generations(plane, namespace)
         plane.kubectl("delete", "dgd", "llm", "--cascade=orphan", "--namespace", namespace)
         assert uids() == before
         plane.apply(graph(namespace, "llm", **ZONE_POLICY))
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
 
         async def is_told() -> bool:
             found = plane.read("events", "--namespace", namespace)["items"]
@@ -201,9 +203,9 @@ async def test_a_nodes_label_that_comes_later_reaches_its_pods(plane: ControlPla
                     "nodeSelector": {"kvrouter.test/late": "yes"},
                 }
             plane.apply(spec)
-            wait(plane, namespace, "TopologyResolved=False")
+            wait_for(plane, namespace, "TopologyResolved=False")
             plane.kubectl("label", "node", node, f"{key}=cage-1")
-            wait(plane, namespace, "DomainBalanced=True")
+            wait_for(plane, namespace, "DomainBalanced=True")
             assert domains(plane, namespace) == [{"value": "cage-1", "prefill": 1, "decode": 1}]
             plane.kubectl("label", "node", node, "--overwrite", f"{key}=cage-2")
 
@@ -246,7 +248,7 @@ async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_
 ) -> None:
     async with operator(plane, namespace, "one") as replica:
         plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))
-        wait(plane, namespace, "DomainBalanced=True")
+        wait_for(plane, namespace, "DomainBalanced=True")
         numbers = count()
         seen: dict[str, Any] = {}
 
@@ -262,7 +264,7 @@ async def test_pods_get_their_place_in_the_write_that_binds_them_and_the_policy_
         before = replica.log.count("pod_labelled")
         plane.kubectl("delete", "pods", "-l", "kvrouter.dev/component=decode", "--namespace", namespace)
         plane.kubectl("rollout", "status", "deployment/llm-decode", "--namespace", namespace, WAIT)
-        wait(plane, namespace, "TopologyResolved=True")
+        wait_for(plane, namespace, "TopologyResolved=True")
         assert replica.log.count("pod_labelled") == before
         plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
 
@@ -278,7 +280,7 @@ async def test_a_zone_without_decode_workers_is_told(plane: ControlPlane, namesp
         decode = spec["spec"]["components"][2]["podTemplate"]["spec"]
         decode["nodeSelector"] = {"topology.kubernetes.io/zone": ZONES[0]}
         plane.apply(spec)
-        wait(plane, namespace, "DomainBalanced=False")
+        wait_for(plane, namespace, "DomainBalanced=False")
 
         async def is_told() -> bool:
             prefill = {each["value"]: each["prefill"] for each in domains(plane, namespace)}
@@ -324,8 +326,8 @@ async def test_the_roles_that_are_shipped_suffice_and_its_page_tells_of_it(
     account = account_with_roles(plane, namespace, "kvrouter-operator")
     async with operator(plane, namespace, "one", kubeconfig=account) as replica:
         plane.apply(graph(namespace, "llm", labelKey=RACK, domain="rack"))
-        wait(plane, namespace, "Ready=True")
-        wait(plane, namespace, "DomainBalanced=True")
+        wait_for(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "DomainBalanced=True")
 
         async def is_told() -> bool:
             return {"Applied", "AllPodsReady"} <= reasons(plane, namespace)
@@ -354,14 +356,10 @@ def leads(replica: Operator) -> bool:
     return replica.is_leading
 
 
-def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
-    plane.kubectl("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)
-
-
 def ready_at(plane: ControlPlane, namespace: str, generation: int) -> None:
     observed = f"--for=jsonpath={{.status.observedGeneration}}={generation}"
     plane.kubectl("wait", observed, "dgd/llm", "--namespace", namespace, WAIT)
-    wait(plane, namespace, "Ready=True")
+    wait_for(plane, namespace, "Ready=True")
 
 
 def domains(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
@@ -374,7 +372,3 @@ def policy_namespaces(plane: ControlPlane) -> set[str]:
     found = plane.read("mutatingadmissionpolicies")["items"]
     selectors = [each["spec"]["matchConstraints"]["namespaceSelector"] for each in found]
     return {value for selector in selectors for value in selector["matchExpressions"][0]["values"]}
-
-
-def reasons(plane: ControlPlane, namespace: str) -> set[str]:
-    return {event["reason"] for event in plane.read("events", "--namespace", namespace)["items"]}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.operators import WAIT, graph, install_crds, operator
+from tests.cluster.operators import WAIT, events, graph, install_crds, operator, wait_for
 from tests.support.processes import eventually
 
 ZONE = "topology.kubernetes.io/zone"
@@ -26,7 +26,7 @@ async def test_what_is_overwritten_is_told_once_for_each_version_of_the_spec(
     main["env"] = [{"name": "DYN_KV_TRANSFER_DOMAIN", "value": "rack"}]
     async with operator(plane, namespace, "one"):
         plane.apply(spec)
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
 
         async def is_told() -> bool:
             return len(warnings(plane, namespace)) == 1
@@ -39,7 +39,7 @@ async def test_what_is_overwritten_is_told_once_for_each_version_of_the_spec(
         )
         plane.kubectl("delete", "pods", "--all", "--namespace", namespace)
         plane.kubectl("rollout", "status", "deployment/llm-prefill", "--namespace", namespace, WAIT)
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
     async with operator(plane, namespace, "two"):
         spec["spec"]["components"][1]["replicas"] = 4
         plane.apply(spec)
@@ -56,7 +56,7 @@ async def test_what_cannot_be_read_is_told_in_the_status_and_mended(
 ) -> None:
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm", labelKey=f"{'a.' * 130}a/zone", domain="zone"))
-        wait(plane, namespace, "Ready=False")
+        wait_for(plane, namespace, "Ready=False")
         found = plane.read("dgd", "llm", "--namespace", namespace)
         (ready,) = found["status"]["conditions"]  # of what cannot be read nothing else is known
         assert ready["reason"] == "SpecInvalid"
@@ -69,7 +69,7 @@ async def test_what_cannot_be_read_is_told_in_the_status_and_mended(
             "-",
             stdin=json.dumps(graph(namespace, "llm", labelKey=ZONE, domain="zone")),
         )
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
 
 
 async def test_wide_columns_answer_the_second_question(plane: ControlPlane, namespace: str) -> None:
@@ -87,7 +87,7 @@ async def test_wide_columns_answer_the_second_question(plane: ControlPlane, name
         spec = graph(namespace, "llm", labelKey=ZONE, domain="zone")
         spec["spec"]["components"] = spec["spec"]["components"][:1]
         plane.apply(spec)
-        wait(plane, namespace, "Ready=True")
+        wait_for(plane, namespace, "Ready=True")
         row = wide(plane, namespace, "dgd")
         assert (row["READY"], row["PLACED"], row["REASON"]) == ("True", "Unknown", "AllPodsReady")
         assert row["AVAILABLE"] == "False"
@@ -102,10 +102,5 @@ def wide(plane: ControlPlane, namespace: str, kind: str) -> dict[str, str]:
     return {head[start:end].strip(): row[start:end].strip() for start, end in zip(starts, ends, strict=True)}
 
 
-def wait(plane: ControlPlane, namespace: str, condition: str) -> None:
-    plane.kubectl("wait", f"--for=condition={condition}", "dgd/llm", "--namespace", namespace, WAIT)
-
-
 def warnings(plane: ControlPlane, namespace: str) -> list[dict[str, Any]]:
-    found = plane.read("events", "--namespace", namespace)["items"]
-    return [event for event in found if event["reason"] == "SpecWarning"]
+    return [event for event in events(plane, namespace) if event["reason"] == "SpecWarning"]

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.operators import WAIT, Operator, account_with_roles, graph, install_crds, operator
+from tests.cluster.operators import WAIT, Operator, account_with_roles, graph, install_crds, operator, reasons
 from tests.support.processes import eventually
 
 OTHERS = ("--lease-name", "another", "--image", "example.com/another:1")
@@ -72,7 +72,3 @@ def versions(plane: ControlPlane, namespace: str) -> dict[str, int]:
 def images(plane: ControlPlane, namespace: str) -> set[str]:
     found = plane.read("deployments", "--namespace", namespace)["items"]
     return {main["image"] for each in found for main in each["spec"]["template"]["spec"]["containers"]}
-
-
-def reasons(plane: ControlPlane, namespace: str) -> set[str]:
-    return {event["reason"] for event in plane.read("events", "--namespace", namespace)["items"]}

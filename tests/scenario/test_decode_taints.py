@@ -5,7 +5,7 @@ from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import card
-from tests.support.front import error_of, handing_over, open_house
+from tests.support.front import error_of, open_house, takeover_instructions
 
 LARGE = "gpu=h200"
 WISH = {"nvext": {"routing_constraints": {"required_decode_taints": [LARGE]}}}
@@ -17,7 +17,7 @@ PAIRS = [
 
 
 async def test_decode_goes_where_the_taint_is_and_prefill_anywhere() -> None:
-    async with open_house(*PAIRS, script=handing_over) as house:
+    async with open_house(*PAIRS, script=takeover_instructions) as house:
         for number in range(6):
             response = await house.chat(f"hello {number}", fields=WISH)
             assert response.status_code == 200
@@ -29,7 +29,7 @@ async def test_decode_goes_where_the_taint_is_and_prefill_anywhere() -> None:
 
 
 async def test_one_worker_that_serves_it_all_must_carry_it() -> None:
-    async with open_house(card(1), card(2, taints=(LARGE,)), script=handing_over) as house:
+    async with open_house(card(1), card(2, taints=(LARGE,)), script=takeover_instructions) as house:
         for number in range(6):
             response = await house.chat(f"hello {number}", fields=WISH)
             assert response.headers["x-kvrouter-decode-worker"] == "2"
@@ -43,14 +43,14 @@ async def test_prefill_stays_in_the_domain_of_the_decode_workers_that_carry_it()
         card(3, Role.DECODE, zone="a"),
         card(4, Role.DECODE, zone="b", taints=(LARGE,)),
     ]
-    async with open_house(*cards, script=handing_over) as house:
+    async with open_house(*cards, script=takeover_instructions) as house:
         for number in range(6):
             headers = (await house.chat(f"hello {number}", fields=WISH)).headers
             assert (headers["x-kvrouter-prefill-worker"], headers["x-kvrouter-decode-worker"]) == ("2", "4")
 
 
 async def test_what_can_never_be_met_is_refused_by_its_field() -> None:
-    async with open_house(*PAIRS, script=handing_over) as house:
+    async with open_house(*PAIRS, script=takeover_instructions) as house:
         field = "nvext.routing_constraints.required_decode_taints"
         pinned = {"nvext": {**WISH["nvext"], "worker_id": 2}}
         error = error_of(await house.chat(fields=pinned))
@@ -67,7 +67,7 @@ async def test_what_can_never_be_met_is_refused_by_its_field() -> None:
 
 
 async def test_a_refusal_counts_decode_ranks_without_it() -> None:
-    async with open_house(*PAIRS[:2], script=handing_over) as house:
+    async with open_house(*PAIRS[:2], script=takeover_instructions) as house:
         assert (await house.chat(fields=WISH)).status_code == 503
         explained = await house.http.post(
             "/v1/route/explain", json={"model": "mock", "prompt": "hello", **WISH}

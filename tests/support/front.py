@@ -108,7 +108,7 @@ def error_of(response: httpx.Response) -> dict[str, object]:
     return error
 
 
-def handing_over(worker: ScriptedStream) -> None:
+def takeover_instructions(worker: ScriptedStream) -> None:
     """A prefill worker that hands over, a decode worker that says ok."""
     if worker.request.leg is Leg.PREFILL:
         worker.feed(EngineChunk(token_ids=(1,), finish=FinishReason.LENGTH, kv_transfer_params={"block": 1}))

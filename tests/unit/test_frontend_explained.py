@@ -6,12 +6,12 @@ from msgspec.structs import replace
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.service.decisions import ATTEMPTS_MAX
 from tests.support.fleets import MODEL, card
-from tests.support.front import SECRET, error_of, handing_over, open_house, says, zoned_pairs
+from tests.support.front import SECRET, error_of, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.planes import ScriptedStream
 
 
 async def test_an_explanation_has_a_row_for_every_candidate_and_changes_nothing() -> None:
-    async with open_house(*zoned_pairs(), script=handing_over) as house:
+    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
         response = await house.http.post("/v1/route/explain", json=SECRET, headers={"x-request-id": "why"})
         explained = response.json()
         assert house.plane.opened == []

@@ -13,12 +13,12 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.service import transfer_speed
 from tests.support.fleets import MODEL, card
-from tests.support.front import handing_over, metrics_of, open_house, says, zoned_pairs
+from tests.support.front import metrics_of, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.logged import event_of, events_of
 
 
 async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
-    async with open_house(*zoned_pairs(), script=handing_over) as house:
+    async with open_house(*zoned_pairs(), script=takeover_instructions) as house:
         before = await metrics_of(house)
         await house.chat()
         await house.chat(nvext={"routing_constraints": {"required_taints": ["gpu=h200"]}})
@@ -52,7 +52,7 @@ async def test_metrics_show_the_fleet_and_move_with_requests() -> None:
 async def test_a_handoff_is_counted_once_wherever_decode_is_picked_again() -> None:
     config = KvRouterConfig(router_mode=RouterMode.ROUND_ROBIN)
     cards = (*zoned_pairs(), card(4, Role.DECODE, zone="a"), card(5, Role.DECODE, zone="a"))
-    async with open_house(*cards, script=handing_over, config=config) as house:
+    async with open_house(*cards, script=takeover_instructions, config=config) as house:
         for _ in range(6):
             await house.chat()
         assert house.bench.telemetry.handoffs.value("a", "a") == 6
@@ -74,7 +74,7 @@ async def test_gauges_show_what_is_booked_while_it_runs() -> None:
 async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
     config = KvRouterConfig(kv_transfer_topology_level="rack")
     cards = (*zoned_pairs(), card(4, Role.PREFILL, taints=("gpu=h100",)), card(5, Role.DECODE, dp_size=2))
-    async with open_house(*cards, script=handing_over, config=config) as house:
+    async with open_house(*cards, script=takeover_instructions, config=config) as house:
         house.bench.model.fleet.report(LoadReport(WorkerRank(WorkerId(5), DpRank(1)), 7, 1000, 3, 2, 1))
         fleet = (await house.http.get("/v1/fleet")).json()
     workers = {worker["worker_id"]: worker for worker in fleet["workers"]}

@@ -13,7 +13,7 @@ from kvrouter.operator.reconcile.cards import FLEET_LABEL, WORKERS, Cards, fleet
 from kvrouter.operator.reconcile.kinds import Key, Manifest
 from kvrouter.operator.status import Refusals, Registered, Workers, events_of, role_mistakes
 from kvrouter.planes.discovery.kubernetes import objects
-from kvrouter.topology import Required
+from kvrouter.topology import Fallback, Required
 from tests.support.deployments import deployment
 from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker
 
@@ -33,6 +33,8 @@ DECODE = Registered("llama", Role.DECODE, domains=A)
         ([], (FALSE, "NoWorkers")),
         ([PREFILL], (FALSE, "NoDecodeWorkers")),
         ([PREFILL, replace(DECODE, domains=B)], (FALSE, "NoPairInDomain")),
+        ([replace(PREFILL, policy=None), replace(DECODE, domains=B)], (FALSE, "NoPairInDomain")),
+        ([replace(PREFILL, policy=Fallback("zone")), replace(DECODE, domains=B)], (TRUE, "RequestsServed")),
         ([PREFILL, replace(DECODE, takes_requests=False)], (FALSE, "WorkersLeaving")),
         ([PREFILL, DECODE, replace(PREFILL, model="other")], (FALSE, "NoDecodeWorkers")),
     ],
@@ -145,25 +147,25 @@ def cards() -> tuple[Cards, list[Key], Callable[[], list[str]]]:
 
 def test_a_renewal_is_no_change_and_a_lease_that_nobody_renews_runs_out() -> None:
     found, heard, there = cards()
-    found.hear(card(), 0.0, is_there=True)
-    found.hear(card(version="2"), 8.0, is_there=True)
-    found.hear(card(version="2"), 12.0, is_there=True)
+    found.update(card(), 0.0, is_there=True)
+    found.update(card(version="2"), 8.0, is_there=True)
+    found.update(card(version="2"), 12.0, is_there=True)
     assert heard == [FLEET] == [fleet_of(card())]
     found.expire(17.0)
     assert there() == ["pod-1"]
     found.expire(18.0)
     assert (there(), heard) == ([], [FLEET] * 2)
-    found.hear(card(version="3"), 19.0, is_there=True)
+    found.update(card(version="3"), 19.0, is_there=True)
     assert (there(), heard) == (["pod-1"], [FLEET] * 3)
 
 
 def test_while_the_objects_cannot_be_watched_nobody_expires_and_then_every_lease_is_whole() -> None:
     found, _, there = cards()
-    found.hear(card(), 0.0, is_there=True)
-    found.lose()
+    found.update(card(), 0.0, is_there=True)
+    found.watch_lost()
     found.expire(1000.0)
     assert there() == ["pod-1"]
-    found.regain(1000.0)
+    found.watch_restored(1000.0)
     found.expire(1009.0)
     assert there() == ["pod-1"]
     found.expire(1010.0)
@@ -173,8 +175,8 @@ def test_while_the_objects_cannot_be_watched_nobody_expires_and_then_every_lease
 def test_an_object_that_is_gone_takes_its_worker_away_only_with_its_pod() -> None:
     found, _, there = cards()
     for number in (1, 2):
-        found.hear(card(number), 0.0, is_there=True)
-        found.hear(card(number), 1.0, is_there=False)
+        found.update(card(number), 0.0, is_there=True)
+        found.update(card(number), 1.0, is_there=False)
     assert there() == ["pod-2"]
     found.expire(10.0)
     assert there() == []
@@ -182,14 +184,15 @@ def test_an_object_that_is_gone_takes_its_worker_away_only_with_its_pod() -> Non
 
 def test_goodbyes_changes_and_what_is_no_card() -> None:
     found, heard, there = cards()
-    found.hear(card(), 0.0, is_there=True)
-    found.hear(card(version="2", draining=True), 1.0, is_there=True)
-    assert [each.takes_requests for each in found.of(FLEET, has_pod=bool)] == [False]
-    found.hear(card(version="3", role="cook"), 2.0, is_there=True)
+    found.update(card(), 0.0, is_there=True)
+    for version, state in (("2", "draining"), ("3", "engine_silent")):
+        found.update(card(version=version, **{state: True}), 1.0, is_there=True)
+        assert [each.takes_requests for each in found.of(FLEET, has_pod=bool)] == [False]
+    found.update(card(version="4", role="cook"), 2.0, is_there=True)
     assert there() == []
-    found.hear(card(version="4"), 3.0, is_there=True)
-    gone = card(version="5")
+    found.update(card(version="5"), 3.0, is_there=True)
+    gone = card(version="6")
     gone["spec"] = {**gone["spec"], "withdrawn": True}  # type: ignore[dict-item]
-    found.hear(gone, 4.0, is_there=True)
+    found.update(gone, 4.0, is_there=True)
     assert there() == []
     assert len(heard) == 5

@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from kvrouter.operator.reconcile.claims import GONE_S, Claims, handing_over
+from kvrouter.operator.reconcile.claims import GONE_S, Claims, takeover_instructions
 from kvrouter.operator.reconcile.cluster import Cluster, Refused
 from kvrouter.operator.reconcile.kinds import LEASES, Key, Kind, Manifest, metadata_of, version_of
 
@@ -85,7 +85,17 @@ async def test_one_whose_lease_may_not_be_read_is_there_until_somebody_hands_ove
     server.deployment = {**server.deployment, "status": {"operator": str(TWO)}}
     assert await two.other(server.deployment) is None
     assert await one.other(server.deployment) == str(TWO)
-    assert f'--patch \'{{"status": {{"operator": "{TWO}"}}}}\'' in handing_over(str(TWO), str(ONE), *PLACE)
+    assert f'--patch \'{{"status": {{"operator": "{TWO}"}}}}\'' in takeover_instructions(
+        str(TWO), str(ONE), *PLACE
+    )
+
+
+async def test_one_of_another_class_has_let_go_of_what_comes_to_this_class() -> None:
+    server = Server()
+    blue = Claims(cast(Cluster, server), TWO, lambda: server.now_s, "blue")
+    await server.claims(ONE).other(server.deployment)
+    assert await blue.other(server.deployment) is None
+    assert server.deployment["status"] == {"observedGeneration": 3, "operator": f"blue:{TWO}"}
 
 
 async def test_a_later_deployment_of_the_same_name_is_claimed_anew() -> None:

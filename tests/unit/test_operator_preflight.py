@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.operator.reconcile.kinds import Manifest
-from kvrouter.operator.reconcile.preflight import INSTALL, TAKE_OVER, Found, looks
+from kvrouter.operator.reconcile.preflight import INSTALL, TAKE_OVER, Found, reports
 
 NAME = "dynamographdeployments.nvidia.com"
 OTHER = "kvrouterworkers.kvrouter.dev"
@@ -35,8 +35,8 @@ def definition(*managers: tuple[str, str], version: str | None = "0.1.0", of: st
 
 
 def test_what_is_not_there_is_to_be_installed() -> None:
-    (look,) = looks([Found(NAME, None)])
-    assert look == (NAME, f"not installed yet: {INSTALL}", False)
+    (report,) = reports([Found(NAME, None)])
+    assert report == (NAME, f"not installed yet: {INSTALL}", False)
 
 
 @pytest.mark.parametrize(
@@ -50,38 +50,38 @@ def test_what_is_not_there_is_to_be_installed() -> None:
 def test_one_of_kvrouter_that_kubectl_wrote_is_upgraded_by_kubectl(
     managers: tuple[tuple[str, str], ...],
 ) -> None:
-    (look,) = looks([Found(NAME, definition(*managers))])
-    assert not look.is_in_the_way
-    assert look.told == f"kvrouter's own, of version 0.1.0. To upgrade it: {INSTALL}"
+    (report,) = reports([Found(NAME, definition(*managers))])
+    assert not report.is_conflict
+    assert report.message == f"kvrouter's own, of version 0.1.0. To upgrade it: {INSTALL}"
 
 
 def test_one_of_kvrouter_that_helm_wrote_names_the_conflict_and_may_be_taken_over() -> None:
-    (look,) = looks([Found(NAME, definition(("helm", "Update"), ("kubectl", "Update")))])
-    assert look.is_in_the_way
-    assert "its fields are held by helm: the API server refuses" in look.told
-    assert look.told.endswith(TAKE_OVER)
+    (report,) = reports([Found(NAME, definition(("helm", "Update"), ("kubectl", "Update")))])
+    assert report.is_conflict
+    assert "its fields are held by helm: the API server refuses" in report.message
+    assert report.message.endswith(TAKE_OVER)
 
 
 def test_whoever_wrote_something_else_is_in_nobodys_way() -> None:
-    (look,) = looks([Found(NAME, definition(("cert-manager", "Update"), of="f:conversion"))])
-    assert not look.is_in_the_way
+    (report,) = reports([Found(NAME, definition(("cert-manager", "Update"), of="f:conversion"))])
+    assert not report.is_conflict
 
 
 def test_another_projects_is_left_and_nothing_is_ever_forced_beside_it() -> None:
     ours = definition(("helm", "Update"))
     theirs = definition(("helm", "Update"), version=None)
-    found = looks([Found(NAME, theirs, 12, 3), Found(OTHER, ours), Found("a third", None)])
-    assert [look.is_in_the_way for look in found] == [True, True, False]
-    assert "another project's definition, written by helm; it serves v1alpha1, v1beta1" in found[0].told
-    assert "12 objects in 3 namespaces are of it" in found[0].told
-    assert "stands back" in found[0].told
-    assert "kubectl delete" not in found[0].told
-    assert "First see to the definition that is another project's" in found[1].told
-    assert found[2].told == "not installed yet"
-    assert not [look for look in found if "--force-conflicts" in look.told]
+    found = reports([Found(NAME, theirs, 12, 3), Found(OTHER, ours), Found("a third", None)])
+    assert [report.is_conflict for report in found] == [True, True, False]
+    assert "another project's definition, written by helm; it serves v1alpha1, v1beta1" in found[0].message
+    assert "12 objects in 3 namespaces are of it" in found[0].message
+    assert "stands back" in found[0].message
+    assert "kubectl delete" not in found[0].message
+    assert "First see to the definition that is another project's" in found[1].message
+    assert found[2].message == "not installed yet"
+    assert not [report for report in found if "--force-conflicts" in report.message]
 
 
 def test_another_projects_without_objects_may_be_deleted_by_who_wants_that() -> None:
-    (look,) = looks([Found(NAME, definition(("helm", "Update"), version=None))])
-    assert "It has no objects" in look.told
-    assert look.told.endswith(f"kubectl delete crd {NAME}, then {INSTALL}")
+    (report,) = reports([Found(NAME, definition(("helm", "Update"), version=None))])
+    assert "It has no objects" in report.message
+    assert report.message.endswith(f"kubectl delete crd {NAME}, then {INSTALL}")

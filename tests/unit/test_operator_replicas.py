@@ -6,7 +6,7 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.plan import Manifest, plan
-from kvrouter.operator.reconcile.applied import HOLDER, WORKLOADS, let_go_of_replicas
+from kvrouter.operator.reconcile.applied import HOLDER, WORKLOADS, release_replicas
 from kvrouter.operator.reconcile.cluster import Cluster
 from kvrouter.operator.reconcile.kinds import Key, Kind
 from kvrouter.operator.status import component_status
@@ -54,7 +54,7 @@ def held_by(*managers: tuple[str, str]) -> Manifest:
 
 async def test_what_the_operator_alone_holds_another_holds_before_it_lets_go() -> None:
     cluster = Held(held_by((OPERATOR, "Apply")))
-    await let_go_of_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
+    await release_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
     ((manager, claimed),) = cluster.claimed
     assert manager == HOLDER != OPERATOR
     assert claimed["spec"] == {"replicas": 3}
@@ -79,7 +79,7 @@ async def test_what_the_operator_alone_holds_another_holds_before_it_lets_go() -
 )
 async def test_what_another_holds_already_is_left_alone(there: Manifest | None) -> None:
     cluster = Held(there)
-    await let_go_of_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
+    await release_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
     assert cluster.claimed == []
 
 

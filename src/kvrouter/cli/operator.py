@@ -197,7 +197,10 @@ def of_admission(command: F) -> F:
 @operator.command("run", short_help="Run one replica of the operator.")
 @of_installation
 @click.option(
-    "--namespace", default="", metavar="NAME", help="Look after this namespace alone.  [default: all]"
+    "--namespace",
+    default="",
+    metavar="NAME",
+    help="Look after this namespace alone.  [default: all]",
 )
 @click.option(
     "--class",
@@ -297,10 +300,10 @@ def operator_preflight(*, kubeconfig: Path | None) -> None:
     """
     with _extra_is_there():
         from kvrouter.operator.run import preflight_operator  # noqa: PLC0415
-    looks = preflight_operator(kubeconfig or _own_kubeconfig())
-    for look in looks:
-        click.echo(f"{look.name}: {look.told}")
-    if any(look.is_in_the_way for look in looks):
+    reports = preflight_operator(kubeconfig or _own_kubeconfig())
+    for report in reports:
+        click.echo(f"{report.name}: {report.message}")
+    if any(report.is_conflict for report in reports):
         sys.exit(1)
 
 

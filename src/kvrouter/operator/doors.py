@@ -16,11 +16,11 @@ from kvrouter.operator.observed import Observed, log
 from kvrouter.operator.plan import PlanDefaults
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
 from kvrouter.operator.reconcile.definition import Definition
+from kvrouter.operator.reconcile.dry_run import DryRun
 from kvrouter.operator.reconcile.kinds import Key
 from kvrouter.operator.reconcile.known import facts_for_admission
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
 from kvrouter.operator.reconcile.places import Places
-from kvrouter.operator.reconcile.trial import Trial
 from kvrouter.operator.reconcile.watched import RETRY_S
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, OperatorTelemetry, log_event
 
@@ -105,7 +105,7 @@ class AdmissionWork:
             door = AdmissionDoor(
                 facts=lambda: facts_for_admission(cluster),
                 labels=places.labels_of,
-                tried=Trial(cluster, defaults=self.defaults, namespace=self.namespace),
+                tried=DryRun(cluster, defaults=self.defaults, namespace=self.namespace),
                 defaults=self.defaults,
                 certificate=ShownCertificate(files.cert, files.key),
                 listener=observed,

@@ -23,7 +23,7 @@ from kvrouter.operator.reconcile.driver import Driver
 from kvrouter.operator.reconcile.election import LeaseTimes
 from kvrouter.operator.reconcile.kinds import Key
 from kvrouter.operator.reconcile.leader import Leader
-from kvrouter.operator.reconcile.preflight import Look, preflight
+from kvrouter.operator.reconcile.preflight import DefinitionReport, preflight
 from kvrouter.telemetry import Event, log_event
 
 CONNECTIONS_MAX = 32
@@ -71,10 +71,10 @@ def clean_up_operator(lease: Key, kubeconfig: Path | None, identity: str) -> lis
     return asyncio.run(signed_in())
 
 
-def preflight_operator(kubeconfig: Path | None) -> list[Look]:
+def preflight_operator(kubeconfig: Path | None) -> list[DefinitionReport]:
     """Return how each definition stands in the cluster. Raises ConfigError and ClusterError as above."""
 
-    async def signed_in() -> list[Look]:
+    async def signed_in() -> list[DefinitionReport]:
         async with _signed_in(kubeconfig) as api:
             return await preflight(Cluster(api))
 

@@ -1,6 +1,15 @@
 """Admission: what a deployment may say, before it is stored."""
 
 from kvrouter.operator.admission.review import Review, answer, judged, read_review
-from kvrouter.operator.admission.validate import Verdict, planned_anew, validate, warnings
+from kvrouter.operator.admission.validate import Verdict, changed_manifests, validate, warnings
 
-__all__ = ["Review", "Verdict", "answer", "judged", "planned_anew", "read_review", "validate", "warnings"]
+__all__ = [
+    "Review",
+    "Verdict",
+    "answer",
+    "changed_manifests",
+    "judged",
+    "read_review",
+    "validate",
+    "warnings",
+]

@@ -62,7 +62,7 @@ def warnings(
     return (*told, *(warning for warning in planned.warnings if warning.path not in places))
 
 
-def planned_anew(
+def changed_manifests(
     new: object, old: object | None, facts: ClusterFacts, defaults: PlanDefaults
 ) -> list[tuple[Path, Manifest]]:
     """Return the manifests that the operator writes because ``new`` takes the place of ``old``, each with the

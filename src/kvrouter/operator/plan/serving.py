@@ -143,7 +143,7 @@ def _port_warnings(draft: PodDraft) -> list[Problem]:
         )
         found.append(Problem((*at, "args"), must))
     for probe in PROBES:
-        asked = _asked(container, probe)
+        asked = _probe_port(container, probe)
         if asked is not None and asked != port:
             must = f"asks port {asked}, and the frontend listens on {port} ({HTTP_PORT_VARIABLE})"
             found.append(Problem((*at, probe), must))
@@ -161,7 +161,7 @@ def _flag(container: Manifest, flag: str) -> str | None:
     return None
 
 
-def _asked(container: Manifest, probe: str) -> JsonValue:
+def _probe_port(container: Manifest, probe: str) -> JsonValue:
     """The port that a probe asks, by its number; None where it asks none, or one that has no such name."""
     found = mapping(container.get(probe))
     port = mapping(found.get("httpGet")).get("port") or mapping(found.get("tcpSocket")).get("port")

@@ -26,7 +26,7 @@ OWNED = (WORKLOADS, SERVICES, ACCOUNTS, ROLES, ROLE_BINDINGS, BUDGETS)
 """The kinds that plans have manifests of."""
 
 
-WHOSE = ("app.kubernetes.io/managed-by", DEPLOYMENT_LABEL, COMPONENT_LABEL)
+OWNER_LABELS = ("app.kubernetes.io/managed-by", DEPLOYMENT_LABEL, COMPONENT_LABEL)
 """Labels that say which deployment, and which component of it, an object is of."""
 
 HOLDER = "kvrouter-operator-replicas"
@@ -117,7 +117,7 @@ class Applied:
         self._written[owner] = {}
         for manifest in manifests:
             place = Place(kind_of(manifest).name, key_of(manifest))
-            with _told(changes, place):
+            with _collecting_refusals(changes, place):
                 await self._apply_one(owner, owner_uid, manifest, before.get(place), changes)
         if not changes.refused:
             planned = {Place(str(manifest["kind"]), key_of(manifest)) for manifest in manifests}
@@ -133,7 +133,7 @@ class Applied:
         is_adopted = False
         if there is not None and owner_uid_of(there) != owner_uid:
             there = await self._cluster.read(kind, place.key)  # a watch may be behind
-            is_adopted = there is not None and is_left_behind(there, manifest)
+            is_adopted = there is not None and is_orphan(there, manifest)
             if there is not None and owner_uid_of(there) != owner_uid and not is_adopted:
                 changes.taken.append(place)
                 return
@@ -144,7 +144,7 @@ class Applied:
             self._written[owner][place] = known
             return
         if kind == WORKLOADS and there is not None and stated_replicas(manifest) is None:
-            await let_go_of_replicas(self._cluster, kind, manifest)
+            await release_replicas(self._cluster, kind, manifest)
         if known is not None and known.digest == digest and _is_scaled(there, manifest):
             changes.set_back.append(place)
         now = await self._cluster.apply(kind, manifest)
@@ -172,13 +172,13 @@ class Applied:
                 place = Place(kind.name, key_of(manifest))
                 if place in planned or metadata_of(manifest).get("deletionTimestamp"):
                     continue
-                with _told(changes, place):
+                with _collecting_refusals(changes, place):
                     await self._cluster.delete(kind, place.key, uid=uid_of(manifest))
                     changes.removed.append(place)
 
 
 @contextmanager
-def _told(changes: Changes, place: Place) -> Iterator[None]:
+def _collecting_refusals(changes: Changes, place: Place) -> Iterator[None]:
     """A write within that is refused, and will be again, is among ``changes``."""
     try:
         yield
@@ -197,7 +197,7 @@ def owner_uid_of(manifest: Manifest) -> str:
     return ""
 
 
-def is_left_behind(there: Manifest, manifest: Manifest) -> bool:
+def is_orphan(there: Manifest, manifest: Manifest) -> bool:
     """Whether an object is what a deployment left behind that was deleted with ``--cascade=orphan``, where
     ``manifest`` of one of the same name belongs: nobody controls it, it says whose it was, and an operator
     wrote it.
@@ -208,7 +208,7 @@ def is_left_behind(there: Manifest, manifest: Manifest) -> bool:
     labels, wanted = metadata.get("labels"), metadata_of(manifest).get("labels")
     if not isinstance(labels, dict) or not isinstance(wanted, dict):
         return False
-    if any(labels.get(key) != wanted.get(key) for key in WHOSE):
+    if any(labels.get(key) != wanted.get(key) for key in OWNER_LABELS):
         return False
     entries = metadata.get("managedFields")
     return any(
@@ -217,7 +217,7 @@ def is_left_behind(there: Manifest, manifest: Manifest) -> bool:
     )
 
 
-async def let_go_of_replicas(cluster: Cluster, kind: Kind, manifest: Manifest) -> None:
+async def release_replicas(cluster: Cluster, kind: Kind, manifest: Manifest) -> None:
     """See that the number of pods stays when ``manifest``, which states none, is applied.
 
     Server-side apply removes a field that its only owner no longer states, and one pod is what is left then:

@@ -34,14 +34,14 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Known:
+class _Entry:
     """One object: the worker, and until when it is good. ``is_there`` once more while the object exists."""
 
     registered: Registered
     lease_s: float
     withdrawn: bool
     stamp: str
-    heard_s: float
+    renewed_s: float
     is_there: bool = True
     has_expired: bool = False
 
@@ -51,10 +51,10 @@ class _Known:
 
     @property
     def ends_s(self) -> float:
-        return self.heard_s + self.lease_s
+        return self.renewed_s + self.lease_s
 
     @property
-    def said(self) -> tuple[Registered, bool, bool]:
+    def state(self) -> tuple[Registered, bool, bool]:
         return self.registered, self.is_live, self.is_there
 
 
@@ -67,17 +67,17 @@ class Cards:
 
     def __init__(self, changed: Callable[[Key], None]) -> None:
         self._changed = changed
-        self._fleets: dict[Key, dict[Key, _Known]] = {}
+        self._fleets: dict[Key, dict[Key, _Entry]] = {}
         self._is_lost = False
 
-    def hear(self, manifest: Manifest, now_s: float, *, is_there: bool) -> None:
+    def update(self, manifest: Manifest, now_s: float, *, is_there: bool) -> None:
         """Take an object as a watch shows it, or the last of it when it ``is_there`` no more.
 
         An object that somebody deleted may come back with its worker's next renewal.
         """
         fleet, key = fleet_of(manifest), key_of(manifest)
         known = self._fleets.get(fleet, {}).get(key)
-        before = None if known is None else known.said
+        before = None if known is None else known.state
         if not is_there:
             if known is not None:
                 known.is_there = False
@@ -87,7 +87,7 @@ class Cards:
                 self._fleets.get(fleet, {}).pop(key, None)
             else:
                 self._fleets.setdefault(fleet, {})[key] = known
-        if (None if known is None else known.said) != before:
+        if (None if known is None else known.state) != before:
             self._changed(fleet)
 
     def expire(self, now_s: float) -> None:
@@ -105,16 +105,16 @@ class Cards:
             if over:
                 self._changed(fleet)
 
-    def lose(self) -> None:
+    def watch_lost(self) -> None:
         """The objects cannot be watched: who was there last stays."""
         self._is_lost = True
 
-    def regain(self, now_s: float) -> None:
+    def watch_restored(self, now_s: float) -> None:
         """They can be again: every lease has its whole length to be renewed."""
         self._is_lost = False
         for workers in self._fleets.values():
             for each in workers.values():
-                each.heard_s = now_s
+                each.renewed_s = now_s
 
     def of(self, fleet: Key, *, has_pod: Callable[[str], bool]) -> tuple[Registered, ...]:
         """Return the workers of a fleet. Of those whose object is gone only they count whose pod is there:
@@ -134,7 +134,7 @@ def fleet_of(manifest: Manifest) -> Key:
     return Key(key_of(manifest).namespace, str(name))
 
 
-def _read(manifest: Manifest, now_s: float) -> _Known | None:
+def _read(manifest: Manifest, now_s: float) -> _Entry | None:
     """What an object says; None for what no router takes in either."""
     try:
         record = msgspec.convert(manifest.get("spec"), _Record)
@@ -151,7 +151,7 @@ def _read(manifest: Manifest, now_s: float) -> _Known | None:
         policy=policy,
         pod=_pod_of(manifest),
     )
-    return _Known(registered, record.lease_s, record.withdrawn, version_of(manifest), now_s)
+    return _Entry(registered, record.lease_s, record.withdrawn, version_of(manifest), now_s)
 
 
 def _pod_of(manifest: Manifest) -> str:

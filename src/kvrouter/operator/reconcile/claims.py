@@ -108,7 +108,7 @@ async def write_status(cluster: Cluster, found: Manifest, status: Manifest, *, v
         raise StatusRefused(refused.said) from refused
 
 
-def handing_over(name: str, holder: str, namespace: str, deployment: str) -> str:
+def takeover_instructions(name: str, holder: str, namespace: str, deployment: str) -> str:
     """Return what a deployment's event says when another operator looks after it."""
     patch = f'{{"status": {{"operator": "{name}"}}}}'
     return (

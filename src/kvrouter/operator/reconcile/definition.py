@@ -90,7 +90,7 @@ class Definition:
         self._listener.definition_is(why)
 
 
-def version_told(definition: Manifest) -> str | None:
+def definition_version(definition: Manifest) -> str | None:
     """Return the version that a definition of kvrouter's has; None for another project's."""
     annotations = metadata_of(definition).get("annotations")
     version = annotations.get(DEFINITION) if isinstance(annotations, dict) else None
@@ -101,6 +101,6 @@ def why_not_ours(definition: Manifest | None) -> str | None:
     """Return why the operator has to leave a definition alone; None when it is kvrouter's."""
     if definition is None:
         return f"{CRD_NAME} is not installed"
-    if version_told(definition) is None:
+    if definition_version(definition) is None:
         return f"{CRD_NAME} is another project's: it has no annotation {DEFINITION}"
     return None

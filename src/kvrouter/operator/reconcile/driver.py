@@ -351,15 +351,15 @@ class Driver:
 
     def _cards_lost(self, error: ClusterError | None) -> None:
         if error is None:
-            self._cards.regain(asyncio.get_running_loop().time())
+            self._cards.watch_restored(asyncio.get_running_loop().time())
         else:
-            self._cards.lose()
+            self._cards.watch_lost()
             self._workers_unread = error.message
         self._look_at_all()
 
     def _card_changed(self, manifest: Manifest) -> None:
         is_there = self._workers.get(key_of(manifest)) is not None
-        self._cards.hear(manifest, asyncio.get_running_loop().time(), is_there=is_there)
+        self._cards.update(manifest, asyncio.get_running_loop().time(), is_there=is_there)
 
     def _fleet_changed(self, fleet: Key) -> None:
         key = self._fleets.get(fleet)
@@ -382,7 +382,7 @@ class Driver:
             if self._generations.get(key) != said:
                 self._generations[key] = said
                 self._bindings_due = True
-            elif self._reconciler.is_as_told(manifest):
+            elif self._reconciler.is_own_status(manifest):
                 return  # our own status: a look for its sake would try again at once what was just refused
         self._add(key)
 

@@ -7,7 +7,7 @@ from pydantic import JsonValue
 
 from kvrouter.operator.api.crd import CRD_NAME
 from kvrouter.operator.reconcile.cluster import Cluster
-from kvrouter.operator.reconcile.definition import DEFINITIONS, version_told
+from kvrouter.operator.reconcile.definition import DEFINITIONS, definition_version
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, metadata_of
 
 NAMES = (CRD_NAME, "kvrouterworkers.kvrouter.dev", "kvrouternodeplaces.kvrouter.dev")
@@ -19,12 +19,12 @@ KUBECTL_BEFORE = "kubectl-client-side-apply"
 """That of a plain ``kubectl apply``, whose fields kubectl moves to the other by itself."""
 
 
-class Look(NamedTuple):
-    """How one definition stands, and what to do. ``is_in_the_way``: ``kubectl apply`` would be refused."""
+class DefinitionReport(NamedTuple):
+    """How one definition stands, and what to do. ``is_conflict``: ``kubectl apply`` would be refused."""
 
     name: str
-    told: str
-    is_in_the_way: bool = False
+    message: str
+    is_conflict: bool = False
 
 
 class Found(NamedTuple):
@@ -36,70 +36,76 @@ class Found(NamedTuple):
     namespaces: int = 0
 
 
-async def preflight(cluster: Cluster) -> list[Look]:
+async def preflight(cluster: Cluster) -> list[DefinitionReport]:
     """Look at each definition. Raises ClusterError when the cluster cannot be asked, or does not allow it."""
     found = []
     for name in NAMES:
         definition = await cluster.read(DEFINITIONS, Key("", name))
         objects: list[Manifest] = []
-        if definition is not None and version_told(definition) is None and (kind := _kind_of(definition)):
+        if (
+            definition is not None
+            and definition_version(definition) is None
+            and (kind := _kind_of(definition))
+        ):
             objects = (await cluster.find(kind)).objects
         namespaces = {metadata_of(each).get("namespace") for each in objects}
         found.append(Found(name, definition, len(objects), len(namespaces)))
-    return looks(found)
+    return reports(found)
 
 
-def looks(found: Sequence[Found]) -> list[Look]:
+def reports(found: Sequence[Found]) -> list[DefinitionReport]:
     """Return what is to be told of each definition.
 
     Fields are only ever to be taken over where every definition is kvrouter's, since one command applies all.
     """
-    is_alone = all(each.definition is None or version_told(each.definition) is not None for each in found)
-    return [_look(each, is_alone=is_alone) for each in found]
+    is_alone = all(
+        each.definition is None or definition_version(each.definition) is not None for each in found
+    )
+    return [_report(each, is_alone=is_alone) for each in found]
 
 
-def _look(found: Found, *, is_alone: bool) -> Look:
+def _report(found: Found, *, is_alone: bool) -> DefinitionReport:
     name, definition = found.name, found.definition
     if definition is None:
-        return Look(name, f"not installed yet: {INSTALL}" if is_alone else "not installed yet")
-    version = version_told(definition)
+        return DefinitionReport(name, f"not installed yet: {INSTALL}" if is_alone else "not installed yet")
+    version = definition_version(definition)
     if version is None:
-        return Look(name, _of_others(found, definition), is_in_the_way=True)
+        return DefinitionReport(name, _foreign(found, definition), is_conflict=True)
     holders = _holders(definition)
     others = sorted({manager for manager, _ in holders} - {KUBECTL, KUBECTL_BEFORE})
     if not others or (KUBECTL, APPLY) in holders:
-        return Look(name, f"kvrouter's own, of version {version}. To upgrade it: {INSTALL}")
+        return DefinitionReport(name, f"kvrouter's own, of version {version}. To upgrade it: {INSTALL}")
     way_out = (
         f"Since it is kvrouter's, take them over once: {TAKE_OVER}"
         if is_alone
         else "First see to the definition that is another project's"
     )
-    told = (
+    message = (
         f"kvrouter's own, of version {version}, and its fields are held by {', '.join(others)}: the API "
         f"server refuses another's write with a conflict. {way_out}"
     )
-    return Look(name, told, is_in_the_way=True)
+    return DefinitionReport(name, message, is_conflict=True)
 
 
-def _of_others(found: Found, definition: Manifest) -> str:
+def _foreign(found: Found, definition: Manifest) -> str:
     writers = ", ".join(sorted({manager for manager, _ in _holders(definition)})) or "nobody knows whom"
-    told = (
+    message = (
         f"another project's definition, written by {writers}; it serves {', '.join(_versions(definition))}. "
     )
     if found.objects:
-        told += (
+        message += (
             f"{found.objects} objects in {found.namespaces} namespaces are of it, and would lose what "
             "kvrouter's does not know. "
         )
     else:
-        told += "It has no objects. "
-    told += (
+        message += "It has no objects. "
+    message += (
         "kvrouter's operator stands back from it. Leave it, and run kvrouter here without its operator, or "
         "in another cluster: docs/kubernetes-beside-dynamo.md"
     )
     if not found.objects:
-        told += f". If nobody wants it any more: kubectl delete crd {found.name}, then {INSTALL}"
-    return told
+        message += f". If nobody wants it any more: kubectl delete crd {found.name}, then {INSTALL}"
+    return message
 
 
 def _holders(definition: Manifest) -> set[tuple[str, str]]:

@@ -33,7 +33,7 @@ from kvrouter.operator.plan import (
     zone_budgets,
 )
 from kvrouter.operator.reconcile.applied import BUDGETS, WORKLOADS, Applied, Changes
-from kvrouter.operator.reconcile.claims import StatusRefused, handing_over, write_status
+from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
 from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import (
     PODS,
@@ -145,12 +145,12 @@ class Reconciler:
         deployment = reading.deployment
         planned = plan(deployment, facts, self._defaults, last_levels=last_levels(self._applied, found))
         changes = Changes()
+        pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
         if not planned.problems:
-            budgets = self._zone_budgets(found, deployment, planned)
+            budgets = self._zone_budgets(found, deployment, planned, pods)
             changes = await self._applied.apply(key, uid_of(found), (*planned.manifests, *budgets))
             if changes.are_any:
                 self._listener.changed(key, changes)
-        pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
         unlabelled: list[str] = []
         if planned.resolution is not None:
             pods = [await self._labelled(pod, planned.resolution.copies, unlabelled) for pod in pods]
@@ -207,16 +207,15 @@ class Reconciler:
         self._applied.forget(key)
         self._written.pop(key, None)
         if found is not None:
-            said = handing_over(self._name, holder, *key)
+            said = takeover_instructions(self._name, holder, *key)
             await self._recorder.record_once(found, "OtherOperator", said, warns=True)
 
     def _zone_budgets(
-        self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan
+        self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan, pods: Sequence[Pod]
     ) -> list[Manifest]:
         """What a drain leaves of the workers that are Ready in each of the policy's domains."""
         if planned.policy is None or planned.resolution is None or not has_budgets(deployment):
             return []
-        pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key_of(found))) if pod is not None]
         label = copy_of(planned.policy, planned.resolution).pod_label
         there = self._applied.objects_of(found, BUDGETS)
         budgets: list[Manifest] = []
@@ -234,7 +233,7 @@ class Reconciler:
                 budgets += zone_budgets(deployment, component, label, ready, there, now, hold_s)
         return budgets
 
-    def is_as_told(self, found: Manifest) -> bool:
+    def is_own_status(self, found: Manifest) -> bool:
         """Whether the status that a watch shows is the one that was written last."""
         return self._written.get(key_of(found)) == (uid_of(found), _status_of(found))
 

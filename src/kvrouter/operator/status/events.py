@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvrouter.operator.api import Condition, ConditionStatus, DeploymentStatus
 from kvrouter.operator.status.finding import AVAILABLE, READY
 
-TOLD_IN_OTHER_WORDS = frozenset({"WriteRefused"})
+RECORDED_FOR_EACH_MESSAGE = frozenset({"WriteRefused"})
 """Reasons whose every new message is an event: another refusal is another mistake."""
 
 NOTE_CHARS_MAX = 1024
@@ -41,7 +41,7 @@ def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> t
     events = []
     for condition in current.conditions:
         was = before.get(condition.type)
-        if was is not None and _is_told(was, condition) and not _is_settled_without(condition, before, now):
+        if was is not None and _is_known(was, condition) and not _is_settled_without(condition, before, now):
             continue
         if condition.status is ConditionStatus.UNKNOWN:
             continue
@@ -55,9 +55,9 @@ def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> t
     return tuple(events)
 
 
-def _is_told(was: Condition, condition: Condition) -> bool:
+def _is_known(was: Condition, condition: Condition) -> bool:
     is_same = (was.status, was.reason) == (condition.status, condition.reason)
-    return is_same and (condition.reason not in TOLD_IN_OTHER_WORDS or was.message == condition.message)
+    return is_same and (condition.reason not in RECORDED_FOR_EACH_MESSAGE or was.message == condition.message)
 
 
 def _is_start(was: Condition | None, now: Mapping[str, Condition]) -> bool:

@@ -8,7 +8,7 @@ from kvrouter.operator.labels import Copy, Pod, Resolution, Source
 from kvrouter.operator.plan import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
-from kvrouter.operator.status.workloads import NOTHING_REFUSED, Refusals, told
+from kvrouter.operator.status.workloads import NOTHING_REFUSED, Refusals, joined
 
 
 def resolved(
@@ -57,7 +57,7 @@ def _is_worker(pod: Pod) -> bool:
 
 def _who_copies(facts: ClusterFacts, refusals: Refusals) -> str:
     if refusals.labels:
-        return f"The API server refuses that the operator copies it: {told(refusals.labels)}"
+        return f"The API server refuses that the operator copies it: {joined(refusals.labels)}"
     if not facts.nodes_unread_because:
         return "The operator copies it from their nodes; see its log when it does not"
     return (

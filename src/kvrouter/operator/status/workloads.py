@@ -8,7 +8,7 @@ from kvrouter.operator.api import Component, ComponentStatus, ConditionStatus
 from kvrouter.operator.status.finding import Finding
 
 PROBLEMS_TOLD_MAX = 5
-WORDS_CHARS_MAX = 1024
+MESSAGE_CHARS_MAX = 1024
 """Of what the API server said about one object: a policy engine may write pages."""
 
 
@@ -83,10 +83,10 @@ def ready(
     if problems:
         return invalid_spec(problems)
     if refusals.writes:
-        message = f"the API server refuses {told(refusals.writes)}. The operator goes on trying"
+        message = f"the API server refuses {joined(refusals.writes)}. The operator goes on trying"
         return Finding(ConditionStatus.FALSE, "WriteRefused", message)
     if refusals.taken:
-        message = f"{told(refusals.taken)}: {NAME_TAKEN_MEND}"
+        message = f"{joined(refusals.taken)}: {NAME_TAKEN_MEND}"
         return Finding(ConditionStatus.FALSE, "NameTaken", message)
     by_name = {status.name: status for status in found}
     there = [by_name[component.name] for component in components if component.name in by_name]
@@ -103,7 +103,7 @@ def ready(
         if status.ready_replicas < status.desired_replicas
     ]
     if refusals.pods and (updating or missing):
-        message = f"the API server refuses pods of {told(refusals.pods)}"
+        message = f"the API server refuses pods of {joined(refusals.pods)}"
         return Finding(ConditionStatus.FALSE, "PodsRefused", message)
     if updating:
         return Finding(
@@ -116,10 +116,10 @@ def ready(
     return Finding(ConditionStatus.TRUE, "AllPodsReady", f"all {count} pods are Ready")
 
 
-def told(lines: Sequence[str]) -> str:
+def joined(lines: Sequence[str]) -> str:
     """Return the first of these lines, each cut, and how many more there are."""
     shown = [
-        line if len(line) <= WORDS_CHARS_MAX else f"{line[: WORDS_CHARS_MAX - 1]}…"
+        line if len(line) <= MESSAGE_CHARS_MAX else f"{line[: MESSAGE_CHARS_MAX - 1]}…"
         for line in lines[:PROBLEMS_TOLD_MAX]
     ]
     more = len(lines) - len(shown)

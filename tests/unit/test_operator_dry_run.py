@@ -5,11 +5,11 @@ from typing import cast
 
 import pytest
 
-from kvrouter.operator.admission import Review, planned_anew
+from kvrouter.operator.admission import Review, changed_manifests
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, ClusterLost, Refused
+from kvrouter.operator.reconcile.dry_run import DryRun
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of
-from kvrouter.operator.reconcile.trial import Trial
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import Document, deployment
 
@@ -37,8 +37,8 @@ class Server:
     async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
         return self.there
 
-    def trial(self, *, namespace: str = "", within_s: float = 60.0) -> Trial:
-        return Trial(cast(Cluster, self), defaults=DEFAULTS, namespace=namespace, within_s=within_s)
+    def dry_runs(self, *, namespace: str = "", within_s: float = 60.0) -> DryRun:
+        return DryRun(cast(Cluster, self), defaults=DEFAULTS, namespace=namespace, within_s=within_s)
 
 
 def refused(said: str, status: int = 422) -> Refused:
@@ -61,7 +61,7 @@ def with_env(name: str) -> Document:
 
 async def test_everything_is_tried_at_its_creation_but_bindings_of_roles() -> None:
     server = Server()
-    verdict = await server.trial()(review(deployment()), ClusterFacts())
+    verdict = await server.dry_runs()(review(deployment()), ClusterFacts())
     assert verdict == ((), ())
     assert sorted(server.tried) == [
         "Deployment my-llm-decode",
@@ -80,13 +80,13 @@ async def test_everything_is_tried_at_its_creation_but_bindings_of_roles() -> No
 
 async def test_of_a_change_only_what_it_changes_is_tried() -> None:
     server = Server()
-    await server.trial()(review(with_env("B"), with_env("A")), ClusterFacts())
+    await server.dry_runs()(review(with_env("B"), with_env("A")), ClusterFacts())
     assert server.tried == [f"Deployment {DECODE}"]
-    await server.trial()(review(with_env("B"), with_env("B")), ClusterFacts())
+    await server.dry_runs()(review(with_env("B"), with_env("B")), ClusterFacts())
     leaving = with_env("C")
     leaving["metadata"] = {**cast(Document, leaving["metadata"]), "deletionTimestamp": "now"}
-    await server.trial()(review(leaving, with_env("B")), ClusterFacts())
-    await server.trial(namespace="elsewhere")(review(with_env("C"), with_env("B")), ClusterFacts())
+    await server.dry_runs()(review(leaving, with_env("B")), ClusterFacts())
+    await server.dry_runs(namespace="elsewhere")(review(with_env("C"), with_env("B")), ClusterFacts())
     assert server.tried == [f"Deployment {DECODE}"]
 
 
@@ -101,7 +101,7 @@ async def test_of_a_change_only_what_it_changes_is_tried() -> None:
     ],
 )
 async def test_what_is_wrong_with_an_object_is_told_at_its_component(error: Refused) -> None:
-    verdict = await Server(my_llm_decode=error).trial()(review(deployment()), ClusterFacts())
+    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterFacts())
     (problem,) = verdict.problems
     assert problem.path == ("spec", "components", 2)
     assert problem.must == f"the API server would refuse Deployment {DECODE}: {error.said}"
@@ -119,7 +119,7 @@ async def test_what_is_wrong_with_an_object_is_told_at_its_component(error: Refu
     ],
 )
 async def test_what_cannot_be_tried_is_a_warning(error: Exception) -> None:
-    verdict = await Server(my_llm_decode=error).trial()(review(deployment()), ClusterFacts())
+    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterFacts())
     assert verdict.is_allowed
     (warning,) = verdict.warnings
     assert warning.must.startswith(
@@ -130,7 +130,7 @@ async def test_what_cannot_be_tried_is_a_warning(error: Exception) -> None:
 async def test_a_server_that_does_not_answer_holds_nobody_up() -> None:
     server = Server()
     server.hangs = True
-    verdict = await server.trial(within_s=0.05)(review(deployment()), ClusterFacts())
+    verdict = await server.dry_runs(within_s=0.05)(review(deployment()), ClusterFacts())
     assert verdict.is_allowed
     assert "no answer within 0.05 s" in verdict.warnings[0].must
 
@@ -141,19 +141,19 @@ async def test_what_is_anothers_is_never_written_over_so_a_refusal_is_none() -> 
     new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
     server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "other", "controller": True}]}}
     assert metadata_of(server.there)["name"] == DECODE
-    assert (await server.trial()(review(new), ClusterFacts())).is_allowed
+    assert (await server.dry_runs()(review(new), ClusterFacts())).is_allowed
     server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "mine", "controller": True}]}}
-    assert not (await server.trial()(review(new), ClusterFacts())).is_allowed
+    assert not (await server.dry_runs()(review(new), ClusterFacts())).is_allowed
 
 
 async def test_what_an_earlier_deployment_left_behind_would_be_adopted_so_its_refusal_counts() -> None:
     server = Server(my_llm_decode=refused("field is immutable"))
     new = deployment()
     new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
-    planned = planned_anew(new, None, ClusterFacts(), DEFAULTS)
+    planned = changed_manifests(new, None, ClusterFacts(), DEFAULTS)
     left = next(dict(each) for _, each in planned if key_of(each).name == DECODE)
     written: Document = {"manager": MANAGER, "operation": "Apply"}
     server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": [written]}}
-    assert not (await server.trial()(review(new), ClusterFacts())).is_allowed
+    assert not (await server.dry_runs()(review(new), ClusterFacts())).is_allowed
     server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": []}}
-    assert (await server.trial()(review(new), ClusterFacts())).is_allowed
+    assert (await server.dry_runs()(review(new), ClusterFacts())).is_allowed

@@ -4,17 +4,17 @@ import asyncio
 import re
 
 from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.admission import Review, Verdict, planned_anew
+from kvrouter.operator.admission import Review, Verdict, changed_manifests
 from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.plan import PlanDefaults
-from kvrouter.operator.reconcile.applied import Place, is_left_behind, kind_of, owner_uid_of
+from kvrouter.operator.reconcile.applied import Place, is_orphan, kind_of, owner_uid_of
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import Manifest, key_of
 
 WITHIN_S = 3.0
 """What is left of the API server's ten seconds after topologies were read, with some to spare."""
 AT_A_TIME = 8
-SAID_CHARS_MAX = 1024
+MESSAGE_CHARS_MAX = 1024
 
 _NO_RIGHT = re.compile(
     r'user "[^"]*" (cannot \w+ resource|.*attempting to grant RBAC permissions)', re.IGNORECASE
@@ -24,7 +24,7 @@ _NO_FORM = re.compile(r"failed to (create typed patch|convert new) object")
 """Begins what the API server says of a field that is none or holds what it cannot: as an error of its own."""
 
 
-class Trial:
+class DryRun:
     """Applies to the API server, as a dry run, what storing a deployment would make the operator apply.
 
     It needs no other rights than the operator has. What cannot be tried, or not within ``within_s`` seconds,
@@ -42,7 +42,7 @@ class Trial:
     async def __call__(self, review: Review, facts: ClusterFacts) -> Verdict:
         """Return what would be refused. Never raises."""
         old = review.old if review.operation == "UPDATE" else None
-        planned = planned_anew(review.new, old, facts, self._defaults)
+        planned = changed_manifests(review.new, old, facts, self._defaults)
         tried = [
             (path, manifest)
             for path, manifest in planned
@@ -58,7 +58,7 @@ class Trial:
         except TimeoutError:
             untried.append(f"no answer within {self._within_s:g} s")
         problems.sort(key=lambda problem: [str(part) for part in problem.path])
-        return Verdict(tuple(problems), tuple(_untold(untried)))
+        return Verdict(tuple(problems), tuple(_untried_warning(untried)))
 
     async def _try(self, path: Path, manifest: Manifest, problems: list[Problem], untried: list[str]) -> None:
         kind = kind_of(manifest)
@@ -70,7 +70,7 @@ class Trial:
                 if not _is_about_the_object(refused):
                     untried.append(f"{place}: {refused.said}")
                 elif not await self._is_anothers(manifest):
-                    said = refused.said[:SAID_CHARS_MAX]
+                    said = refused.said[:MESSAGE_CHARS_MAX]
                     problems.append(Problem(path, f"the API server would refuse {place}: {said}"))
             except ClusterError as error:
                 untried.append(f"{place}: {error.message}")
@@ -82,7 +82,7 @@ class Trial:
         except ClusterError:
             return False
         is_mine = there is None or owner_uid_of(there) == owner_uid_of(manifest)
-        return not is_mine and there is not None and not is_left_behind(there, manifest)
+        return not is_mine and there is not None and not is_orphan(there, manifest)
 
 
 def _is_about_the_object(refused: Refused) -> bool:
@@ -94,7 +94,7 @@ def _is_about_the_object(refused: Refused) -> bool:
     return refused.status not in (401, 404, 405, 409, 429)
 
 
-def _untold(untried: list[str]) -> list[Problem]:
+def _untried_warning(untried: list[str]) -> list[Problem]:
     if not untried:
         return []
     more = f" and {len(untried) - 1} more" if len(untried) > 1 else ""

@@ -1,0 +1,92 @@
+"""Whose the definition is, and that work runs only while it is kvrouter's."""
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterLost, Refused
+from kvrouter.operator.reconcile.definition import Definition, why_not_ours
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest
+
+OURS: Manifest = {"metadata": {"annotations": {"kvrouter.dev/definition": "0.1.0"}}}
+FOREIGN: Manifest = {"metadata": {"annotations": {"helm.sh/resource-policy": "keep"}}}
+
+
+@pytest.mark.parametrize(
+    ("definition", "why"),
+    [(OURS, None), (FOREIGN, "another project's"), ({}, "another project's"), (None, "not installed")],
+)
+def test_a_definition_is_kvrouters_by_its_annotation(definition: Manifest | None, why: str | None) -> None:
+    found = why_not_ours(definition)
+    assert (found is None) if why is None else (found is not None and why in found)
+
+
+class Server:
+    """An API server with one definition, or an error in its place."""
+
+    def __init__(self) -> None:
+        self.definition: Manifest | Exception | None = FOREIGN
+        self.lost: asyncio.Queue[None] = asyncio.Queue()
+
+    async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
+        if isinstance(self.definition, ClusterLost):
+            self.lost.put_nowait(None)
+        if isinstance(self.definition, Exception):
+            raise self.definition
+        return self.definition
+
+
+class Reports:
+    """Collects why the definition is not kvrouter's, each time that changes."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[str | None] = asyncio.Queue()
+
+    def definition_is(self, why: str | None) -> None:
+        self.queue.put_nowait(why)
+
+
+async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
+    server, reports = Server(), Reports()
+    definition = Definition(cast(Cluster, server), reports, look_s=0.001)
+    states: asyncio.Queue[str] = asyncio.Queue()
+
+    async def work() -> None:
+        states.put_nowait("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            states.put_nowait("ended")
+
+    async with asyncio.timeout(30.0), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(definition.run()), group.create_task(definition.while_ours(work))]
+        assert "another project's" in str(await reports.queue.get())
+        assert (definition.is_ours, states.empty()) == (False, True)
+        server.definition = OURS
+        assert (await reports.queue.get(), await states.get()) == (None, "begun")
+        server.definition = Refused("forbidden", status=403)
+        assert "may not be read" in str(await reports.queue.get())
+        assert (await states.get(), definition.is_ours) == ("ended", False)
+        server.definition = OURS
+        assert (await reports.queue.get(), await states.get()) == (None, "begun")
+        for task in tasks:
+            task.cancel()
+    assert reports.queue.empty()
+
+
+async def test_while_nobody_can_be_asked_what_was_seen_last_holds() -> None:
+    server, reports = Server(), Reports()
+    server.definition = OURS
+    definition = Definition(cast(Cluster, server), reports, look_s=0.001)
+    looking = asyncio.create_task(definition.run())
+    async with asyncio.timeout(30.0):
+        assert await reports.queue.get() is None
+        server.definition = ClusterLost("connection refused")
+        for _ in range(3):
+            await server.lost.get()
+        assert definition.is_ours
+        server.definition = FOREIGN
+        assert "another project's" in str(await reports.queue.get())
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
