@@ -219,7 +219,7 @@ def _card(rank: WorkerRank, source: EventSource) -> WorkerCard:
     )
 
 
-def fail(why: str) -> None:
+def fail(why: object) -> None:
     raise SystemExit(f"a frame could not be read: {why}")
 
 

@@ -11,7 +11,7 @@ from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Removed, Stored
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.port import ForeignRank
+from kvrouter.planes.events.port import DropReason, ForeignRank
 from tests.support.event_ends import ENDS, Ends
 from tests.support.waits import until
 
@@ -149,7 +149,8 @@ async def test_what_a_worker_says_counts_only_for_its_own_ranks(
         ends.publisher.publish_load(LoadReport(RANK, 1, 100))
         await until(lambda: bool(received.batches and received.loads))
         assert (received.batches, received.loads) == ([batch(0)], [LoadReport(RANK, 1, 100)])
-        assert all(str(RANK) in why for why in ends.foreign)
+        assert all(str(RANK) in error.message for error in ends.foreign)
+        assert {error.reason for error in ends.foreign} == {DropReason.OTHER_WORKER}
 
 
 class Impostor(Source):

@@ -86,7 +86,7 @@ OF_A_STANDALONE_ROUTER = {
 }
 """Asserted where that router's door is."""
 
-OF_LOSSES = {"kvrouter_index_wrong_total", "kvrouter_kv_lost_total", "kvrouter_events_foreign_total"}
+OF_LOSSES = {"kvrouter_index_wrong_total", "kvrouter_kv_lost_total", "kvrouter_events_dropped_total"}
 """Asserted where an index is made wrong, where KV is lost, and where an admitted worker lies."""
 
 OF_TRANSFERS = {

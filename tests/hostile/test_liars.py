@@ -53,7 +53,9 @@ async def test_an_admitted_worker_empties_nobody_elses_index_and_reports_nobody_
             liar.say_load(LoadReport(victim, active_blocks=9_999, total_blocks=9_999))
 
             async def were_let_go() -> bool:
-                return (await frontend.metrics()).total("events_foreign_total", plane="zmq") == 65
+                return (await frontend.metrics()).total(
+                    "events_dropped_total", plane="zmq", reason="other_worker"
+                ) == 65
 
             await eventually(were_let_go)
             assert await is_live(frontend, 1, 70)

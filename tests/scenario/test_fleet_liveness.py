@@ -12,7 +12,7 @@ from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.frontend.fleet_page import fleet_json
 from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.events.port import EventSubscriber
+from kvrouter.planes.events.port import DropReason, EventSubscriber
 from kvrouter.service.lanes import LaneSubscriber
 from tests.support.fleets import Bench, HandEvents, card, read_all
 from tests.support.planes import ScriptedPlane, address_of
@@ -124,8 +124,10 @@ class Lanes:
             EventLane.ZMQ: self.zmq,
             EventLane.JETSTREAM: self.stream,
         }
-        self.foreign: list[tuple[EventLane, str]] = []
-        self.both = LaneSubscriber(lanes, on_foreign=lambda lane, why: self.foreign.append((lane, why)))
+        self.foreign: list[tuple[EventLane, DropReason]] = []
+        self.both = LaneSubscriber(
+            lanes, on_foreign=lambda lane, error: self.foreign.append((lane, error.reason))
+        )
 
 
 def on(lane: EventLane, worker_id: int) -> WorkerCard:
@@ -159,7 +161,7 @@ async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
     lanes.both.follow(on(EventLane.ZMQ, 1))
     report = LoadReport(card(1).ranks()[0], 3, 9)
     lanes.stream.load(report)
-    assert (loads, [lane for lane, _ in lanes.foreign]) == ([], [EventLane.JETSTREAM])
+    assert (loads, lanes.foreign) == ([], [(EventLane.JETSTREAM, DropReason.OTHER_LANE)])
     lanes.zmq.load(report)
     assert (loads, len(lanes.foreign)) == ([report], 1)
 

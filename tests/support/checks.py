@@ -222,5 +222,5 @@ async def _wrong_overlaps(
     return wrong
 
 
-def _never(*why: str) -> None:
+def _never(*why: object) -> None:
     raise AssertionError(why)

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 from tests.support.event_ends_jetstream import jetstream_ends
 from tests.support.event_ends_memory import memory_ends
 from tests.support.event_ends_nats import nats_ends
@@ -26,7 +26,7 @@ class Ends(Protocol):
     def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]: ...
 
     @property
-    def foreign(self) -> list[str]:
+    def foreign(self) -> list[ForeignRank]:
         """What the router was told of messages that spoke for somebody else's rank."""
 
     async def lie(self, channel: WorkerRank, *, batch: KvBatch, load: LoadReport) -> None:

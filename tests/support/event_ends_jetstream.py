@@ -12,7 +12,7 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
 from kvrouter.planes.events.jetstream.words import LaneNames
 from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 from kvrouter.planes.events.subjects import loads_subject, seal_of
 from kvrouter.planes.events.wire import encode_batch, encode_load
 from tests.support.event_ends_nats import TOKEN, connect
@@ -28,7 +28,7 @@ class Notes:
     def __init__(self) -> None:
         self.dropped_batches = 0
         self.refusals: list[str] = []
-        self.foreign: list[str] = []
+        self.foreign: list[ForeignRank] = []
         self.disturbances: list[str] = []
         self.resets: list[str] = []
 
@@ -38,8 +38,8 @@ class Notes:
     def refused(self, why: str) -> None:
         self.refusals.append(why)
 
-    def spoke_for_another(self, why: str) -> None:
-        self.foreign.append(why)
+    def spoke_for_another(self, error: ForeignRank) -> None:
+        self.foreign.append(error)
 
     def disturbed(self, component: str, why: str) -> None:
         self.disturbances.append(f"{component}: {why}")

@@ -7,12 +7,12 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 
 
 class MemoryEnds:
     def __init__(self) -> None:
-        self.foreign: list[str] = []
+        self.foreign: list[ForeignRank] = []
         self.plane = MemoryEventPlane()
         self.publisher: EventPublisher = self.plane
         self.subscriber: EventSubscriber = self.plane

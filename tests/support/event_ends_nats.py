@@ -12,7 +12,7 @@ from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.planes.events.nats import NatsEventPublisher, NatsEventSubscriber
 from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 from kvrouter.planes.events.subjects import events_subject, loads_subject, seal_of
 from kvrouter.planes.events.wire import encode_batch, encode_load
 from tests.support.event_waits import card, until_heard
@@ -26,7 +26,7 @@ PATIENT_S = 30.0
 class NatsEnds:
     def __init__(self, worker: Client, router: Client, namespace: str) -> None:
         self.malformed: list[str] = []
-        self.foreign: list[str] = []
+        self.foreign: list[ForeignRank] = []
         heard = self.malformed.append
         self.worker, self.router, self.namespace = worker, router, namespace
         self.dropped: list[tuple[int, str]] = []

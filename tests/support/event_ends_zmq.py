@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoverySource
+from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 from kvrouter.planes.events.wire import encode_batch, encode_load
 from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
 from kvrouter.planes.events.zmq.sockets import BATCH, LOAD, worker_topic
@@ -20,7 +20,7 @@ PATIENT_S = 30.0
 class ZmqEnds:
     def __init__(self) -> None:
         self.malformed: list[str] = []
-        self.foreign: list[str] = []
+        self.foreign: list[ForeignRank] = []
         self.zmq_publisher = ZmqEventPublisher("127.0.0.1", token=TOKEN, on_malformed=self.malformed.append)
         self.zmq_subscriber = ZmqEventSubscriber(
             token=TOKEN,

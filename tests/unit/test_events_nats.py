@@ -10,17 +10,18 @@ import pytest
 from kvrouter.core.columns import pack_hashes
 from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
-from kvrouter.core.workers import LoadReport
+from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.feed.words import FeedState
 from kvrouter.index.native import BlockIndex
 from kvrouter.planes.events.nats import NatsEventPublisher
+from kvrouter.planes.events.port import DropReason
 from kvrouter.planes.events.subjects import events_subject, loads_subject, recovery_subject
 from kvrouter.service.event_pump import EventPump
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 from kvrouter.worker import KvPublisher
 from tests.support.event_ends_nats import TOKEN, NatsEnds, connect
-from tests.support.event_waits import until_heard
+from tests.support.event_waits import card, until_heard
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
 
@@ -200,3 +201,26 @@ async def test_namespaces_do_not_hear_each_other(shared_nats: NatsServer) -> Non
         here.publisher.publish(batch(2))
         await until(lambda: heard == [batch(2)])
         assert await here.subscriber.recover_snapshot(RANK) is None
+
+
+async def test_a_followed_worker_counts_on_the_subjects_of_its_own_component_alone(
+    shared_nats: NatsServer,
+) -> None:
+    async with two_ends(shared_nats) as ends:
+        heard: list[object] = []
+        ends.subscriber.subscribe(heard.append, heard.append)
+        unfollow = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventLane.NATS)))
+        client = ends.worker
+        other = NatsEventPublisher(client, namespace=ends.namespace, component="prefill", token=TOKEN)
+        report = LoadReport(RANK, 1, 100)
+        other.publish(batch(1))
+        other.publish_load(report)
+        await until(lambda: len(ends.foreign) == 2)
+        assert {error.reason for error in ends.foreign} == {DropReason.OTHER_COMPONENT}
+        ends.publisher.publish(batch(2))
+        await until(lambda: bool(heard))
+        assert heard == [batch(2)]
+        unfollow()
+        other.publish(batch(3))
+        await until(lambda: len(heard) == 2)
+        await other.close()

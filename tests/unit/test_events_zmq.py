@@ -70,7 +70,7 @@ class Router(Side):
             token=token,
             answer_timeout_s=answer_timeout_s,
             on_malformed=self.malformed.append,
-            on_foreign=self.malformed.append,
+            on_foreign=lambda error: self.malformed.append(error.message),
         )
         self.batches: list[KvBatch] = []
         self.loads: list[LoadReport] = []

@@ -21,7 +21,7 @@ def source(number: int) -> EventSource:
     return EventSource(EventLane.ZMQ, "tcp://127.0.0.1:1", f"tcp://127.0.0.1:{2 + number}")
 
 
-def never(why: str) -> None:
+def never(why: object) -> None:
     raise AssertionError(why)
 
 

@@ -4,7 +4,9 @@ import logging
 
 import pytest
 
-from kvrouter.assembly.told import refusals_on, troubles_on
+from kvrouter.assembly.told import foreign_on, malformed_on, refusals_on, troubles_on
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.planes.events.port import DropReason, foreign
 from kvrouter.telemetry import Telemetry
 from tests.support.logged import event_of
 
@@ -29,3 +31,18 @@ def test_what_this_process_could_not_do_is_no_refused_peer(caplog: pytest.LogCap
     (line,) = caplog.records
     assert event_of(line) == "plane_disturbed"
     assert "planes_refused_total{" not in telemetry.render().decode()
+
+
+def test_dropped_messages_are_counted_by_their_reason(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry()
+    caplog.set_level(logging.INFO, logger="kvrouter")
+    rank = WorkerRank(WorkerId(7), DpRank(0))
+    on_foreign = foreign_on("nats", telemetry)
+    for reason in (DropReason.OTHER_WORKER, DropReason.OTHER_COMPONENT, DropReason.OTHER_WORKER):
+        on_foreign(foreign(rank, "a channel", reason))
+    malformed_on("nats", telemetry)("batch: not read")
+    page = telemetry.render().decode()
+    for counted, n in (("other_worker", 2), ("other_component", 1), ("malformed", 1)):
+        assert f'kvrouter_events_dropped_total{{plane="nats",reason="{counted}"}} {n}' in page
+    assert 'kvrouter_planes_refused_total{plane="nats"} 1' in page
+    assert [event_of(line) for line in caplog.records] == ["events_foreign", "plane_refused"]

@@ -12,7 +12,7 @@ from nats.aio.client import Client
 
 from kvrouter.assembly.nats import nats_connection, revealed
 from kvrouter.assembly.tls import Tls, tls_of
-from kvrouter.assembly.told import StreamTold, foreign_on, refusals_on, troubles_on
+from kvrouter.assembly.told import StreamTold, foreign_on, malformed_on, refusals_on, troubles_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.workers import EventLane, WorkerCard
@@ -235,14 +235,14 @@ async def _lanes(
     lanes: dict[EventLane, EventSubscriber] = {}
     zmq = ZmqEventSubscriber(
         token=revealed(planes.plane_token),
-        on_malformed=refusals_on("zmq", telemetry),
+        on_malformed=malformed_on("zmq", telemetry),
         on_foreign=foreign_on("zmq", telemetry),
     )
     stack.push_async_callback(zmq.close)
     lanes[EventLane.ZMQ] = zmq
     if nats is None:
         return lanes
-    on_malformed = refusals_on("nats", telemetry)
+    on_malformed = malformed_on("nats", telemetry)
     namespace, token = planes.namespace, token_of(planes)
     recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
@@ -262,14 +262,14 @@ async def _lanes(
 
 def _all_lanes(lanes: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> LaneSubscriber:
     foreign = {lane: foreign_on(lane.value, telemetry) for lane in lanes}
-    return LaneSubscriber(lanes, on_foreign=lambda lane, why: foreign[lane](why))
+    return LaneSubscriber(lanes, on_foreign=lambda lane, error: foreign[lane](error))
 
 
 def _stream(
     settings: Settings, nats: Client, telemetry: Telemetry, stack: AsyncExitStack, *, http_port: int
 ) -> JetStreamSubscriber:
     namespace, token = settings.planes.namespace, token_of(settings.planes)
-    on_malformed = refusals_on("jetstream", telemetry)
+    on_malformed = malformed_on("jetstream", telemetry)
     recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
     stack.push_async_callback(recovery.close)
     stream = JetStreamSubscriber(

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable
 
+from kvrouter.planes.events.port import DropReason, ForeignRank, ForeignSink, MalformedSink
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.telemetry.seldom import Seldom
@@ -30,17 +31,28 @@ def refusals_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str
     return on_refused
 
 
-def foreign_on(plane: str, telemetry: Telemetry | None = None) -> Callable[[str], None]:
+def malformed_on(plane: str, telemetry: Telemetry) -> MalformedSink:
+    """Return the sink of a router's messages that cannot be read: refused, and counted as dropped."""
+    on_refused = refusals_on(plane, telemetry)
+
+    def on_malformed(why: str) -> None:
+        telemetry.events_dropped.inc(plane, DropReason.MALFORMED)
+        on_refused(why)
+
+    return on_malformed
+
+
+def foreign_on(plane: str, telemetry: Telemetry | None = None) -> ForeignSink:
     """Return the sink of messages that spoke for another worker's rank: all are counted, the same one is
     logged once a minute.
     """
     seldom = Seldom()
 
-    def on_foreign(why: str) -> None:
+    def on_foreign(error: ForeignRank) -> None:
         if telemetry is not None:
-            telemetry.events_foreign.inc(plane)
-        if seldom.allows(why):
-            log_event(_log, Event.EVENTS_FOREIGN, plane=plane, reason=why)
+            telemetry.events_dropped.inc(plane, error.reason)
+        if seldom.allows(error.message):
+            log_event(_log, Event.EVENTS_FOREIGN, plane=plane, reason=error.message)
 
     return on_foreign
 
@@ -72,7 +84,9 @@ class StreamTold:
     """What happens on the JetStream lane, for both of its ends."""
 
     def __init__(self, telemetry: Telemetry | None = None) -> None:
-        self._refused = refusals_on("jetstream", telemetry)
+        self._refused = (
+            refusals_on("jetstream") if telemetry is None else malformed_on("jetstream", telemetry)
+        )
         self._foreign = foreign_on("jetstream", telemetry)
         self._dropped = drops_on("jetstream")
         self._seldom = Seldom()
@@ -85,9 +99,9 @@ class StreamTold:
         """A message that is no batch or load was let go."""
         self._refused(why)
 
-    def spoke_for_another(self, why: str) -> None:
-        """A message that names a rank of another worker than its subject was let go."""
-        self._foreign(why)
+    def spoke_for_another(self, error: ForeignRank) -> None:
+        """A message that names a rank of another worker than its subject was dropped."""
+        self._foreign(error)
 
     def disturbed(self, component: str, why: str) -> None:
         """The lane could not do what it wanted, and tries again: the same thing is told seldom."""

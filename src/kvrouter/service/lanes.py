@@ -6,7 +6,15 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
-from kvrouter.planes.events.port import BLOCKS_MAX, BatchSink, EventSubscriber, LoadSink, foreign
+from kvrouter.planes.events.port import (
+    BLOCKS_MAX,
+    BatchSink,
+    DropReason,
+    EventSubscriber,
+    ForeignRank,
+    LoadSink,
+    foreign,
+)
 
 
 class LaneSubscriber:
@@ -15,7 +23,10 @@ class LaneSubscriber:
     """
 
     def __init__(
-        self, lanes: Mapping[EventLane, EventSubscriber], *, on_foreign: Callable[[EventLane, str], None]
+        self,
+        lanes: Mapping[EventLane, EventSubscriber],
+        *,
+        on_foreign: Callable[[EventLane, ForeignRank], None],
     ) -> None:
         self._lanes = lanes
         self._on_foreign = on_foreign
@@ -38,9 +49,8 @@ class LaneSubscriber:
             """Whether the rank's worker is followed here; of one that is followed nowhere nothing counts."""
             followed = self._lane_of.get(rank.worker_id)
             if followed is not None and followed is not lane:
-                self._on_foreign(
-                    name, foreign(rank, f"the {name} lane, which its card does not name").message
-                )
+                channel = f"the {name} lane, which its card does not name"
+                self._on_foreign(name, foreign(rank, channel, DropReason.OTHER_LANE))
             return followed is lane
 
         def batch_came(batch: KvBatch) -> None:

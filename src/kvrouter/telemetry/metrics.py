@@ -344,11 +344,15 @@ class Telemetry(MetricsPage):
         "plane",
     )
 
-    events_foreign = counter(
-        "kvrouter_events_foreign",
-        "KV event batches, load reports and answers that spoke for a rank of another worker than the one "
-        "whose channel they came by. They are let go: a worker that sends them lies, or is broken.",
+    events_dropped = counter(
+        "kvrouter_events_dropped",
+        "Messages of the event plane that this router dropped as they came, by reason: malformed (it cannot "
+        "be read, or its seal or token is wrong), or it speaks for a rank that is not of its channel's "
+        "worker (other_worker), component (other_component) or lane (other_lane): its sender lies, or is "
+        "broken. What a feed drops of batches that it had is in kvrouter_feed_events_total (stale_epoch_batches, "
+        "inbox_full, over_limit, …).",
         "plane",
+        "reason",
     )
 
     replicas = gauge(

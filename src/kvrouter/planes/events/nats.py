@@ -11,7 +11,7 @@ from nats.errors import Error as NatsError
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvSnapshot
-from kvrouter.core.ids import EventId, WorkerRank
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.planes.background import go_on
 from kvrouter.planes.events.drops import TELL_EVERY_S, Drops
@@ -19,6 +19,7 @@ from kvrouter.planes.events.loads import LOADS_INTERVAL_S, LatestLoads
 from kvrouter.planes.events.port import (
     BLOCKS_MAX,
     BatchSink,
+    DropReason,
     DropSink,
     ForeignRank,
     ForeignSink,
@@ -28,7 +29,14 @@ from kvrouter.planes.events.port import (
     foreign,
 )
 from kvrouter.planes.events.sealed_loads import OpenedLoads, SealedLoads
-from kvrouter.planes.events.subjects import all_events, all_loads, events_subject, is_said_by, seal_of
+from kvrouter.planes.events.subjects import (
+    all_events,
+    all_loads,
+    events_subject,
+    is_of_component,
+    is_said_by,
+    seal_of,
+)
 from kvrouter.planes.events.wire import decode_batch, encode_parts
 from kvrouter.planes.nats_reasons import reason
 from kvrouter.planes.seal import SEAL_BYTES
@@ -137,7 +145,7 @@ class NatsEventSubscriber:
     """Hears every worker of a namespace; questions go to ``recovery``. :meth:`start` before anything arrives.
 
     ``on_malformed`` hears of strangers' messages too, which are not read; ``on_foreign`` of those that speak
-    for a rank on the subject of another one.
+    for a rank on the subject of another one, or of another component.
     The client subscribes again by itself after its connection broke; what was missed meanwhile shows as a
     gap at the latest with a worker's next heartbeat.
     """
@@ -161,6 +169,7 @@ class NatsEventSubscriber:
         self._on_foreign = on_foreign
         self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
         self._subscriptions: list[Subscription] = []
+        self._followed: dict[WorkerId, WorkerCard] = {}
 
     async def start(self) -> None:
         """Begin to hear the workers."""
@@ -197,9 +206,16 @@ class NatsEventSubscriber:
 
         return end
 
-    def follow(self, card: WorkerCard) -> Callable[[], None]:  # noqa: ARG002 - the port's signature
-        """Nothing to do: every worker of the namespace is heard."""
-        return lambda: None
+    def follow(self, card: WorkerCard) -> Callable[[], None]:
+        """Every worker of the namespace is heard; of this one only what its component's subjects bring."""
+        worker_id = card.worker_id
+        self._followed[worker_id] = card
+
+        def end() -> None:
+            if self._followed.get(worker_id) is card:
+                del self._followed[worker_id]
+
+        return end
 
     async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
@@ -209,13 +225,20 @@ class NatsEventSubscriber:
         """The rank's whole state, or None when its worker does not answer."""
         return await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
 
+    def _check_component(self, subject: str, rank: WorkerRank) -> None:
+        """Raise ForeignRank where the rank's worker is followed, and is of another component."""
+        card = self._followed.get(rank.worker_id)
+        if card is not None and not is_of_component(subject, card.component):
+            raise foreign(rank, subject, DropReason.OTHER_COMPONENT)
+
     async def _on_events(self, message: Msg) -> None:
         try:
             batch = decode_batch(self._seal.opened(message.subject, message.data))
             if not is_said_by(message.subject, batch.rank):
                 raise foreign(batch.rank, message.subject)
+            self._check_component(message.subject, batch.rank)
         except ForeignRank as error:
-            self._on_foreign(error.message)
+            self._on_foreign(error)
             return
         except ProtocolError as error:
             self._on_malformed(error.message)
@@ -226,8 +249,10 @@ class NatsEventSubscriber:
     async def _on_load(self, message: Msg) -> None:
         try:
             report = self._opened_loads.opened(message.subject, message.data)
+            if report is not None:
+                self._check_component(message.subject, report.rank)
         except ForeignRank as error:
-            self._on_foreign(error.message)
+            self._on_foreign(error)
             return
         except ProtocolError as error:
             self._on_malformed(error.message)

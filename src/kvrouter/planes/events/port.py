@@ -1,6 +1,7 @@
 """The event plane: KV event batches and load reports, from workers to routers."""
 
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import Protocol
 
 from kvrouter.core.errors import KvrouterError, ProtocolError
@@ -12,9 +13,6 @@ BatchSink = Callable[[KvBatch], None]
 LoadSink = Callable[[LoadReport], None]
 MalformedSink = Callable[[str], None]
 """Told of each frame that could not be read, and why; the frame is let go."""
-
-ForeignSink = Callable[[str], None]
-"""Told of each message that spoke for a rank of another worker than its channel's; it is let go."""
 
 BLOCKS_MAX = 2**32
 """More blocks than any rank has."""
@@ -87,15 +85,32 @@ class RecoveryServer(Protocol):
         """Let ``source`` answer for the worker; return the function that ends it."""
 
 
+class DropReason(StrEnum):
+    """Why a router dropped a message of the event plane before any feed had it."""
+
+    MALFORMED = "malformed"
+    OTHER_WORKER = "other_worker"
+    OTHER_COMPONENT = "other_component"
+    OTHER_LANE = "other_lane"
+
+
 class ForeignRank(ProtocolError):
     """A message speaks for a rank that is not its channel's, or answers for one that was not asked about."""
 
     code = "foreign_rank"
 
+    def __init__(self, message: str, *, reason: DropReason = DropReason.OTHER_WORKER) -> None:
+        super().__init__(message, param="rank")
+        self.reason = reason
 
-def foreign(rank: WorkerRank, channel: object) -> ForeignRank:
+
+ForeignSink = Callable[[ForeignRank], None]
+"""Told of each message that spoke for a rank of another worker than its channel's; it is dropped."""
+
+
+def foreign(rank: WorkerRank, channel: object, reason: DropReason = DropReason.OTHER_WORKER) -> ForeignRank:
     """Return the error for a message that names ``rank`` and came by ``channel``."""
-    return ForeignRank(f"rank {rank} was spoken for by {channel}", param="rank")
+    return ForeignRank(f"rank {rank} was spoken for by {channel}", reason=reason)
 
 
 class AnswerTooLarge(ProtocolError):

@@ -27,6 +27,11 @@ def is_said_by(subject: str, rank: WorkerRank) -> bool:
     return tokens[-2:] == [str(rank.worker_id), str(rank.dp_rank)]
 
 
+def is_of_component(subject: str, component: str) -> bool:
+    """Whether ``subject`` is one of events or loads of the component."""
+    return subject.split(".")[-4] == subject_name(component)
+
+
 def all_events(namespace: str) -> str:
     """The KV events of every worker of the namespace."""
     return f"{_prefix(namespace)}.*.events.*.*"

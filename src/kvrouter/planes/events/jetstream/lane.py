@@ -360,7 +360,7 @@ class ComponentLane:
         try:
             report = self._opened_loads.opened(message.subject, message.data)
         except ForeignRank as error:
-            self._parts.observer.spoke_for_another(error.message)
+            self._parts.observer.spoke_for_another(error)
             return
         except ProtocolError as error:
             self._parts.observer.refused(error.message)
@@ -378,7 +378,7 @@ class ComponentLane:
                 raise foreign(batch.rank, subject)
             return batch
         except ForeignRank as error:
-            self._parts.observer.spoke_for_another(error.message)
+            self._parts.observer.spoke_for_another(error)
             return None
         except ProtocolError as error:
             self._parts.observer.refused(error.message)

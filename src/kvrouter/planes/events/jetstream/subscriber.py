@@ -21,6 +21,7 @@ from kvrouter.planes.events.jetstream.words import (
 from kvrouter.planes.events.port import (
     BLOCKS_MAX,
     BatchSink,
+    DropReason,
     LoadSink,
     RecoveryClient,
     SnapshotFailed,
@@ -178,7 +179,7 @@ class JetStreamSubscriber:
         lane = self._lane_of.get(rank.worker_id)
         if lane is None or lane.names.component == component:
             return False
-        self._observer.spoke_for_another(foreign(rank, f"component {component}").message)
+        self._observer.spoke_for_another(foreign(rank, f"component {component}", DropReason.OTHER_COMPONENT))
         return True
 
     def _hand(self, component: str, batch: KvBatch) -> None:

@@ -6,6 +6,7 @@ from typing import Protocol
 import nats.errors
 
 from kvrouter.core.ids import WorkerRank
+from kvrouter.planes.events.port import ForeignRank
 from kvrouter.planes.names import subject_name
 
 CLIENT_ERRORS = (nats.errors.Error, OSError)
@@ -73,7 +74,7 @@ class LaneObserver(Protocol):
     def refused(self, why: str) -> None:
         """A message that is no batch or load was let go."""
 
-    def spoke_for_another(self, why: str) -> None:
+    def spoke_for_another(self, error: ForeignRank) -> None:
         """A message that names a rank of another worker than its subject was let go."""
 
     def disturbed(self, component: str, why: str) -> None:
@@ -92,7 +93,7 @@ class Unobserved:
     def refused(self, why: str) -> None:
         """Nobody counts."""
 
-    def spoke_for_another(self, why: str) -> None:
+    def spoke_for_another(self, error: ForeignRank) -> None:
         """Nobody counts."""
 
     def disturbed(self, component: str, why: str) -> None:

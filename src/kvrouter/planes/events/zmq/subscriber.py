@@ -290,7 +290,7 @@ class ZmqEventSubscriber:
             else:
                 raise ProtocolError(f"topic: unknown kind {kind!r}", param="topic")
         except ForeignRank as error:
-            self._on_foreign(error.message)
+            self._on_foreign(error)
         except ProtocolError as error:
             self._on_malformed(error.message)
 
