@@ -53,7 +53,7 @@ class Sources(NamedTuple):
     zmq: EventSource
 
 
-def fail(why: str) -> None:
+def fail(why: object) -> None:
     raise SystemExit(f"a frame could not be read: {why}")
 
 

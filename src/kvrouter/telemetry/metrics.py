@@ -349,8 +349,8 @@ class Telemetry(MetricsPage):
         "Messages of the event plane that this router dropped as they came, by reason: malformed (it cannot "
         "be read, or its seal or token is wrong), or it speaks for a rank that is not of its channel's "
         "worker (other_worker), component (other_component) or lane (other_lane): its sender lies, or is "
-        "broken. What a feed drops of batches that it had is in kvrouter_feed_events_total (stale_epoch_batches, "
-        "inbox_full, over_limit, …).",
+        "broken. What a feed drops of batches that it had is in kvrouter_feed_events_total "
+        "(stale_epoch_batches, inbox_full, over_limit, …).",
         "plane",
         "reason",
     )
