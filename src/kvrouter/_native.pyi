@@ -31,8 +31,9 @@ class JsonBounds:
     ``depth`` counts containers in containers, ``values`` all values, ``items`` the members of one object or
     the elements of one array. Numbers in arrays of the outermost object's ``number_fields`` are token ids
     (``nvext.token_data`` is one of an object in it): they count as ``numbers``, and as nothing else.
-    ``text_bytes`` bounds all strings that are not plain ASCII, ``short_bytes`` each string in the outermost
-    object's ``short_fields``, ``key_bytes`` one name, ``number_bytes`` one number: all as they are written.
+    ``text_bytes`` bounds all strings that are not plain ASCII, as they are written or as Python holds them,
+    whichever is more. ``short_bytes`` bounds each string in the outermost object's ``short_fields``,
+    ``key_bytes`` one name, ``number_bytes`` one number: these as they are written.
     """
 
     def __new__(
@@ -49,9 +50,10 @@ class JsonBounds:
         number_fields: Sequence[str],
         short_fields: Sequence[str],
     ) -> JsonBounds: ...
-    def scan(self, text: bytes) -> tuple[dict[str, tuple[int, int]], int]:
-        """Where the fields of the outermost object are (begin and end, by their names as they are written;
-        of equal names the last), and how many values there are.
+    def scan(self, text: bytes) -> tuple[dict[str, tuple[int, int, int, int]], int]:
+        """The fields of the outermost object by their names as they are written, of equal names the last
+        (begin, end, and of the strings in it, once escapes are read, characters and bytes of UTF-8), and how
+        many values there are.
 
         Raises :class:`kvrouter.core.json_bounds.JsonRefused`. From 64 KiB on others run meanwhile.
         """
@@ -100,6 +102,14 @@ class Prompt:
     @property
     def sequence_hashes(self) -> bytes:
         """The hash of each full block chained over all blocks before it, as a column."""
+
+def token_ids(text: bytes, begin: int) -> tuple[bytes, int]:
+    """Read the JSON list of token ids that begins at ``begin``: as a u32 column, and where it ends.
+
+    Raises :class:`kvrouter.core.json_bounds.JsonRefused` of the kind ``token_id`` for an element that is no
+    whole number from 0 to 2**32-1; its path is the element's, such as ``[3]``. From 64 KiB on others run
+    meanwhile.
+    """
 
 def hash_seed(*, lora_name: str | None = None, cache_namespace: str | None = None) -> int:
     """The seed of block hashes: 1337 [+ xxh3_64(lora_name, 0)] [+ xxh3_64(cache_namespace, 1)] mod 2**64.

@@ -1,12 +1,14 @@
 """The native scan and Python's own parser agree on what is JSON, and on how much of it there is."""
 
 import json
+from array import array
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrouter.core.json_bounds import JsonBounds, JsonRefused
+from kvrouter.core.json_bounds import JsonBounds, JsonRefused, token_ids
 
 TOKEN_FIELDS = ("prompt", "token_ids", "messages.a")
 KEYS = st.sampled_from(["prompt", "token_ids", "messages", "a", "ключ", 'q"uote', "back\\slash"]) | st.text(
@@ -95,14 +97,29 @@ class Counted:
         self.items = max(self.items, items)
 
 
+def _size_of_texts(value: object) -> tuple[int, int]:
+    """Characters, and bytes of UTF-8, of the strings in a value, names of fields apart."""
+    if isinstance(value, str):
+        return len(value), len(value.encode("utf-8", "surrogatepass"))
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    sizes = [_size_of_texts(each) for each in inner]
+    return sum(chars for chars, _ in sizes), sum(text_bytes for _, text_bytes in sizes)
+
+
 @given(VALUES, LAYOUTS)
+@example({"a": ["\ud83d\ude00 é€\n", {"b": "\ud800"}]}, {})
+@example({"a": ["\U0001f600 é€\n", {"b": "plain"}]}, {"ensure_ascii": False})
 def test_what_is_json_passes(value: object, layout: dict[str, object]) -> None:
     data = json.dumps(value, **layout).encode("utf-8", "replace")  # type: ignore[arg-type]
     fields, values = bounds().scan(data)
     assert values + _numbers(value) == _all_values(json.loads(data))
     if isinstance(value, dict):
-        read = {json.loads(f'"{name}"'): json.loads(data[begin:end]) for name, (begin, end) in fields.items()}
-        assert read == json.loads(data)
+        again = json.loads(data)
+        read = {json.loads(f'"{name}"'): at for name, at in fields.items()}
+        assert {name: json.loads(data[begin:end]) for name, (begin, end, _, _) in read.items()} == again
+        assert {name: (chars, text_bytes) for name, (_, _, chars, text_bytes) in read.items()} == {
+            name: _size_of_texts(inner) for name, inner in again.items()
+        }
     else:
         assert fields == {}
 
@@ -166,3 +183,27 @@ def _numbers(value: object) -> int:
 def _all_values(value: object) -> int:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + sum(_all_values(item) for item in inner)
+
+
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=30)
+
+
+@given(IDS, LAYOUTS, st.sampled_from(["", " ", "\n\t"]), st.sampled_from(["", "]", ', "b": [2]}']))
+def test_token_ids_are_those_of_pythons_parser(
+    ids: list[int], layout: dict[str, object], before: str, behind: str
+) -> None:
+    written = json.dumps(ids, **layout)  # type: ignore[arg-type]
+    data = (before + written + behind).encode()
+    packed, end = token_ids(data, len(before))
+    assert (array("I", packed).tolist(), end) == (ids, len(before + written))
+
+
+@given(IDS, st.sampled_from([-1, 2**32, 10**30, 1.0, True, None, "1", [1], {}]), IDS)
+def test_what_is_no_token_id_is_named_by_its_place(
+    before: list[int], wrong: object, behind: list[int]
+) -> None:
+    data = json.dumps([*before, wrong, *behind]).encode()
+    with pytest.raises(JsonRefused) as caught:
+        token_ids(data, 0)
+    assert (caught.value.kind, caught.value.path) == ("token_id", f"[{len(before)}]")
+    assert data[caught.value.at :].startswith(json.dumps(wrong).encode())

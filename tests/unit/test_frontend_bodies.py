@@ -1,6 +1,8 @@
 """How long bodies may be, route by route, and what long ones are read in."""
 
+import asyncio
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 
 import msgspec
@@ -8,13 +10,15 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import FrontendSettings
+from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend import bodies
 from kvrouter.frontend.bodies import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_LOOP_BYTES, PAGE_BYTES_MAX
 from kvrouter.frontend.openai import parse
 from kvrouter.frontend.openai.scanned import BodyBounds, ScannedBody, scanned
 from tests.support.fleets import MODEL, card
-from tests.support.front import CONTEXT_TOKENS, House, error_of, open_house, says
+from tests.support.front import CONTEXT_TOKENS, House, error_of, open_house, says, token_ids
+from tests.support.planes import ScriptedStream
 
 CHAT = "/v1/chat/completions"
 DERIVED_BYTES = BESIDE_PROMPT_BYTES + 3 * 16 * CONTEXT_TOKENS
@@ -26,6 +30,10 @@ def own(worker_id: int, *, context: int = CONTEXT_TOKENS, model: str = MODEL) ->
 
 def taking_calls() -> WorkerCard:
     return structs.replace(own(1), takes_calls=True)
+
+
+def says_user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
 
 
 async def refusal(house: House, path: str, size_bytes: int, *, chunked: bool = False) -> str | None:
@@ -118,3 +126,73 @@ async def test_as_many_token_ids_as_the_longest_context_holds() -> None:
         assert (error_of(reply)["code"], error_of(reply)["param"]) == ("body_over_bounds", "prompt")
     async with open_house(own(1), settings=FrontendSettings(body_max_token_ids=10)) as house:
         assert error_of(await house.complete([1] * 11))["code"] == "body_over_bounds"
+
+
+TOO_LONG = 1_000_001
+"""Characters of messages that no template of the mock model, with its context here, is given."""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "code"),
+    [
+        ("chat/completions", {"messages": says_user("a" * TOO_LONG)}, "messages", "context_length_exceeded"),
+        (
+            "chat/completions",
+            {"messages": says_user("\U0001f600" * 999_990)},
+            "messages",
+            "prompt_over_budget",
+        ),
+        ("completions", {"prompt": "a" * (13 * CONTEXT_TOKENS + 1)}, "prompt", "context_length_exceeded"),
+        ("route/explain", {"prompt": ["a" * TOO_LONG]}, "prompt", "context_length_exceeded"),
+        ("chat/completions", {"messages": [], "model": "other"}, "model", "model_not_found"),
+    ],
+)
+async def test_of_a_prompt_that_is_too_long_nothing_is_built(
+    path: str, fields: dict[str, object], param: str, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_decode(*_: object) -> object:
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr(parse, "decode_body", no_decode)
+    async with open_house(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as house:
+        error = error_of(await house.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
+    assert (error["param"], error["code"]) == (param, code)
+
+
+async def test_a_text_beside_its_tokens_may_be_of_any_length() -> None:
+    async with open_house(own(1), script=says("ok")) as house:
+        reply = await house.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
+    assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 3)
+
+
+async def test_the_body_of_a_request_ends_before_its_answer() -> None:
+    """While the answer is on its way, no more is held for a long body than for a short one."""
+    kept_bytes = 8_000_000
+    body = msgspec.json.encode(
+        {"model": MODEL, "prompt": "hello", "stream": True, "metadata": {"a": "x" * kept_bytes}}
+    )
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(body)
+    fed: list[ScriptedStream] = []
+
+    def begins(stream: ScriptedStream) -> None:
+        stream.feed(EngineChunk(token_ids=token_ids("ok")))
+        fed.append(stream)
+
+    settings = FrontendSettings(body_max_bytes=BODY_BYTES_MAX)
+    async with open_house(own(1), script=begins, settings=settings) as house:
+        assert (await house.http.get("/health")).status_code == 200
+        reader, writer = await asyncio.open_connection(*house.address)
+        tracemalloc.start()
+        try:
+            for data in (head, body):
+                writer.write(data)
+                await writer.drain()
+            await reader.readuntil(b"text_completion")
+            held_bytes, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        fed[0].feed(EngineChunk(finish=FinishReason.STOP))
+        await reader.readuntil(b"[DONE]")
+        writer.close()
+    assert peak_bytes > kept_bytes, "it was held once"
+    assert held_bytes < kept_bytes / 4

@@ -1,6 +1,7 @@
 """``nvext`` under the names of Dynamo's clients, in bodies and headers, and what is not known of it."""
 
 import json
+from array import array
 
 import pytest
 
@@ -181,4 +182,9 @@ def test_more_fields_than_there_are_wishes_are_not_told_one_by_one() -> None:
 
 def test_tokens_of_a_prompt_may_be_as_many_as_a_context_holds() -> None:
     ids = list(range(50_000))
-    assert call(token_data=ids).nvext.token_data == ids
+    assert call(token_data=ids).nvext.token_data == array("I", ids)
+    assert call(token_data=None).nvext.token_data is None
+    assert refused(token_data=[1, "a"]).param == "nvext.token_data"
+    wrongs: tuple[object, ...] = (1, "a", {}, [-1], [[1]])
+    for wrong in wrongs:
+        assert (refused(token_data=wrong).param or "").startswith("nvext.token_data")

@@ -1,5 +1,7 @@
 """Bodies that are wrong, each with the field that the error names; and what good ones mean."""
 
+from array import array
+
 import msgspec
 import pytest
 
@@ -149,6 +151,13 @@ def test_a_wrong_field_of_a_chat_is_named(fields: dict[str, object], param: str)
         ({"prompt": [1, -2]}, "prompt[1]"),
         ({"prompt": [2**32]}, "prompt[0]"),
         ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [1.0]}, "prompt[0]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [[1, -2]]}, "prompt[0][1]"),
+        ({"prompt": [["a"]]}, "prompt[0]"),
+        ({"prompt": 7}, "prompt"),
         ({"logprobs": 2}, "logprobs"),
         ({"logprobs": 0}, "logprobs"),
     ],
@@ -305,10 +314,12 @@ def test_max_tokens_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "meant"), [("hi", "hi"), (["hi"], "hi"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])]
+    ("prompt", "meant"),
+    [("hi", "hi"), (["hi"], "hi"), ("[1]", "[1]"), (["[1]"], "[1]"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])],
 )
-def test_a_prompt_comes_in_four_forms(prompt: object, meant: object) -> None:
-    assert parse_completion(completion(prompt=prompt)).prompt == meant
+def test_a_prompt_comes_in_four_forms(prompt: object, meant: str | list[int]) -> None:
+    read = parse_completion(completion(prompt=prompt)).prompt
+    assert read == (meant if isinstance(meant, str) else array("I", meant))
 
 
 def test_wishes_of_routing_are_read() -> None:

@@ -239,7 +239,8 @@ async def test_tokens_that_are_none_are_refused_here(prompt: list[object]) -> No
     async with open_house(taking(1), script=streams("Paris")) as house:
         response = await house.complete(prompt)
         assert house.plane.opened == []
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] in ("prompt", "prompt[1]")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

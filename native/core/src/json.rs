@@ -16,7 +16,8 @@ pub struct Limits {
     pub items: usize,
     /// Numbers in arrays of `number_fields`, all together.
     pub numbers: usize,
-    /// Bytes of all strings together that are not plain ASCII, as they are written: with escapes, or others.
+    /// Bytes of all strings together that are not plain ASCII, as they are written or as Python holds them,
+    /// whichever is more: one wide character makes it hold two or four bytes for each of a string.
     pub text_bytes: usize,
     /// Bytes of a string in one of `short_fields`.
     pub short_bytes: usize,
@@ -58,7 +59,23 @@ pub struct Scanned {
     pub values: usize,
     pub numbers: usize,
     pub text_bytes: usize,
-    pub fields: Vec<(Range<usize>, Range<usize>)>,
+    pub fields: Vec<Field>,
+}
+
+/// A field of the outermost object: where it is, and how long the strings in its value are, names apart.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Field {
+    pub key: Range<usize>,
+    pub value: Range<usize>,
+    pub strings: StringSize,
+}
+
+/// The size of strings once their escapes are read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StringSize {
+    pub chars: usize,
+    /// In UTF-8.
+    pub bytes: usize,
 }
 
 const PATH_BYTES_MAX: usize = 300;
@@ -218,7 +235,8 @@ impl Scanner<'_> {
             let name = &self.text[key.clone()];
             self.in_numbers = self.limits.number_fields.iter().any(|field| field == name);
             self.in_short = self.limits.short_fields.iter().any(|field| field == name);
-            self.found.fields.push((key.clone(), self.at..self.at));
+            let value = self.at..self.at;
+            self.found.fields.push(Field { key: key.clone(), value, ..Field::default() });
         } else if let [Frame { is_object: true, key: outer, .. }, _] = &self.frames[..] {
             let (outer, name) = (&self.text[outer.clone()], &self.text[key.clone()]);
             if self.limits.number_fields.iter().all(|field| field != outer) {
@@ -235,8 +253,8 @@ impl Scanner<'_> {
     #[inline]
     fn end_field(&mut self) {
         if self.frames.len() == 1 && self.frames[0].is_object {
-            if let Some((_, value)) = self.found.fields.last_mut() {
-                value.end = self.at;
+            if let Some(field) = self.found.fields.last_mut() {
+                field.value.end = self.at;
             }
         }
     }
@@ -249,11 +267,24 @@ impl Scanner<'_> {
         if self.in_short && written.len() > self.limits.short_bytes {
             return Err(Fault::ShortBytes);
         }
-        if is_escaped || !written.is_ascii() {
-            self.found.text_bytes += written.len();
-            if self.found.text_bytes > self.limits.text_bytes {
+        let inner = &written[1..written.len() - 1];
+        let mut size = StringSize { chars: inner.len(), bytes: inner.len() };
+        if is_escaped || !inner.is_ascii() {
+            let left_bytes = self.limits.text_bytes - self.found.text_bytes;
+            if written.len() > left_bytes {
                 return Err(Fault::TextBytes);
             }
+            let char_bytes;
+            (size, char_bytes) = decoded_size(inner);
+            let held_bytes = written.len().max(size.chars * char_bytes);
+            if held_bytes > left_bytes {
+                return Err(Fault::TextBytes);
+            }
+            self.found.text_bytes += held_bytes;
+        }
+        if let Some(field) = self.found.fields.last_mut() {
+            field.strings.chars += size.chars;
+            field.strings.bytes += size.bytes;
         }
         Ok(())
     }
@@ -381,6 +412,46 @@ fn is_dotted(field: &[u8], outer: &[u8], name: &[u8]) -> bool {
     field.strip_prefix(outer).and_then(|rest| rest.strip_prefix(b".")) == Some(name)
 }
 
+/// The size of a string between its quotes, and the bytes that Python holds for each of its characters.
+fn decoded_size(text: &[u8]) -> (StringSize, usize) {
+    let mut size = StringSize::default();
+    let mut widest = 1;
+    let mut rest = text;
+    while !rest.is_empty() {
+        let plain = rest.iter().position(|&byte| byte == b'\\').unwrap_or(rest.len());
+        size.chars += rest[..plain].iter().filter(|&&byte| byte & 0xc0 != 0x80).count();
+        size.bytes += plain;
+        widest = widest.max(match rest[..plain].iter().max() {
+            Some(0xf0..) => 4,
+            Some(0xc4..) => 2,
+            _ => 1,
+        });
+        rest = &rest[plain..];
+        if rest.is_empty() {
+            break;
+        }
+        let (taken, bytes, char_bytes) = match (code_unit(rest), code_unit(rest.get(6..).unwrap_or(&[]))) {
+            (Some(0xd800..=0xdbff), Some(0xdc00..=0xdfff)) => (12, 4, 4),
+            (Some(0..=0x7f), _) => (6, 1, 1),
+            (Some(0x80..=0xff), _) => (6, 2, 1),
+            (Some(0x100..=0x7ff), _) => (6, 2, 2),
+            (Some(_), _) => (6, 3, 2),
+            (None, _) => (2, 1, 1),
+        };
+        size.chars += 1;
+        size.bytes += bytes;
+        widest = widest.max(char_bytes);
+        rest = rest.get(taken..).unwrap_or(&[]);
+    }
+    (size, widest)
+}
+
+/// The UTF-16 code unit of an escape at the beginning, if it is one of those.
+fn code_unit(text: &[u8]) -> Option<u16> {
+    let digits = text.strip_prefix(b"\\u")?.get(..4)?;
+    u16::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
+}
+
 /// How many of the first bytes of a string stand for themselves.
 #[inline]
 fn plain_bytes(bytes: &[u8]) -> usize {
@@ -429,7 +500,7 @@ mod tests {
         let text = br#" {"a" : [1, 2] ,"b":"x\"]", "c":{"a":null}} "#;
         let found = scan(text, &limits()).unwrap();
         let fields: Vec<_> =
-            found.fields.iter().map(|(key, value)| (&text[key.clone()], &text[value.clone()])).collect();
+            found.fields.iter().map(|at| (&text[at.key.clone()], &text[at.value.clone()])).collect();
         assert_eq!(
             fields,
             [(b"a".as_slice(), b"[1, 2]".as_slice()), (b"b", br#""x\"]""#), (b"c", br#"{"a":null}"#)]
@@ -465,6 +536,25 @@ mod tests {
         assert_eq!(refused(r#"{"x":{"ids":[1,2,3,4,5,6,7]}}"#), (Fault::Numbers, "x".into()));
         assert_eq!(refused(r#"{"x":{"ids":1,"id":[1,2,3,4,5,6]}}"#), (Fault::Items, "x.id".into()));
         assert!(scan(br#"{"prompt":[1,2,3,4,5,6]}"#, &limits()).is_ok());
+    }
+
+    #[test]
+    fn the_strings_of_a_field_have_the_size_that_they_are_read_as() {
+        let text = r#"{"a":["x\n\u00e9\u20ac","\ud83d\ude00\ud83d",{"name":"é€😀"}],"b":"plain","c":1}"#;
+        let limits = Limits { text_bytes: 1000, ..limits() };
+        let found = scan(text.as_bytes(), &limits).unwrap();
+        let sizes: Vec<_> = found.fields.iter().map(|at| (at.strings.chars, at.strings.bytes)).collect();
+        assert_eq!(sizes, [(4 + 2 + 3, 7 + 7 + 9), (5, 5), (0, 0)]);
+    }
+
+    #[test]
+    fn one_wide_character_counts_for_all_of_its_string() {
+        let text = |end: &str| format!(r#"{{"m":["{}{end}"]}}"#, "x".repeat(30));
+        for (end, held_bytes) in [("é", 34), ("€", 62), ("😀", 124), (r"\u00e9", 38), (r"\u20ac", 62)] {
+            let bounded = |text_bytes| scan(text(end).as_bytes(), &Limits { text_bytes, ..limits() });
+            assert_eq!(bounded(held_bytes - 1).unwrap_err().fault, Fault::TextBytes, "{end}");
+            assert_eq!(bounded(held_bytes).unwrap().text_bytes, held_bytes, "{end}");
+        }
     }
 
     #[test]

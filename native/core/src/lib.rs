@@ -14,3 +14,4 @@ pub mod prompt;
 mod rank;
 mod shard;
 mod table;
+pub mod token_ids;

@@ -1,8 +1,9 @@
-//! `JsonBounds`: JSON looked through before anything is built of it.
+//! `JsonBounds` and `token_ids`: JSON looked through, and its token ids read, without Python objects.
 
 use kvrouter_core::json::{self, Fault, Refused};
+use kvrouter_core::token_ids::parsed as parsed_token_ids;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyString};
+use pyo3::types::{PyBytes, PyDict, PyString};
 
 pyo3::import_exception!(kvrouter.core.json_bounds, JsonRefused);
 
@@ -43,7 +44,8 @@ impl JsonBounds {
         })
     }
 
-    /// The fields of the outermost object, by their names, and how many values there are.
+    /// The fields of the outermost object (begin, end, characters and bytes of the strings), by their names,
+    /// and how many values there are.
     fn scan<'py>(&self, py: Python<'py>, text: &[u8]) -> PyResult<(Bound<'py, PyDict>, usize)> {
         let found = if text.len() < DETACHED_BYTES {
             json::scan(text, &self.0)
@@ -52,12 +54,34 @@ impl JsonBounds {
         };
         let found = found.map_err(|refused| refusal(&refused))?;
         let fields = PyDict::new(py);
-        for (key, value) in found.fields {
+        for json::Field { key, value, strings } in found.fields {
             let name = PyString::new(py, std::str::from_utf8(&text[key]).expect("checked by the scan"));
-            fields.set_item(name, (value.start, value.end))?;
+            fields.set_item(name, (value.start, value.end, strings.chars, strings.bytes))?;
         }
         Ok((fields, found.values))
     }
+}
+
+/// The token ids of the JSON list that begins at `begin`, packed, and where it ends.
+#[pyfunction]
+pub fn token_ids<'py>(py: Python<'py>, text: &[u8], begin: usize) -> PyResult<(Bound<'py, PyBytes>, usize)> {
+    let list = text.get(begin..).unwrap_or(&[]);
+    let found = if list.len() < DETACHED_BYTES {
+        parsed_token_ids(list)
+    } else {
+        py.detach(|| parsed_token_ids(list))
+    };
+    let found = found.map_err(|refused| {
+        let path = format!("[{}]", refused.index);
+        JsonRefused::new_err(("token_id", path, begin + refused.at, "is no token id"))
+    })?;
+    let packed = PyBytes::new_with(py, 4 * found.ids.len(), |packed| {
+        for (place, id) in packed.chunks_exact_mut(4).zip(&found.ids) {
+            place.copy_from_slice(&id.to_ne_bytes());
+        }
+        Ok(())
+    })?;
+    Ok((packed, begin + found.end))
 }
 
 fn refusal(refused: &Refused) -> PyErr {

@@ -183,8 +183,9 @@ class FrontendSettings(Section):
             unit="bytes",
         ),
     ] = 16 * 1024 * 1024
-    """How long the texts of a body may be in all, as JSON has them. Texts that are plain ASCII without line
-    breaks and quotes, as pictures are, do not count."""
+    """How long the texts of a body may be in all: as JSON has them, or as they are held in memory, if that is
+    more (one wide character, such as an emoji, makes four bytes of each character of its text). Texts that
+    are plain ASCII without line breaks and quotes, as pictures are, do not count."""
 
     header_max_bytes: Annotated[
         Annotated[Whole, Interval(ge=1024, le=1024 * 1024)],

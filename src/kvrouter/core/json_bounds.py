@@ -4,15 +4,16 @@ Text of a few megabytes can stand for a million objects, which take seconds to b
 memory. The scan holds no object and gives the interpreter up, so other work goes on meanwhile.
 """
 
-from kvrouter._native import JsonBounds
+from kvrouter._native import JsonBounds, token_ids
 
-__all__ = ["JsonBounds", "JsonRefused"]
+__all__ = ["JsonBounds", "JsonRefused", "token_ids"]
 
 
 class JsonRefused(ValueError):
     """Text that is no JSON, or would become more than its bounds allow.
 
-    ``kind`` is ``syntax`` (``what`` says more), ``not_finite`` (NaN or an infinity), or the name of a bound.
+    ``kind`` is ``syntax`` (``what`` says more), ``not_finite`` (NaN or an infinity), ``token_id`` (an element
+    of a list of token ids is none), or the name of a bound.
     ``path`` is that of the field, such as ``messages[2].content``, empty for the whole; ``at`` a byte.
     """
 

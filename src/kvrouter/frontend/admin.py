@@ -106,13 +106,15 @@ class AdminRoutes:
         """``POST /v1/route/explain``: decide as for a real request, send and book nothing."""
         request_id = self._ids.take(request.headers.get("x-request-id"))
         try:
+            body = await self._bodies.scan(await request.body())
+            called = self._hall.called_model(body)
+            text = self._hall.text_of(called, body)
             reader = self._hall.nvext_reader(request.headers.raw)
-            parsed = await self._bodies.read(await request.body(), partial(parse_either, nvext=reader))
-            text = self._hall.text_of(parsed.call)
-            wanted = await self._hall.prepare(parsed, text, request_id)
+            parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader))
+            wanted = await self._hall.prepare(parsed, called, text, request_id)
         finally:
             self._ids.give_back(request_id)
-        model = self._service.model(wanted.model)
+        model = called.router
         try:
             explained = decided_json(wanted, model.fleet, self._service.explain(wanted))
         except RoutingRefused as refused:

@@ -4,23 +4,23 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError
-from kvrouter.core.requests import CallRoute
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.requests import CallRoute, GenerateRequest
 from kvrouter.frontend.answered import Reading, answer_query, answer_stream, answer_whole
 from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.exchange import Exchange, cancel_with
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.answers import Kind
-from kvrouter.frontend.openai.nvext import NvextReader
-from kvrouter.frontend.openai.parse import ChatCall, CompletionCall, parse_chat, parse_completion
+from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse_chat, parse_completion
 from kvrouter.frontend.openai.passed import parse_passed
-from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.passing import pass_stream, pass_whole
 from kvrouter.frontend.prepare import Hall
 from kvrouter.frontend.request_ids import RequestIds
 from kvrouter.service.router import RouterService
+from kvrouter.text.model import TextModel
 from kvrouter.text.stops import StopMatcher
 
 CLIENT_LEFT_STATUS = 499
@@ -55,7 +55,7 @@ class GenerateRoutes:
         exchange = Exchange(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
-            await self._serve(exchange, request.body, self._hall.nvext_reader(request.headers))
+            await self._serve(exchange, request)
         except KvrouterError as error:
             self._observed.failed(error, model=exchange.model)
             exchange.fail(error)
@@ -67,46 +67,52 @@ class GenerateRoutes:
             self._ids.give_back(exchange.request_id)
             self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
 
-    async def _serve(self, exchange: Exchange, data: bytes, reader: NvextReader) -> None:
+    async def _serve(self, exchange: Exchange, request: Request) -> None:
         received_s = time.monotonic()
-        body = await self._bodies.scan(data)
-        exchange.model = self._hall.model_in(body)
-        if self._hall.passes(body):
-            await self._serve_passed(exchange, body, reader, received_s)
-            return
-        try:
-            parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=reader))
-        except InvalidRequest:
-            self._hall.refuse_on_its_way(body)
-            raise
-        call = parsed.call
-        text = self._hall.text_of(call)
-        matcher = StopMatcher(call.stops)
-        generate = await self._hall.prepare(parsed, text, exchange.request_id)
+        call, generate, text, matcher = await self._prepared(exchange, request)
         if call.nvext.asks_only:
             await answer_query(exchange, call, generate, self._service.explain(generate))
             return
         async with self._service.generate(generate, received_s=received_s) as generation:
+            if matcher is None:
+                if call.stream:
+                    await pass_stream(exchange, call, generation, text)
+                else:
+                    await pass_whole(exchange, call, generation)
+                return
             reading = Reading(generation, text.detokenizer(), matcher)
             if call.stream:
                 await answer_stream(exchange, call, reading)
             else:
                 await answer_whole(exchange, call, reading)
 
-    async def _serve_passed(
-        self, exchange: Exchange, body: ScannedBody, reader: NvextReader, received_s: float
-    ) -> None:
-        """The engines of this model take calls as clients write them, and answer for themselves."""
-        parse = partial(parse_passed, _ROUTES[exchange.kind], reader=reader)
-        passed = await self._bodies.parse(body, parse)
-        call = passed.call
-        text = self._hall.text_of(call)
-        generate = await self._hall.prepare_passed(passed, text, exchange.request_id)
-        if call.nvext.asks_only:
-            await answer_query(exchange, call, generate, self._service.explain(generate))
-            return
-        async with self._service.generate(generate, received_s=received_s) as generation:
-            if call.stream:
-                await pass_stream(exchange, call, generation, text)
-            else:
-                await pass_whole(exchange, call, generation)
+    async def _prepared(self, exchange: Exchange, request: Request) -> "_Prepared":
+        """Return the call, without its body: what is not needed of that ends here, and not with the answer.
+
+        Engines that take calls as clients write them get the body itself, again when one fails.
+        """
+        body = await self._bodies.scan(request.take_body())
+        reader = self._hall.nvext_reader(request.headers)
+        called = self._hall.called_model(body)
+        exchange.model = called.name
+        if called.router.fleet.takes_calls:
+            text = self._hall.text(called.name)
+            passed = await self._bodies.parse(
+                body, partial(parse_passed, _ROUTES[exchange.kind], reader=reader)
+            )
+            generate = await self._hall.prepare_passed(passed, called, text, exchange.request_id)
+            return _Prepared(passed.call, generate, text)
+        text = self._hall.text_of(called, body)
+        parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=reader))
+        matcher = StopMatcher(parsed.call.stops)
+        generate = await self._hall.prepare(parsed, called, text, exchange.request_id)
+        return _Prepared(parsed.call, generate, text, matcher)
+
+
+class _Prepared(NamedTuple):
+    """A call to be served; ``matcher`` None: its engine writes the answer."""
+
+    call: Call
+    generate: GenerateRequest
+    text: TextModel
+    matcher: StopMatcher | None = None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import TokenBuffer
-from kvrouter.frontend.openai.passed import PassedBody, PassedCall
+from kvrouter.frontend.openai.passed import PassedCall
 from kvrouter.text.messages import media_named
 from kvrouter.text.model import TextModel
 
@@ -26,10 +26,10 @@ class PassedTokens(NamedTuple):
 
 
 async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
-    """Return what routing may know of the prompt. Raises InvalidRequest for tokens that are none."""
+    """Return what routing may know of the prompt."""
     body = passed.body
     if not isinstance(body.messages, list):
-        return await _prompt_tokens(body, text)
+        return await _prompt_tokens(passed, text)
     messages: Sequence[Mapping[str, object]] = body.messages
     if len(passed.client_call.body) > LONG_BODY_BYTES:
         known = await asyncio.to_thread(media_named, messages)
@@ -56,27 +56,18 @@ async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
     return PassedTokens(token_ids, is_exact, has_media)
 
 
-async def _prompt_tokens(body: PassedBody, text: TextModel) -> PassedTokens:
-    """Of several prompts the first one is where the request goes."""
-    prompt = body.prompt
-    is_exact = body.add_special_tokens is not False
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        is_exact = is_exact and len(prompt) == 1
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        try:
-            return PassedTokens(await text.encode_prompt(prompt), is_exact)
-        except InvalidRequest:
-            # Too long is what its engine calls too long: it may cut prompts.
-            return PassedTokens(await text.encode_beginning(prompt), is_exact=False)
-    if isinstance(prompt, list):
-        try:
-            return PassedTokens(array("I", prompt), is_exact)
-        except (TypeError, OverflowError) as error:
-            raise InvalidRequest(
-                "prompt: token ids are integers from 0 to 2**32-1", param="prompt"
-            ) from error
-    return PassedTokens(array("I"), is_exact=False)
+async def _prompt_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
+    if passed.prompt is None:
+        return PassedTokens(array("I"), is_exact=False)
+    content, is_only = passed.prompt
+    is_exact = is_only and passed.body.add_special_tokens is not False
+    if not isinstance(content, str):
+        return PassedTokens(content, is_exact)
+    try:
+        return PassedTokens(await text.encode_prompt(content), is_exact)
+    except InvalidRequest:
+        # Too long is what its engine calls too long: it may cut prompts.
+        return PassedTokens(await text.encode_beginning(content), is_exact=False)
 
 
 def _texts(messages: Sequence[Mapping[str, object]]) -> str:

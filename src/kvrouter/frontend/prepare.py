@@ -2,11 +2,11 @@
 
 import dataclasses
 import time
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvrouter.config import UnknownNvext
@@ -19,8 +19,9 @@ from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.nvext import Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
 from kvrouter.frontend.openai.passed import PassedCall, model_of
-from kvrouter.frontend.openai.scanned import ScannedBody
+from kvrouter.frontend.openai.scanned import ScannedBody, has_token_data
 from kvrouter.frontend.passed_tokens import passed_tokens
+from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.text.encode_pool import EncodePoolFull, PromptOverBudget
 from kvrouter.text.model import TextModel
@@ -31,6 +32,14 @@ class Named(NamedTuple):
 
     model: ModelName
     adapter: str | None
+
+
+class CalledModel(NamedTuple):
+    """The model that a call names, and the adapter; ``router`` has its workers, which may all have left."""
+
+    name: ModelName
+    adapter: str | None
+    router: ModelRouter
 
 
 class Hall:
@@ -77,11 +86,29 @@ class Hall:
             if len(model.fleet) and model.fleet.model in self._texts
         )
 
-    def text_of(self, call: Call) -> TextModel:
-        """Check, before the prompt is tokenized, what costs nothing: the model, and what can never be met."""
-        model = self.named(call.model).model
-        refuse_contradictions(call, self._service.model(model))
-        return self.text(model)
+    def called_model(self, body: ScannedBody) -> CalledModel:
+        """Return the model of the call in ``body``. Raises :class:`InvalidRequest` where it names none,
+        :class:`UnknownModel`, and :class:`ModelNotReady` while its workers may be on their way: engines may
+        take what is refused without them.
+        """
+        name, adapter = self.named(model_of(body))
+        return CalledModel(name, adapter, self._service.model(name))
+
+    def text_of(self, called: CalledModel, body: ScannedBody) -> TextModel:
+        """Return what turns the model's text into tokens, once the prompt in ``body`` is known to be no
+        longer than any that it takes: of a longer one nothing is built.
+
+        Raises :class:`ModelNotReady`, and what :meth:`TextModel.refuse_chat_size` raises.
+        """
+        text = self.text(called.name)
+        if has_token_data(body):
+            return text  # the text beside the tokens is not read
+        with self._counting_refusals():
+            for field, refuse in (("messages", text.refuse_chat_size), ("prompt", text.refuse_prompt_size)):
+                if field in body.fields:
+                    _, _, chars, text_bytes = body.fields[field]
+                    refuse(chars, text_bytes)
+        return text
 
     def text(self, model: ModelName) -> TextModel:
         """Return what turns the model's text into tokens; raise :class:`ModelNotReady` if it is not here.
@@ -98,42 +125,20 @@ class Hall:
             return text
         return dataclasses.replace(text, context_length_tokens=context_tokens)
 
-    def refuse_on_its_way(self, body: ScannedBody) -> None:
-        """Raise :class:`ModelNotReady` when the model of the call in ``body`` may be on its way: its engines
-        may take what is refused without them. Raises InvalidRequest for what is no call.
-        """
-        if self._service.why_fleet_unknown is not None:
-            self._service.model(self.named(model_of(body)).model)
-
-    def model_in(self, body: ScannedBody) -> ModelName | None:
-        """Return the served model that a body names; None when it names none."""
-        try:
-            model = self._service.find(self.named(model_of(body)).model)
-        except InvalidRequest:
-            return None
-        return None if model is None else model.fleet.model
-
-    def passes(self, body: ScannedBody) -> bool:
-        """Whether the call in ``body`` goes to its engine as it was written. Raises InvalidRequest."""
-        models = tuple(self._service.models())
-        if not any(model.fleet.takes_calls for model in models):
-            return False
-        name = self.named(model_of(body)).model
-        return any(model.fleet.model == name and model.fleet.takes_calls for model in models)
-
     async def prepare_passed(
-        self, passed: PassedCall, text: TextModel, request_id: RequestId
+        self, passed: PassedCall, called: CalledModel, text: TextModel, request_id: RequestId
     ) -> GenerateRequest:
         """Tokenize a call that goes to its engine as it was written, so far as it is known here.
 
         Where it is not (pictures, a template of the client's own), routing sees the part that is, and names
         that stand for pictures; no other worker could go on with the answer.
         """
+        call, written = passed.call, passed.client_call
+        model, adapter, router = called
+        refuse_contradictions(call, router)
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, is_exact, has_media = await passed_tokens(passed, text)
-        call, written = passed.call, passed.client_call
-        model, adapter = self.named(call.model)
         self._observed.tokenized(model=model, seconds=time.perf_counter() - began_s)
         room_tokens = max(1, text.context_length_tokens - len(token_ids))
         wanted_tokens = len(token_ids) + (
@@ -156,9 +161,16 @@ class Hall:
         )
 
     async def prepare(
-        self, parsed: ChatCall | CompletionCall, text: TextModel, request_id: RequestId
+        self,
+        parsed: ChatCall | CompletionCall,
+        called: CalledModel,
+        text: TextModel,
+        request_id: RequestId,
     ) -> GenerateRequest:
-        """Template, tokenize and check the lengths; long texts are tokenized off the event loop."""
+        """Check what can never be met, template, tokenize and check the lengths; long texts are tokenized off
+        the event loop.
+        """
+        refuse_contradictions(parsed.call, called.router)
         began_s = time.perf_counter()
         with self._counting_refusals():
             token_ids, field = await _token_ids(parsed, text)
@@ -230,14 +242,15 @@ async def _token_ids(parsed: ChatCall | CompletionCall, text: TextModel) -> tupl
     return _checked_ids(parsed.prompt, text.tokenizer.vocab_size, field="prompt"), "prompt"
 
 
-def _checked_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> TokenBuffer:
-    highest = max(token_ids, default=0)
-    if highest >= vocab_size:
-        at = f"{field}[{token_ids.index(highest)}]"
+def _checked_ids(token_ids: TokenBuffer, vocab_size: int, *, field: str) -> TokenBuffer:
+    ids = np.frombuffer(token_ids, np.uint32)
+    place = int(ids.argmax()) if len(ids) else 0
+    if len(ids) and ids[place] >= vocab_size:
+        at = f"{field}[{place}]"
         raise InvalidRequest(
-            f"{at}: the model's vocabulary ends at {vocab_size - 1}, not {highest}", param=at
+            f"{at}: the model's vocabulary ends at {vocab_size - 1}, not {ids[place]}", param=at
         )
-    return array("I", token_ids)
+    return token_ids
 
 
 def _request(

@@ -82,9 +82,27 @@ class EncodePool:
         """Whether a prompt of so many characters is encoded in a thread."""
         return chars > self.limits.off_loop_chars
 
+    @property
+    def text_max_bytes(self) -> int:
+        """How long a text may be that can be encoded within the budget, in UTF-8."""
+        return self.limits.bytes_max // BYTES_PER_BYTE
+
     def fits(self, text: str) -> str:
         """Return as much of the beginning of ``text`` as can be encoded within the budget."""
-        return text[: self.limits.bytes_max // (BYTES_PER_BYTE * _char_bytes_max(text))]
+        return text[: self.text_max_bytes // _char_bytes_max(text)]
+
+    def refuse_over_budget(self, text_bytes: int, *, field: str, bytes_max: int | None = None) -> None:
+        """Raise PromptOverBudget, which names the field, for a text of more bytes of UTF-8 than can be
+        encoded within the budget, or than ``bytes_max`` if that is more.
+        """
+        most_bytes = max(self.text_max_bytes, bytes_max or 0)
+        if text_bytes > most_bytes:
+            raise PromptOverBudget(
+                f"{field}: {text_bytes} bytes of text, and at most {most_bytes} are tokenized: all prompts "
+                f"together may take {self.limits.bytes_max} bytes of memory, {BYTES_PER_BYTE} for each "
+                "(KVROUTER_TOKENIZE_MAX_BYTES)",
+                param=field,
+            )
 
     async def encode(self, encode: Callable[[str], TokenBuffer], text: str, *, field: str) -> TokenBuffer:
         """Return ``encode(text)``; ``field`` is where the text came from.
@@ -95,13 +113,9 @@ class EncodePool:
         """
         if not self.leaves_loop(len(text)):
             return encode(text)
-        need_bytes = BYTES_PER_BYTE * await self._utf8_bytes(text)
-        if need_bytes > self.limits.bytes_max:
-            raise PromptOverBudget(
-                f"{field}: to tokenize {len(text)} characters may take {need_bytes} bytes of memory, and all "
-                f"prompts together may take {self.limits.bytes_max} (KVROUTER_TOKENIZE_MAX_BYTES)",
-                param=field,
-            )
+        text_bytes = await self._utf8_bytes(text)
+        self.refuse_over_budget(text_bytes, field=field)
+        need_bytes = BYTES_PER_BYTE * text_bytes
         return await self.run(partial(_then_trim, encode, need_bytes), text, need_bytes=need_bytes)
 
     async def run(self, work: Callable[[T], R], what: T, *, need_bytes: int = 0) -> R:

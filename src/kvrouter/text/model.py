@@ -57,6 +57,29 @@ class TextModel:
         """Read the model that ships with the package."""
         return cls.load(MOCK_FOLDER, context_length_tokens=context_length_tokens, pool=pool or EncodePool())
 
+    @property
+    def chat_max_chars(self) -> int:
+        """How many characters the messages of a chat may have: a template may leave half of them out, such as
+        what a model once thought.
+        """
+        return max(2 * self.prompt_max_chars, RENDERED_ANYWAY_CHARS)
+
+    def refuse_chat_size(self, chars: int, text_bytes: int) -> None:
+        """Raise for messages that are too long whatever the template makes of them, by their size alone:
+        ContextLengthExceeded, or PromptOverBudget.
+        """
+        self._refuse_chars(chars, self.chat_max_chars, "messages")
+        most_bytes = max(2 * self.pool.text_max_bytes, RENDERED_ANYWAY_CHARS)
+        self.pool.refuse_over_budget(text_bytes, field="messages", bytes_max=most_bytes)
+
+    def refuse_prompt_size(self, chars: int, text_bytes: int) -> None:
+        """Raise for the prompt of a completion that is too long, by its size alone: ContextLengthExceeded, or
+        PromptOverBudget.
+        """
+        self._refuse_chars(chars, self.prompt_max_chars, "prompt")
+        if self.pool.leaves_loop(chars):
+            self.pool.refuse_over_budget(text_bytes, field="prompt")
+
     def prepare_chat(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -100,8 +123,7 @@ class TextModel:
             template_kwargs=template_kwargs,
         )
         chars = text_chars(messages) + text_chars(tools or ())
-        # A template may leave text out, such as what a model once thought.
-        self._refuse_chars(chars, max(2 * self.prompt_max_chars, RENDERED_ANYWAY_CHARS), "messages")
+        self._refuse_chars(chars, self.chat_max_chars, "messages")
         if self.pool.leaves_loop(chars):
             text = await self.pool.run(render, messages)
         else:

@@ -40,7 +40,7 @@ class _Exchange:
         """The request's body once; after that, the end of the answer or of the client's patience."""
         if not self._received:
             self._received = True
-            return {"type": "http.request", "body": self._request.body, "more_body": False}
+            return {"type": "http.request", "body": self._request.take_body(), "more_body": False}
         await self._over.wait()
         return {"type": "http.disconnect"}
 

@@ -52,12 +52,18 @@ class RequestHead:
     """Whether the client holds its body back until it is told ``100 Continue``."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """One complete request."""
 
     head: RequestHead
     body: bytes
+    """Empty once it was taken."""
+
+    def take_body(self) -> bytes:
+        """Return the body and let go of it: a long one need not live as long as its answer."""
+        body, self.body = self.body, b""
+        return body
 
     @property
     def method(self) -> str:

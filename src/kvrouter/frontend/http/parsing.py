@@ -7,6 +7,7 @@ before llhttp sees it, which also takes RTSP and ICE, and any number of spaces.
 """
 
 import re
+from io import BytesIO
 from typing import NoReturn
 from urllib.parse import unquote_to_bytes
 
@@ -55,12 +56,12 @@ class MessageParser:
     @property
     def body_bytes(self) -> int:
         """Bytes of the current body that arrived."""
-        return len(self._body)
+        return self._body.tell()
 
     @property
     def body_left_bytes(self) -> int | None:
         """Bytes of the current body that are still to come, or None when it is chunked."""
-        return None if self._content_bytes is None else self._content_bytes - len(self._body)
+        return None if self._content_bytes is None else self._content_bytes - self._body.tell()
 
     def feed(self, data: memoryview) -> int:
         """Parses; sets ``fault`` instead of raising. Returns the bytes taken: fewer than all at an upgrade.
@@ -136,7 +137,7 @@ class MessageParser:
     def _begin(self) -> None:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._body = bytearray()
+        self._body = BytesIO()  # its value is had without a copy
         self._head: RequestHead | None = None
         self._content_bytes: int | None = 0
         self._body_fits_bytes = min(self._limits.body_bytes, BODY_UNASKED_BYTES)
@@ -190,8 +191,8 @@ class MessageParser:
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         if self._head is not None:
-            self._check_body(len(self._body) + len(body), self._head.path)
-        self._body += body
+            self._check_body(self._body.tell() + len(body), self._head.path)
+        self._body.write(body)
 
     def on_message_complete(self) -> None:
         """The message is whole."""
@@ -199,7 +200,7 @@ class MessageParser:
             self._refuse(400, "malformed HTTP: no head")
         if self._grammar.should_upgrade() and self._content_bytes != 0:
             return  # llhttp takes the body for another protocol's bytes; ``feed`` sees to it
-        self._finished.append(Request(self._head, bytes(self._body)))
+        self._finished.append(Request(self._head, self._body.getvalue()))
         self._begin()
         self._await_line()
 

@@ -31,7 +31,8 @@ def decode_body(decoder: "msgspec.json.Decoder[Body]", body: ScannedBody) -> Bod
 def named_error(message: str, *, at: str = "") -> InvalidRequest:
     """Turn msgspec's message, which ends in the path, into one that begins with it, below ``at``."""
     found = _PATH.search(message)
-    path = ".".join(part for part in (at, found["path"] if found else "") if part)
+    below = found["path"] if found else ""
+    path = f"{at}.{below}" if at and below and not below.startswith("[") else at + below
     what = message[: found.start()] if found else message
     for pattern in (_MISSING, _UNKNOWN):
         named = pattern.search(what)

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from kvrouter.config.problems import did_you_mean
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.requests import TokenBuffer
 from kvrouter.frontend.openai.decode import named_error, shown
+from kvrouter.frontend.openai.prompts import read_token_ids
 from kvrouter.frontend.openai.schema import EXTRA_FIELDS, NvExt
 from kvrouter.frontend.openai.wishes import check_wishes
 
@@ -138,6 +140,7 @@ class NvextReader:
             for name in sorted(fields.keys() - _KNOWN):
                 self.on_unknown(f"nvext.{shown(name)}", _why_unknown(name))
                 del fields[name]
+            token_data = fields.pop("token_data", _NULL)
             nvext = _NVEXT.decode(msgspec.json.encode(fields))
         except msgspec.ValidationError as error:
             raise named_error(str(error), at="nvext") from None
@@ -145,6 +148,7 @@ class NvextReader:
             raise InvalidRequest(f"nvext: is not valid JSON: {error}", param="nvext") from None
         return replace(
             nvext,
+            token_data=_token_data(token_data),
             extra_fields=self._known(nvext.extra_fields, EXTRA_FIELDS, "extra_fields"),
             annotations=self._known(nvext.annotations, (QUERY,), "annotations"),
         )
@@ -195,6 +199,12 @@ def _header_value(header: bytes, value: bytes) -> int | str | None:
         if field == "prefill_dp_rank" and number == _UNSET_RANK:
             return None
     raise InvalidRequest(f"{name}: must be a whole number below {limit}", param=name)
+
+
+def _token_data(raw: Raw) -> TokenBuffer | None:
+    if raw == _NULL:
+        return None
+    return read_token_ids(bytes(raw), 0, at="nvext.token_data")[0]
 
 
 def _why_unknown(name: str) -> str:

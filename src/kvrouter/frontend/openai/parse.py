@@ -4,13 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 
 from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, WorkerId
-from kvrouter.core.requests import Sampling
+from kvrouter.core.requests import Sampling, TokenBuffer
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
+from kvrouter.frontend.openai.prompts import read_prompt
 from kvrouter.frontend.openai.refused import refuse_fields
 from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import (
@@ -34,24 +36,22 @@ COMPLETION_TOKENS_DEFAULT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a generation call asks for, whatever its route. ``max_tokens`` None: up to the context length."""
+    """What a generation call asks for, whatever its route; nothing here refers to its body.
 
-    body: GenerateBody
+    ``max_tokens`` None: up to the context length.
+    """
+
+    model: ModelName
+    """The model that the client names."""
+    stream: bool
+    """Whether the answer comes as server-sent events."""
     max_tokens: int | None
     max_tokens_field: str
     stops: tuple[str, ...]
     nvext: NvExt
     stream_options: StreamOptions
-
-    @property
-    def model(self) -> ModelName:
-        """The model that the client names."""
-        return ModelName(self.body.model)
-
-    @property
-    def stream(self) -> bool:
-        """Whether the answer comes as server-sent events."""
-        return bool(self.body.stream)
+    unbounded_sampling: Sampling
+    """The sampling, without its ``max_tokens``."""
 
     @property
     def constraints(self) -> RoutingConstraints:
@@ -80,24 +80,11 @@ class Call:
 
     def sampling(self, max_tokens: int) -> Sampling:
         """The sampling that an engine gets, once the number of tokens is known."""
-        body = self.body
-        if body.min_tokens is not None and body.min_tokens > max_tokens:
+        if self.unbounded_sampling.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens: must not be above max_tokens, which is {max_tokens}", param="min_tokens"
             )
-        return Sampling(
-            max_tokens=max_tokens,
-            min_tokens=body.min_tokens or 0,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=-1 if body.top_k is None else body.top_k,
-            seed=body.seed,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-            ignore_eos=bool(body.ignore_eos),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
-        )
+        return replace(self.unbounded_sampling, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +100,7 @@ class CompletionCall:
     """A completion of a text or of token ids."""
 
     call: Call
-    prompt: str | Sequence[int]
+    prompt: str | TokenBuffer
 
 
 def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall:
@@ -145,24 +132,18 @@ def parse_completion(scanned: ScannedBody, nvext: NvextReader = READER) -> Compl
     body = decode_body(_COMPLETION, scanned)
     max_tokens = body.max_tokens or COMPLETION_TOKENS_DEFAULT
     call = call_of(body, nvext, max_tokens=max_tokens, field="max_tokens")
-    return CompletionCall(call, one_prompt(body.prompt))
+    return CompletionCall(call, one_prompt(scanned))
 
 
-def one_prompt(prompt: str | list[int | str | list[int]]) -> str | Sequence[int]:
-    """Return the one prompt of a body that may hold several, in any of OpenAI's four forms."""
-    if not prompt or prompt in ([""], [[]]):
+def one_prompt(scanned: ScannedBody) -> str | TokenBuffer:
+    """Return the one prompt of a body; raise :class:`InvalidRequest` where it has none, or several."""
+    begin, end, _, _ = scanned.fields["prompt"]
+    prompt = read_prompt(scanned.data, begin, end, at="prompt")
+    if not prompt.is_only:
+        raise InvalidRequest("prompt: one prompt a request, not several", param="prompt")
+    if not prompt.content:
         raise InvalidRequest("prompt: must not be empty", param="prompt")
-    if isinstance(prompt, str):
-        return prompt
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    if len(token_ids) == len(prompt):
-        return token_ids
-    if token_ids:
-        raise InvalidRequest("prompt: either token ids or texts, not both", param="prompt")
-    if len(prompt) > 1:
-        raise InvalidRequest(f"prompt: one prompt a request, not {len(prompt)}", param="prompt")
-    (only,) = (item for item in prompt if not isinstance(item, int))
-    return only
+    return prompt.content
 
 
 def call_of(body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, field: str) -> Call:
@@ -182,12 +163,26 @@ def call_of(body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, f
         raise InvalidRequest(f"stop_token_ids: at most {STOP_TOKENS_MAX}", param="stop_token_ids")
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return Call(
-        body=body,
+        model=ModelName(body.model),
+        stream=bool(body.stream),
         max_tokens=max_tokens,
         max_tokens_field=field,
         stops=stops,
         nvext=nvext.read(body.nvext, body.cache_salt),
         stream_options=body.stream_options or StreamOptions(),
+        unbounded_sampling=Sampling(
+            max_tokens=0,
+            min_tokens=body.min_tokens or 0,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=-1 if body.top_k is None else body.top_k,
+            seed=body.seed,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+            ignore_eos=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+        ),
     )
 
 

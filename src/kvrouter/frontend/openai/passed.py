@@ -10,15 +10,16 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.requests import CallRoute, ClientCall
+from kvrouter.core.ids import ModelName
+from kvrouter.core.requests import CallRoute, ClientCall, Sampling
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call
+from kvrouter.frontend.openai.prompts import Prompt, read_prompt
 from kvrouter.frontend.openai.refused import refuse_misplaced
 from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import (
     CacheSalt,
-    GenerateBody,
     MisplacedFields,
     Name,
     NonNegativeInt,
@@ -32,7 +33,6 @@ class PassedBody(MisplacedFields, frozen=True, kw_only=True):
 
     model: Name
     messages: list[dict[str, object]] | UnsetType = UNSET
-    prompt: object = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: NonNegativeInt | None = None
@@ -55,6 +55,8 @@ class PassedCall:
 
     call: Call
     body: PassedBody
+    prompt: Prompt | None
+    """The first prompt, None where there is no text and no token id."""
     client_call: ClientCall
 
 
@@ -131,7 +133,7 @@ def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = R
             param="nvext.token_data",
         )
     data = scanned.data
-    fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end) in scanned.fields.items()}
+    fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end, _, _) in scanned.fields.items()}
     _refuse_between_engines(fields)
     written = {name: value for name, value in fields.items() if name != "nvext"}
     if nvext.cache_salt and nvext.cache_salt != body.cache_salt:  # the engine keeps tenants apart, or nobody
@@ -141,14 +143,17 @@ def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = R
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return PassedCall(
         Call(
-            body=GenerateBody(model=body.model, stream=body.stream, cache_salt=body.cache_salt),
+            model=ModelName(body.model),
+            stream=bool(body.stream),
             max_tokens=default if wanted is None else max(1, wanted),
             max_tokens_field="max_tokens",
             stops=stops,
             nvext=nvext,
             stream_options=body.stream_options or StreamOptions(),
+            unbounded_sampling=Sampling(max_tokens=0),
         ),
         body,
+        _first_prompt(scanned) if body.messages is UNSET else None,
         ClientCall(
             route,
             data if written == fields else msgspec.json.encode(written),
@@ -156,6 +161,14 @@ def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = R
             resumable=_is_resumable(written) and stops_fit(stops) and wanted != 0,
         ),
     )
+
+
+def _first_prompt(scanned: ScannedBody) -> Prompt | None:
+    """Of several prompts the first one is where the request goes."""
+    begin, end, _, _ = scanned.fields.get("prompt", (0, 0, 0, 0))
+    if scanned.data[begin : begin + 1] not in (b'"', b"["):
+        return None
+    return read_prompt(scanned.data, begin, end, at="prompt")
 
 
 _MODEL = msgspec.json.Decoder(Name)

@@ -54,19 +54,31 @@ class BodyBounds:
     numbers: int = NUMBERS_MIN
     """Token ids."""
     text_bytes: int = TEXT_BYTES_MAX
-    """Texts that are not plain ASCII, as pictures are: to decode a megabyte stops everybody for some 3 ms."""
+    """Strings that are not plain ASCII, as pictures are: as they are written or as Python holds them,
+    whichever is more. To decode a megabyte stops everybody for some 3 ms, and one wide character lets each
+    of its string take four bytes."""
 
 
 class ScannedBody(NamedTuple):
-    """A body that is JSON within its bounds. ``fields`` says where those of the outermost object are."""
+    """A body that is JSON within its bounds.
+
+    ``fields`` are those of the outermost object: where each begins and ends, and how many characters, and
+    bytes of UTF-8, the strings in it have.
+    """
 
     data: bytes
-    fields: Mapping[str, tuple[int, int]]
+    fields: Mapping[str, tuple[int, int, int, int]]
 
     def raw(self, field: str) -> memoryview | None:
         """The JSON of a field, None where it is absent."""
-        span = self.fields.get(field)
-        return None if span is None else memoryview(self.data)[span[0] : span[1]]
+        found = self.fields.get(field)
+        return None if found is None else memoryview(self.data)[found[0] : found[1]]
+
+
+def has_token_data(body: ScannedBody) -> bool:
+    """Whether ``nvext.token_data`` may be there: the prompt in tokens, beside which its text is not read."""
+    begin, end, _, _ = body.fields.get("nvext", (0, 0, 0, 0))
+    return body.data.find(b'"token_data"', begin, end) >= 0
 
 
 def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:

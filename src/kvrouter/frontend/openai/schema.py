@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta, Raw, Struct
 
 from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
+from kvrouter.core.requests import TokenBuffer
 
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -51,8 +52,8 @@ class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
     """As ``worker_id``."""
     backend_instance_id: WorkerNumber | None = None
     """As ``worker_id``."""
-    token_data: list[TokenId] | None = None
-    """The prompt, tokenized already."""
+    token_data: TokenBuffer | None = None
+    """The prompt, tokenized already. Not decoded with the rest, see :mod:`.nvext`."""
     annotations: Annotated[tuple[str, ...], Meta(max_length=WORDS_MAX)] = ()
 
     @property
@@ -140,5 +141,6 @@ class ChatBody(GenerateBody, frozen=True, kw_only=True):
 class CompletionBody(GenerateBody, frozen=True, kw_only=True):
     """``POST /v1/completions``."""
 
-    prompt: str | list[TokenId | str | list[TokenId]]
+    prompt: Raw
+    """See :mod:`.prompts`."""
     logprobs: int | None = None

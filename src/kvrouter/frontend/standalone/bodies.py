@@ -10,18 +10,17 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall, call_of, one_prompt
+from kvrouter.frontend.openai.prompts import read_token_ids
 from kvrouter.frontend.openai.scanned import ScannedBody
-from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt, TokenId
+from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
 
 
 class RouteBody(GenerateBody, frozen=True, kw_only=True):
-    """``POST /v1/route`` and ``/v1/prefill``: a body of one of OpenAI's two routes, or token ids, and what a
-    request is called. As at the front door, other fields are left alone.
+    """``POST /v1/route`` and ``/v1/prefill``: a body of one of OpenAI's two routes, or ``token_ids``, and
+    what a request is called. As at the front door, other fields are left alone.
     """
 
-    token_ids: list[TokenId] | UnsetType = UNSET
-    prompt: str | list[TokenId | str | list[TokenId]] | UnsetType = UNSET
     messages: list[dict[str, object]] | UnsetType = UNSET
     max_completion_tokens: PositiveInt | None = None
     request_id: str | None = None
@@ -41,10 +40,9 @@ _OUTPUT = msgspec.json.Decoder(OutputBody)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request to be routed. ``parsed`` has its prompt; one ``in_tokens`` needs no tokenizer here."""
+    """A request to be routed. ``parsed`` has its prompt."""
 
     parsed: ChatCall | CompletionCall
-    in_tokens: bool
     request_id: str | None
     lora_name: str | None
     cache_namespace: str | None
@@ -53,7 +51,7 @@ class Wanted:
 def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> Wanted:
     """Return what is to be routed; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_ROUTE, scanned)
-    given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not UNSET]
+    given = [name for name in ("token_ids", "prompt", "messages") if name in scanned.fields]
     if len(given) != 1:
         what = (
             f"give one of them, not {' and '.join(given)}"
@@ -81,11 +79,12 @@ def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> Wanted:
         if not body.messages:
             raise InvalidRequest("messages: must not be empty", param="messages")
         parsed = ChatCall(call, body.messages)
-    elif body.prompt is not UNSET:
-        parsed = CompletionCall(call, one_prompt(body.prompt))
+    elif "prompt" in given:
+        parsed = CompletionCall(call, one_prompt(scanned))
     else:
-        parsed = CompletionCall(call, [] if body.token_ids is UNSET else body.token_ids)
-    return Wanted(parsed, body.token_ids is not UNSET, body.request_id, body.lora_name, cache_namespace)
+        token_ids, _ = read_token_ids(scanned.data, scanned.fields["token_ids"][0], at="token_ids")
+        parsed = CompletionCall(call, token_ids)
+    return Wanted(parsed, body.request_id, body.lora_name, cache_namespace)
 
 
 def parse_output(scanned: ScannedBody) -> int:

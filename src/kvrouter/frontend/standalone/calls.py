@@ -9,7 +9,7 @@ import msgspec
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName
-from kvrouter.core.requests import Bootstrap
+from kvrouter.core.requests import Bootstrap, GenerateRequest
 from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.exchange import cancel_with
@@ -17,8 +17,9 @@ from kvrouter.frontend.explained import Json
 from kvrouter.frontend.generate import CLIENT_LEFT_STATUS
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.observed import FrontObserved
+from kvrouter.frontend.prepare import Hall
 from kvrouter.frontend.standalone.answers import prefilled_json, routed_json
-from kvrouter.frontend.standalone.bodies import Wanted, parse_route
+from kvrouter.frontend.standalone.bodies import parse_route
 from kvrouter.frontend.standalone.desk import Desk, id_of
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.prefills import Prefills
@@ -33,6 +34,7 @@ class Calls:
     def __init__(
         self,
         service: RouterService,
+        hall: Hall,
         desk: Desk,
         bodies: Bodies,
         bookings: Bookings,
@@ -42,6 +44,7 @@ class Calls:
         lease_ttl_s: float,
     ) -> None:
         self._service = service
+        self._hall = hall
         self._desk = desk
         self._bodies = bodies
         self._bookings = bookings
@@ -82,8 +85,7 @@ class Calls:
 
     async def _route(self, call: "_Call") -> Json:
         books = _books(call.request.query)
-        wanted = await self._wanted(call)
-        request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
+        request = await self._prepared(call)
         room = self._service.model(request.model)
         bootstrap: Bootstrap | None = None
         if books:
@@ -99,17 +101,20 @@ class Calls:
             lease_ttl_s=self._lease_ttl_s if books else None,
         )
 
-    async def _wanted(self, call: "_Call") -> Wanted:
-        reader = self._desk.nvext_reader(call.request.headers)
-        body = await self._bodies.scan(call.request.body)
-        call.model = self._desk.model_in(body)
-        return await self._bodies.parse(body, partial(parse_route, nvext=reader))
+    async def _prepared(self, call: "_Call") -> GenerateRequest:
+        body = await self._bodies.scan(call.request.take_body())
+        called = self._hall.called_model(body)
+        call.model = called.name
+        text = None if "token_ids" in body.fields else self._hall.text_of(called, body)
+        reader = self._hall.nvext_reader(call.request.headers)
+        wanted = await self._bodies.parse(body, partial(parse_route, nvext=reader))
+        request_id = id_of(wanted, call.request.header("x-request-id"))
+        return await self._desk.prepare(wanted, called, text, request_id)
 
     async def _prefill(self, call: "_Call") -> Json:
         if call.request.query:
             raise InvalidRequest("query: this route takes none", param="query")
-        wanted = await self._wanted(call)
-        request = await self._desk.prepare(wanted, id_of(wanted, call.request.header("x-request-id")))
+        request = await self._prepared(call)
         room = self._service.model(request.model)
         return prefilled_json(request, room.fleet, await self._prefills.prefill(room, request))
 

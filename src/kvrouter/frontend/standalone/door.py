@@ -42,8 +42,8 @@ class StandaloneDoor(Door):
         observed = FrontObserved(telemetry)
         hall = Hall(service, texts, observed, unknown_nvext=settings.unknown_nvext)
         bodies = Bodies(service, texts, observed, settings)
-        desk = Desk(service, hall)
-        calls = Calls(service, desk, bodies, bookings, prefills, observed, lease_ttl_s=lease_ttl_s)
+        desk = Desk(hall)
+        calls = Calls(service, hall, desk, bodies, bookings, prefills, observed, lease_ttl_s=lease_ttl_s)
         by_path = {"/v1/route": calls.route}
         routes = [
             *Pages(service, hall, telemetry).routes(),
