@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from kvrouter import KvRouter, Runtime, Settings
+from kvrouter import KvRouter, KvRouterConfig, Runtime, Settings, mock_fleet
 from kvrouter.core.errors import ConfigError
 from tests.support.nats_server import NatsServer
-from tests.support.processes import Fleet, fleet
+from tests.support.processes import Fleet, eventually, fleet
 
 PROMPT = list(range(256, 256 + 320))
 
@@ -74,7 +74,46 @@ async def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatc
             client.close()
 
 
-async def test_what_a_program_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"router\.replica_sync"):
-        async with Runtime.connect(Settings.model_validate({"router": {"replica_sync": True}})):
-            pass
+async def test_routers_of_programs_count_each_others_requests(shared_nats: NatsServer) -> None:
+    """A booking of one is load of the other, until it ends, or its router does."""
+    environ = {"DYN_DISCOVERY_BACKEND": "nats", "NATS_SERVER": shared_nats.url}
+    async with fleet(environ) as processes:
+        await processes.worker("--block-size", "32")
+        settings = settings_of(processes, nats_server=shared_nats.url)
+        settings = settings.model_copy(update={"router": KvRouterConfig(replica_sync=True)})
+        async with Runtime.connect(settings) as runtime, Runtime.connect(settings) as other:
+            endpoints = [
+                each.namespace(processes.namespace).component("backend").endpoint("generate")
+                for each in (runtime, other)
+            ]
+            for endpoint in endpoints:
+                client = await endpoint.client()
+                await client.wait_for_instances()
+                client.close()
+            one, two = (KvRouter(endpoint, block_size=32) for endpoint in endpoints)
+            async with two:
+                async with one:
+                    await one.best_worker(PROMPT, request_id="r-1")
+                    await load_becomes(two, len(PROMPT) * 2)
+                    await one.free("r-1")
+                    await load_becomes(two, len(PROMPT))
+                    await one.best_worker(PROMPT, request_id="r-2")
+                    await load_becomes(two, len(PROMPT) * 2)
+                await load_becomes(two, len(PROMPT))
+
+
+async def load_becomes(router: KvRouter, tokens: int) -> None:
+    """Wait until the prompt would make this many tokens wait for prefill."""
+
+    async def becomes() -> bool:
+        loads = await router.get_potential_loads(PROMPT)
+        return [load["potential_prefill_tokens"] for load in loads] == [tokens]
+
+    await eventually(becomes)
+
+
+async def test_replica_sync_that_nobody_connected_is_refused() -> None:
+    async with mock_fleet() as runtime:
+        endpoint = runtime.namespace("default").component("backend").endpoint("generate")
+        with pytest.raises(ConfigError, match=r"replica_sync: this runtime was connected without"):
+            KvRouter(endpoint, block_size=64, kv_router_config=KvRouterConfig(replica_sync=True))

@@ -61,7 +61,7 @@ async def frontend(
             router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1], static=static) as wires,
         ):
             router_id = new_router_id()
-            sync = None if wires.sync is None else ReplicaSync(wires.sync, router_id)
+            sync = wires.replica_sync(router_id)
             service = build_service(
                 settings.router,
                 plane=wires.requests,

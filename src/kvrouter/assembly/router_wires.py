@@ -3,9 +3,10 @@
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from nats.aio.client import Client
@@ -15,6 +16,7 @@ from kvrouter.assembly.tls import Tls, tls_of
 from kvrouter.assembly.told import StreamTold, foreign_on, malformed_on, refusals_on, troubles_on
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.constraints import RouterMode
+from kvrouter.core.ids import RouterId
 from kvrouter.core.workers import EventLane, WorkerCard
 from kvrouter.planes.discovery.file import FileDiscovery
 from kvrouter.planes.discovery.kubernetes import KubernetesDiscovery, Pod, account_of_pod
@@ -33,6 +35,7 @@ from kvrouter.planes.requests.tcp import TcpRequestPlane
 from kvrouter.planes.sync.nats import NatsSyncPlane
 from kvrouter.planes.sync.port import SyncPlane
 from kvrouter.service.lanes import LaneSubscriber
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 
 _log = logging.getLogger("kvrouter.planes")
@@ -51,8 +54,12 @@ class RouterWires:
     snapshots: SnapshotStore | None
     """Where the index is saved; None without JetStream."""
 
-    sync: SyncPlane | None
-    """Where other routers are told; None without replica sync."""
+    new_sync: Callable[[], SyncPlane] | None
+    """Makes the sync plane of one router; None without replica sync."""
+
+    def replica_sync(self, router_id: RouterId) -> ReplicaSync | None:
+        """Return a router's part in replica sync; None without."""
+        return None if self.new_sync is None else ReplicaSync(self.new_sync(), router_id)
 
 
 @asynccontextmanager
@@ -85,15 +92,16 @@ async def router_wires(
         if nats is not None:
             stream = _stream(settings, nats, telemetry, stack, http_port=http_port)
             lanes[EventLane.JETSTREAM] = stream
-        sync: SyncPlane | None = None
+        new_sync: Callable[[], SyncPlane] | None = None
         if settings.router.replica_sync:
-            sync = NatsSyncPlane(
+            new_sync = partial(
+                NatsSyncPlane,
                 wanted(nats),
                 namespace=planes.namespace,
                 token=token_of(planes),
                 on_refused=refusals_on("sync", telemetry),
             )
-        yield RouterWires(discovery, requests, _all_lanes(lanes, telemetry), stream, sync)
+        yield RouterWires(discovery, requests, _all_lanes(lanes, telemetry), stream, new_sync)
 
 
 def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:

@@ -27,7 +27,6 @@ from kvrouter.planes.discovery.port import CardSink, Discovery, GoneSink, StoreS
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.prefills import Prefills
-from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.topology import LinkTable
 
@@ -93,7 +92,7 @@ async def standalone(
         ):
             discovery = OfComponent(wires.discovery, spec.component)
             router_id = new_router_id()
-            sync = None if wires.sync is None else ReplicaSync(wires.sync, router_id)
+            sync = wires.replica_sync(router_id)
             service = build_service(
                 router,
                 plane=wires.requests,

@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import NamedTuple, Self, TypedDict
 
 from kvrouter.assembly import build_service
+from kvrouter.assembly.router import new_router_id
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.constraints import RoutingConstraints
-from kvrouter.core.errors import InvalidRequest, ShuttingDown
-from kvrouter.core.ids import ModelName, RequestId, Slot
+from kvrouter.core.errors import ConfigError, InvalidRequest, ShuttingDown
+from kvrouter.core.ids import ModelName, RequestId, RouterId, Slot
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.frontend.openai.parse import pin_of
 from kvrouter.library.answers import Answer, Answers, piece_of, pieces_of
@@ -22,13 +23,15 @@ from kvrouter.library.inputs import (
     token_buffer,
     wishes_of,
 )
-from kvrouter.library.runtime import Endpoint
+from kvrouter.library.runtime import Endpoint, Runtime
+from kvrouter.planes.background import go_on
 from kvrouter.routing.decision import Pick
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.observed import ServiceObserved
 from kvrouter.service.prefills import Prefills
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 
@@ -67,12 +70,25 @@ class BestWorkers(NamedTuple):
         return last
 
 
+def _sync_of(runtime: Runtime, router_id: RouterId) -> ReplicaSync:
+    sync = runtime.replica_sync(router_id)
+    if sync is None:
+        raise ConfigError(
+            "replica_sync: this runtime was connected without: Runtime.connect(settings) with "
+            "router.replica_sync connects to NATS for it",
+            param="replica_sync",
+        )
+    return sync
+
+
 class KvRouter:
     """Routes one endpoint's requests by KV cache and load. Use it as an async context manager.
 
     Prefill workers of the same namespace make pairs with the endpoint's workers, as at the front door. Where
     the endpoint's own workers only prefill, the prefill leg is all that is decided, and sent.
-    ``block_size`` must be the workers' own: a worker with another one is refused, and logged.
+    ``block_size`` must be the workers' own: a worker with another one is refused, and logged. With
+    ``replica_sync`` other routers of the runtime's namespace count its requests, and it counts theirs:
+    ConfigError where the runtime was connected without it.
     """
 
     def __init__(
@@ -82,12 +98,16 @@ class KvRouter:
         self._block_size = block_size
         runtime, telemetry = endpoint.runtime, Telemetry()
         config = kv_router_config or runtime.router_config
+        router_id = new_router_id()
+        self._sync = _sync_of(runtime, router_id) if config.replica_sync else None
         self._service: RouterService = build_service(
             config,
             plane=runtime.requests,
             discovery=WithPrefills(endpoint, block_size, self._on_alone),
             subscriber=runtime.events,
             telemetry=telemetry,
+            router_id=router_id,
+            sync=self._sync,
         )
         self._bookings = Bookings()
         self._prefills = Prefills(
@@ -100,6 +120,7 @@ class KvRouter:
         self._starting = asyncio.Lock()
         self._is_started = False
         self._is_closed = False
+        self._goodbye: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -107,6 +128,8 @@ class KvRouter:
 
     async def __aexit__(self, *_exc: object) -> None:
         self.close()
+        if self._goodbye is not None:
+            await self._goodbye
 
     async def start(self) -> None:
         """Begin to follow the workers; every method that routes does it when it was not done.
@@ -116,6 +139,8 @@ class KvRouter:
         self._refuse_when_closed()
         async with self._starting:
             if not self._is_started:
+                if self._sync is not None:
+                    await self._sync.start()
                 await self._service.start()
                 self._is_started = True
 
@@ -127,6 +152,8 @@ class KvRouter:
         self._is_closed = True
         self._bookings.close()
         self._service.stop()
+        if self._sync is not None and self._is_started:
+            self._goodbye = go_on(self._sync.stop(), name="library: end of replica sync")
 
     async def generate(
         self,

@@ -21,8 +21,8 @@ import msgspec
 
 from kvrouter.assembly.router_wires import router_wires
 from kvrouter.config import KvRouterConfig, Settings, load_settings
-from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
-from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
+from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.core.ids import DpRank, Epoch, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.library.answers import Answers, answers_of
@@ -30,10 +30,15 @@ from kvrouter.library.inputs import check_length, converted, new_request_id, sam
 from kvrouter.planes.discovery.port import Discovery, Gone
 from kvrouter.planes.events.port import EventSubscriber
 from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
 
 NO_PORT = 0
 """A program has no front door, after whose port its connection to NATS would be called."""
+
+
+def _no_sync(_router_id: RouterId) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,9 @@ class Runtime:
     router_config: KvRouterConfig = field(default_factory=KvRouterConfig)
     """What a :class:`KvRouter` of this runtime decides by, when it is given nothing else."""
 
+    replica_sync: Callable[[RouterId], ReplicaSync | None] = _no_sync
+    """Returns a router's part in replica sync; None where the runtime was connected without it."""
+
     @classmethod
     @asynccontextmanager
     async def connect(cls, settings: Settings | None = None) -> AsyncIterator[Self]:
@@ -56,13 +64,8 @@ class Runtime:
         """
         if settings is None:
             settings = load_settings(flags={}, environ=os.environ).settings
-        if settings.router.replica_sync:
-            raise ConfigError(
-                "router.replica_sync: must be false in a program: its routers tell others of no request",
-                param="replica_sync",
-            )
         async with router_wires(settings, Telemetry(), http_port=NO_PORT) as wires:
-            yield cls(wires.discovery, wires.requests, wires.events, settings.router)
+            yield cls(wires.discovery, wires.requests, wires.events, settings.router, wires.replica_sync)
 
     def namespace(self, name: str) -> "Namespace":
         """The namespace ``name``."""
