@@ -1,6 +1,7 @@
 """The file store: what it reads, what it removes, and who keeps the place of a worker."""
 
 import asyncio
+import errno
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
-from kvrouter.planes.discovery.file.folder import Folder, Held
+from kvrouter.planes.discovery.file.folder import UNWRITTEN, Folder, Held
 from kvrouter.planes.discovery.file.scanner import Scanner
 from kvrouter.planes.discovery.port import Gone
 from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
@@ -243,6 +244,28 @@ async def test_a_full_disk_is_told_with_the_file_and_what_was_meant_is_written_l
     assert what == "worker 1"
     assert re.search(r"cannot be written: .*No space left on device: .*worker-1", why)
     await ear.until_heard(card(), card(draining=True))
+
+
+def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk takes no new file, and a worker that is alive does not lapse for that."""
+    scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
+    put(folder, 1)
+    (before,) = scanner.look().records
+    changed = Held(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
+
+    def full(_: CardRecord) -> Held:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(folder, "_write", full)
+        with pytest.raises(OSError, match="No space left"):
+            folder.renew(changed)
+    (after,) = scanner.look().records
+    assert after[0] == before[0]
+    assert after[1] != before[1], "a renewal is a stamp that differs"
+    assert renewed(folder, changed).record.card.draining
 
 
 async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:

@@ -109,7 +109,11 @@ class Folder:
             self._write(CardRecord(current.card, current.lease_s, current.replaced, withdrawn=True))
 
     def renew(self, held: Held) -> Held | Gone:
-        """Renew the lease; a file that is gone is written again. Or return how the card lost its place."""
+        """Renew the lease; a file that is gone is written again. Or return how the card lost its place.
+
+        Where the card changed and cannot be written, the lease of what the file says is renewed, and OSError
+        raised.
+        """
         path = self.path / card_name(held.record.card.worker_id)
         try:
             file = os.open(path, _READ)
@@ -124,8 +128,16 @@ class Folder:
                 return Held(held.record, stamp_of(os.fstat(file)))
         finally:
             os.close(file)
-        record = still_claims(held.record, self._current(held.record.card.worker_id))
-        return record if isinstance(record, Gone) else self._write(record)
+        current = self._current(held.record.card.worker_id)
+        record = still_claims(held.record, current)
+        if isinstance(record, Gone):
+            return record
+        try:
+            return self._write(record)
+        except OSError:
+            if current is not None and current.card.incarnation == record.card.incarnation:
+                os.utime(path, follow_symlinks=False)
+            raise
 
     def _current(self, worker_id: WorkerId) -> CardRecord | None:
         """What is there now. A file of that name that is no record is as good as none: the name is ours."""
