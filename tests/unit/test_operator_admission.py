@@ -273,6 +273,27 @@ def test_what_is_planned_otherwise_than_written_is_a_warning() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("types", "policy", "warning"),
+    [
+        (("prefill", "decode"), {"labelKey": ZONE}, ": is kept by frontends, and no component is of type"),
+        (("frontend", "decode"), {"labelKey": ZONE}, ": has no effect: no component is of type prefill"),
+        (
+            ("frontend", "prefill", "decode"),
+            {"labelKey": "app.kubernetes.io/zone"},
+            ".labelKey: is 'app.kubernetes.io/zone', by which people and tools find pods",
+        ),
+    ],
+)
+def test_a_policy_that_is_odd_is_a_warning_at_its_field(
+    types: tuple[str, ...], policy: dict[str, JsonValue], warning: str
+) -> None:
+    verdict = validated(deployment(graph={**policy, "domain": "zone"}, types=types), None, NO_GROVE)
+    assert verdict.is_allowed
+    (line,) = lines(verdict.warnings)
+    assert line.startswith(f"spec.experimental.kvTransferPolicy{warning}")
+
+
 def test_pods_that_were_admitted_before_stop_no_other_change() -> None:
     """Not even one by which their component has another number."""
     wrong = component("decode", podTemplate=NO_IMAGE)

@@ -26,6 +26,7 @@ from tests.support.statuses import (
     FALSE,
     NOW,
     REQUIRED,
+    SERVING,
     TRUE,
     TYPES,
     UNKNOWN,
@@ -121,6 +122,7 @@ def test_ready_follows_the_deployments_of_the_cluster(workload: Mapping[str, obj
         pods=[],
         previous=None,
         now=NOW,
+        workers=SERVING,
     )
     assert condition(found, "Ready").reason == reason
 
@@ -128,7 +130,16 @@ def test_ready_follows_the_deployments_of_the_cluster(workload: Mapping[str, obj
 def test_what_is_not_in_the_cluster_is_not_ready() -> None:
     of = deployment(types=("frontend", "worker"))
     planned = plan(of, FACTS, DEFAULTS)
-    found = deployment_status(of, planned, FACTS, components=settled(of)[:1], pods=[], previous=None, now=NOW)
+    found = deployment_status(
+        of,
+        planned,
+        FACTS,
+        components=settled(of)[:1],
+        pods=[],
+        previous=None,
+        now=NOW,
+        workers=SERVING,
+    )
     assert said(found, "Ready") == (FALSE, "NotApplied")
 
 
@@ -207,6 +218,7 @@ def test_pods_that_may_not_be_made_are_told_while_some_are_missing() -> None:
             pods=[],
             previous=None,
             now=NOW,
+            workers=SERVING,
             refusals=Refusals(pods=[told]),
         )
         assert condition(found, "Ready").reason == reason

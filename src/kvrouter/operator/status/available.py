@@ -42,9 +42,6 @@ class Workers:
     unknown_because: str = ""
 
 
-NOT_LOOKED_AT = Workers(unknown_because="they were not looked at yet")
-
-
 def available(
     components: Sequence[Component], policy: DeploymentPolicy | None, pods: Iterable[Pod], workers: Workers
 ) -> Finding:

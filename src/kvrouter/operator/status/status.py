@@ -17,7 +17,7 @@ from kvrouter.operator.facts import ClusterFacts
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
-from kvrouter.operator.status.available import NOT_LOOKED_AT, Workers, available, role_mistakes
+from kvrouter.operator.status.available import Workers, available, role_mistakes
 from kvrouter.operator.status.domains import Places, balance_of, balanced, had_decode, places_of, told
 from kvrouter.operator.status.finding import (
     AVAILABLE,
@@ -40,8 +40,8 @@ def deployment_status(
     pods: Iterable[Pod],
     previous: DeploymentStatus | None,
     now: datetime,
+    workers: Workers,
     refusals: Refusals = NOTHING_REFUSED,
-    workers: Workers = NOT_LOOKED_AT,
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
