@@ -9,7 +9,7 @@ from kvrouter.assembly.texts import AnnouncedTexts
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.planes.discovery.port import Gone
-from kvrouter.text.encode_pool import EncodePool
+from kvrouter.text.encode_pool import EncodeLimits, EncodePool
 from kvrouter.text.source import MOCK_TOKENIZER
 from kvrouter.text.words import MOCK_FOLDER
 from tests.support.fleets import card
@@ -83,3 +83,27 @@ async def test_the_tokenizer_is_that_of_most_workers_and_no_single_one_changes_i
     await announce(texts, *(serving("m", worker_id, tokenizer=str(other)) for worker_id in (2, 3)))
     await announce(texts, serving("m", 1, tokenizer=str(other)))
     assert texts[ModelName("m")] is not loaded
+
+
+async def test_a_context_that_tokenizing_has_no_memory_for_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def logged() -> list[str]:
+        return [each.getMessage() for each in caplog.records if "tokenize_budget_small" in each.getMessage()]
+
+    texts = AnnouncedTexts({}, EncodePool())
+    fits, over = (
+        replace(serving("m", 1), context_length=335_544),
+        replace(serving("m", 1), context_length=335_545),
+    )
+    await announce(texts, fits)
+    assert logged() == []
+    await announce(texts, over, fits, over, replace(serving("n", 2), context_length=10**6))
+    first, second = logged()
+    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 536872000" in first
+    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 1600000000" in second
+    pool = EncodePool(EncodeLimits(bytes_max=1_600_000_000))
+    AnnouncedTexts({}, pool, dict(texts))
+    assert len(logged()) == 2
+    AnnouncedTexts({}, EncodePool(), dict(texts))
+    assert len(logged()) == 4

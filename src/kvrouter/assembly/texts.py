@@ -20,6 +20,9 @@ from kvrouter.text.source import tokenizer_folder
 TEXTS_MAX = 256
 """How many models one frontend holds tokenizers of."""
 
+TOKEN_TEXT_BYTES = 4
+"""The text of a token, on the average of English prose and code."""
+
 _log = logging.getLogger("kvrouter.frontend")
 
 
@@ -59,6 +62,9 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._loaded_from: dict[ModelName, str] = {}
         self._failed: dict[ModelName, set[str]] = {}
+        self._over_budget: set[ModelName] = set()
+        for model in self._texts:
+            self._check_budget(model)
 
     def __getitem__(self, model: ModelName) -> TextModel:
         return self._texts[model]
@@ -96,6 +102,23 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         longest = max((card.context_length for card in of_model), default=text.context_length_tokens)
         if longest != text.context_length_tokens:
             self._texts[model] = dataclasses.replace(text, context_length_tokens=longest)
+            self._check_budget(model)
+
+    def _check_budget(self, model: ModelName) -> None:
+        """Log once for a model that a text of its context's length is too long to be tokenized here."""
+        tokens = self._texts[model].context_length_tokens
+        text_bytes = TOKEN_TEXT_BYTES * tokens
+        if text_bytes <= self._pool.text_max_bytes or model in self._over_budget:
+            return
+        self._over_budget.add(model)
+        log_event(
+            _log,
+            Event.TOKENIZE_BUDGET_SMALL,
+            model=model,
+            detail=f"a context of {tokens} tokens is about {text_bytes} bytes of text, and at most "
+            f"{self._pool.text_max_bytes} are tokenized: set KVROUTER_TOKENIZE_MAX_BYTES to "
+            f"{self._pool.needed_bytes(text_bytes)}",
+        )
 
     def _named(self, card: WorkerCard) -> str:
         """Where the tokenizer of the card's model is: as this host says, else as most of its workers do; ""
@@ -127,6 +150,7 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
             return False
         del self._texts[unused]
         self._loaded_from.pop(unused, None)
+        self._over_budget.discard(unused)
         return True
 
     async def _load(self, card: WorkerCard, named: str) -> None:
@@ -135,6 +159,7 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
             self._loaded_from[card.model] = named
             self._failed.pop(card.model, None)
             self._fit(card.model)
+            self._check_budget(card.model)
         except (KvrouterError, OSError, ValueError) as error:
             self._failed.setdefault(card.model, set()).add(named)
             self._refuse(card, f"{named}: {error}")

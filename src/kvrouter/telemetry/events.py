@@ -60,6 +60,7 @@ class Event(StrEnum):
     EVENTS_FOREIGN = "events_foreign"
     STATES_RESET = "states_reset"
     TOKENIZER_FAILED = "tokenizer_failed"
+    TOKENIZE_BUDGET_SMALL = "tokenize_budget_small"
     PROCESS_STARTED = "process_started"
     PROCESS_NOT_STARTED = "process_not_started"
     PROCESS_ENDED = "process_ended"
@@ -277,6 +278,11 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.TOKENIZER_FAILED: EventSpec(
         logging.ERROR, "A model's tokenizer could not be loaded here: its requests are refused."
+    ),
+    Event.TOKENIZE_BUDGET_SMALL: EventSpec(
+        logging.WARNING,
+        "Text that fills a model's context takes more than `--tokenize-max-bytes` to tokenize: it gets a "
+        "413. Logged once for each model.",
     ),
     Event.PROCESS_STARTED: EventSpec(logging.INFO, "A process of the fleet was started."),
     Event.PROCESS_NOT_STARTED: EventSpec(

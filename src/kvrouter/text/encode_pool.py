@@ -87,6 +87,11 @@ class EncodePool:
         """How long a text may be that can be encoded within the budget, in UTF-8."""
         return self.limits.bytes_max // BYTES_PER_BYTE
 
+    @staticmethod
+    def needed_bytes(text_bytes: int) -> int:
+        """Return the memory that encoding a text is counted to take."""
+        return BYTES_PER_BYTE * text_bytes
+
     def fits(self, text: str) -> str:
         """Return as much of the beginning of ``text`` as can be encoded within the budget."""
         return text[: self.text_max_bytes // _char_bytes_max(text)]
@@ -115,7 +120,7 @@ class EncodePool:
             return encode(text)
         text_bytes = await self._utf8_bytes(text)
         self.refuse_over_budget(text_bytes, field=field)
-        need_bytes = BYTES_PER_BYTE * text_bytes
+        need_bytes = self.needed_bytes(text_bytes)
         return await self.run(partial(_then_trim, encode, need_bytes), text, need_bytes=need_bytes)
 
     async def run(self, work: Callable[[T], R], what: T, *, need_bytes: int = 0) -> R:
