@@ -90,6 +90,8 @@ async def test_the_fleet_shows_workers_loads_domains_index_and_feeds() -> None:
     assert workers[1]["kv_transfer"] == {"enforcement": "required", "domain": "zone"}
     assert workers[4]["kv_transfer"] == {"enforcement": "required", "domain": "rack"}
     assert workers[2]["kv_transfer"] is None
+    assert workers[1]["taints"] == ["dynamo.topology/zone=a"]
+    assert workers[3]["taints"] == ["dynamo.topology/zone=b"]
     assert workers[4]["taints"] == ["gpu=h100"]
     assert (workers[2]["role"], workers[2]["alive"], workers[2]["draining"]) == ("decode", True, False)
     assert workers[2]["address"].endswith("2")

@@ -116,3 +116,24 @@ def test_a_handler_that_knows_nothing_of_ours_shows_the_fields_too() -> None:
     )
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert told.stderr == 'WARNING kvrouter.router kv_lost worker="a b" dp_rank=1 reason=-\n'
+
+
+REFUSING = """
+import asyncio, sys
+from kvrouter import KvRouter, mock_fleet
+
+async def main():
+    async with mock_fleet() as runtime:
+        endpoint = runtime.namespace("default").component("backend").endpoint("generate")
+        async with KvRouter(endpoint, block_size=17):
+            pass
+
+asyncio.run(main())
+"""
+
+
+def test_a_program_without_any_handler_is_told_why_its_router_refuses_workers() -> None:
+    told = subprocess.run([sys.executable, "-c", REFUSING], capture_output=True, text=True, check=True)
+    lines = told.stderr.splitlines()
+    reason = '"block_size: must be 17, as this router\'s, not 64"'
+    assert lines == [f"worker_refused worker={at} model=mock reason={reason}" for at in range(1, 7)]

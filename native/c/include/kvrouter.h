@@ -32,7 +32,7 @@ enum {
     KVR_BUG = -99            /* a mistake of this library's */
 };
 
-/* Where a block's bytes are. Only KVR_GPU counts as overlap unless routers are configured otherwise. */
+/* Where a block's bytes are. Only KVR_GPU counts as overlap; routers count the others and do not weigh them. */
 enum { KVR_GPU = 0, KVR_CPU = 1, KVR_DISK = 2, KVR_EXTERNAL = 3 };
 
 typedef struct kvr_publisher kvr_publisher;
