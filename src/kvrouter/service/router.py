@@ -1,6 +1,7 @@
 """The router of one process: every model's map room, fed by discovery and the event plane."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -50,6 +51,7 @@ class RouterService:
         self._parts = parts
         self._models: dict[ModelName, ModelRouter] = {}
         self._model_of: dict[WorkerId, ModelName] = {}
+        self._other_block_size: dict[WorkerId, WorkerCard] = {}  # refused for that alone
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -217,12 +219,17 @@ class RouterService:
         previous = self._model_of.get(card.worker_id)
         if previous is not None and previous != card.model:
             self._leave(self._models[previous], card.worker_id)
+            self._follow_majority(previous)
+        self._other_block_size.pop(card.worker_id, None)
         try:
             model = self._model_for(card)
             known = model.fleet.card(card.worker_id)
             change = model.fleet.join(card)
         except ConfigError as error:
             self._refuse(card, error.message)
+            if error.param == "block_size":
+                self._other_block_size[card.worker_id] = card
+                self._follow_majority(card.model)
             return
         self._models[card.model] = model
         self._model_of[card.worker_id] = card.model
@@ -251,6 +258,26 @@ class RouterService:
         if model is None and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
         return self._parts.make_model(card.model, card.block_size)
+
+    def _follow_majority(self, name: ModelName) -> None:
+        """Where more of the model's workers have another block size than the one that its fleet has, take
+        them instead. So no single card decides, be it the first one.
+        """
+        others = [card for card in self._other_block_size.values() if card.model == name]
+        if not others:
+            return
+        fleet = self._models[name].fleet
+        ((block_size, n_workers),) = Counter(card.block_size for card in others).most_common(1)
+        if n_workers <= len(fleet):
+            return
+        minority = list(fleet)
+        for card in minority:
+            self._leave(self._models[name], card.worker_id)
+        for card in others:
+            if card.block_size == block_size:
+                self._on_card(card)
+        for card in minority:
+            self._on_card(card)
 
     def _forget_a_model(self) -> None:
         """Make room: the model whose workers all left, and that has been known the longest, is forgotten."""
@@ -284,6 +311,9 @@ class RouterService:
                 model.cache.set_total_blocks(at, card.runtime_config.total_kv_blocks)
 
     def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
+        refused = self._other_block_size.get(worker_id)
+        if refused is not None and refused.incarnation == incarnation:
+            del self._other_block_size[worker_id]
         name = self._model_of.get(worker_id)
         if name is None:
             return
@@ -295,6 +325,7 @@ class RouterService:
             self._parts.observed.worker_lapsed(card)
             return
         self._leave(model, worker_id)
+        self._follow_majority(name)
 
     def _on_alive(self, card: WorkerCard, is_alive: bool) -> None:
         """A worker stopped answering, or answers again; one that does not gets no new requests."""
@@ -307,6 +338,7 @@ class RouterService:
         model = self._model_with(card)
         if model is not None:
             self._leave(model, card.worker_id)
+            self._follow_majority(card.model)
 
     def _on_store(self, is_reachable: bool, why: str) -> None:
         """Discovery was lost, or is back. Until it is back the fleet stays as it was."""
