@@ -1,15 +1,14 @@
 """Whose a deployment is: by an annotation, which most do not have."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
 from kvrouter.operator.classes import class_of
 from kvrouter.operator.labels import BoundPod
-from kvrouter.operator.reconcile.cluster import Change, Cluster, Found
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, Key, Kind, Manifest
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, Manifest
 from kvrouter.operator.reconcile.places import Places
+from tests.support.quiet_cluster import QuietCluster
 
 ZONE = "topology.kubernetes.io/zone"
 
@@ -43,42 +42,10 @@ def graph(name: str, *, of_class: str) -> Manifest:
     }
 
 
-class Cluster135(Cluster):
-    """A cluster without mutating policies that copies the labels of Bindings, and two deployments."""
-
-    def __init__(self) -> None:
-        self.watched = asyncio.Event()
-
-    async def served(self, group_version: str) -> frozenset[str]:
-        return frozenset()
-
-    async def version(self) -> tuple[int, int]:
-        return (1, 35)
-
-    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
-        graphs = [graph("blue", of_class="blue"), graph("other", of_class="green")]
-        return Found(graphs if kind == DEPLOYMENTS_OF_GRAPHS else [], "1")
-
-    async def watch(
-        self,
-        kind: Kind,
-        version: str,
-        *,
-        namespace: str = "",
-        labels: str = "",
-        for_s: int,
-        opened: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[Change, Manifest], None]:
-        self.watched.set()
-        await asyncio.Event().wait()
-        yield Change.BOOKMARK, {}
-
-    async def read(self, kind: Kind, key: Key) -> Manifest | None:
-        return {"metadata": {"name": key.name, "labels": {ZONE: "a"}}}
-
-
 async def test_a_binding_is_labelled_for_workers_of_the_operators_class_alone() -> None:
-    cluster = Cluster135()
+    graphs = [graph("blue", of_class="blue"), graph("other", of_class="green")]
+    node: Manifest = {"metadata": {"name": "node", "labels": {ZONE: "a"}}}
+    cluster = QuietCluster({DEPLOYMENTS_OF_GRAPHS: graphs, NODES: [node]})
     places = Places(cluster, namespace="", lost=lambda _kind, _error: None, class_name="blue")
     following = asyncio.create_task(places.run())
     async with asyncio.timeout(30.0):

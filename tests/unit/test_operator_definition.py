@@ -1,13 +1,21 @@
 """Whose the definition is, and that work runs only while it is kvrouter's."""
 
 import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import cast
 
 import pytest
 
+from kvrouter.operator.admission.certificates import SERVING_CERT, SERVING_KEY, renewed
+from kvrouter.operator.doors import ADMISSION, AdmissionWork, CertificateFiles
+from kvrouter.operator.health import Health
+from kvrouter.operator.observed import Observed
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterLost, Refused
 from kvrouter.operator.reconcile.definition import Definition, why_not_ours
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, Key, Kind, Manifest
+from tests.support.deployments import DEFAULTS
+from tests.support.quiet_cluster import QuietCluster
 
 OURS: Manifest = {"metadata": {"annotations": {"kvrouter.dev/definition": "0.1.0"}}}
 FOREIGN: Manifest = {"metadata": {"annotations": {"helm.sh/resource-policy": "keep"}}}
@@ -34,6 +42,19 @@ class Server:
             self.lost.put_nowait(None)
         if isinstance(self.definition, Exception):
             raise self.definition
+        return self.definition
+
+
+class Looked(QuietCluster):
+    """A quiet cluster with one definition."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.definition = FOREIGN
+        self.looked: asyncio.Queue[None] = asyncio.Queue()
+
+    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+        self.looked.put_nowait(None)
         return self.definition
 
 
@@ -90,3 +111,35 @@ async def test_while_nobody_can_be_asked_what_was_seen_last_holds() -> None:
         assert "another project's" in str(await reports.queue.get())
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
+
+
+async def test_the_admission_door_reads_no_deployment_of_another_projects_definition(tmp_path: Path) -> None:
+    data = renewed(datetime.now(UTC), {}, ("localhost",))
+    assert data is not None
+    for name in (SERVING_CERT, SERVING_KEY):
+        (tmp_path / name).write_bytes(data[name])
+    server, health = Looked(), Health()
+    health.waits_for(ADMISSION, "its door is not open yet")
+    observed = Observed(health)
+    definition = Definition(server, observed, look_s=0.001)
+    work = AdmissionWork(
+        certificate=CertificateFiles(cert=tmp_path / SERVING_CERT, key=tmp_path / SERVING_KEY),
+        defaults=DEFAULTS,
+        namespace="",
+        class_name="kvrouter",
+        host="127.0.0.1",
+        port=0,
+    )
+    async with asyncio.timeout(30.0), asyncio.TaskGroup() as group:
+        answering = group.create_task(work.run(server, definition, observed, health))
+        looking = group.create_task(definition.run())
+        while ADMISSION in (health.why_not_ready() or ""):
+            await server.looked.get()
+        for _ in range(3):
+            await server.looked.get()
+        assert server.listed.empty()
+        server.definition = OURS
+        while await server.listed.get() != DEPLOYMENTS_OF_GRAPHS:
+            pass
+        for task in (answering, looking):
+            task.cancel()

@@ -91,7 +91,8 @@ class AdmissionWork:
     port: int
 
     async def run(self, cluster: Cluster, definition: Definition, observed: Observed, health: Health) -> None:
-        """Open the door once there is a certificate to show, and answer until cancelled.
+        """Open the door once there is a certificate to show, and answer until cancelled; deployments are only
+        read while their definition is kvrouter's.
 
         Raises ConfigError for files that hold none, and OSError when the port is taken.
         """
@@ -117,7 +118,7 @@ class AdmissionWork:
             log_event(log, Event.READY, kind="admission", host=self.host, port=port)
             health.has(ADMISSION)
             try:
-                await places.run()
+                await definition.while_ours(places.run)
             finally:
                 await door.stop()
 
