@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.control_plane import ControlPlane
+from tests.cluster.nodes import RACK, ZONES
 from tests.support.chart import FILLED, OF_ROLES, is_hook, rendered
 
 CRDS = Path(__file__).parents[2] / "deploy" / "crds"
@@ -133,7 +134,11 @@ def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
 
 
 def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:
-    """A deployment of one frontend, three prefill workers and three decode workers."""
+    """A deployment of one frontend, three prefill workers and three decode workers.
+
+    Where racks are its domains, both kinds go to the first rack of each zone: the scheduler is free to choose
+    another one for each, and then a rack has prefill workers alone.
+    """
     spread = {
         "maxSkew": 1,
         "topologyKey": "topology.kubernetes.io/zone",
@@ -143,7 +148,14 @@ def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:
     def workers(kind: str) -> dict[str, Any]:
         selector = {"matchLabels": {"kvrouter.dev/deployment": name, "kvrouter.dev/component": kind}}
         main = {"name": "main", "args": ["worker", "mock", "--role", kind]}
-        pod = {"containers": [main], "topologySpreadConstraints": [{**spread, "labelSelector": selector}]}
+        pod: dict[str, Any] = {
+            "containers": [main],
+            "topologySpreadConstraints": [{**spread, "labelSelector": selector}],
+        }
+        if policy.get("domain") == "rack":
+            first = {"key": RACK, "operator": "In", "values": [f"{zone}-rack-0" for zone in ZONES]}
+            terms = {"nodeSelectorTerms": [{"matchExpressions": [first]}]}
+            pod["affinity"] = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
         return {"name": kind, "type": kind, "replicas": 3, "podTemplate": {"spec": pod}}
 
     spec: dict[str, Any] = {
