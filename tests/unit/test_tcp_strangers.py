@@ -109,7 +109,7 @@ async def test_who_says_nothing_is_sent_away() -> None:
 async def test_of_too_many_that_say_nothing_the_oldest_goes_and_routers_are_let_in() -> None:
     refusals: list[str] = []
     acceptor = TcpRequestAcceptor(
-        "127.0.0.1", token=TOKEN, connections_max=2, strangers_max=3, on_refused=refusals.append
+        "127.0.0.1", token=TOKEN, connections_max=2, unauthenticated_max=3, on_refused=refusals.append
     )
     await acceptor.start()
     worker = acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), ScriptedWorker())
@@ -118,7 +118,7 @@ async def test_of_too_many_that_say_nothing_the_oldest_goes_and_routers_are_let_
         await stranger.reader.readexactly(GREETING_BYTES)
     assert await strangers[0].reader.read() == b""
     routers = [await RawRouter.welcomed(acceptor.port) for _ in range(2)]
-    assert len(refusals) == 2, "the first router was a stranger for a moment, and took a stranger's place"
+    assert len(refusals) == 2, "the first router is unauthenticated for a moment"
     assert "the oldest are dropped" in refusals[0]
     assert not strangers[-1].reader.at_eof()
     for peer in [*strangers, *routers]:

@@ -59,7 +59,7 @@ async def health_pages(planes: PlaneSettings, health: Callable[[], Health]) -> A
     connections = HttpConnections(
         answer,
         connections_max=0,
-        strangers_max=planes.hello_connections_max,
+        unauthenticated_max=planes.hello_connections_max,
         on_dropped=on_refused,
         clock=AwakeClock(planes.hello_within_s),
     )

@@ -176,7 +176,7 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
             connections_max=room.connections_max,
             descriptors_max=room.numbers_max,
             hello_within_s=planes.hello_within_s,
-            strangers_max=planes.hello_connections_max,
+            unauthenticated_max=planes.hello_connections_max,
             heartbeat_s=planes.dead_after_s / 3,
             dead_after_s=planes.dead_after_s,
             on_refused=on_refused,
@@ -193,7 +193,7 @@ def _listener(settings: Settings, nats: Client | None, tls: Tls) -> Listener:
             descriptors_max=room.numbers_max,
             dead_after_s=planes.dead_after_s,
             hello_within_s=planes.hello_within_s,
-            strangers_max=planes.hello_connections_max,
+            unauthenticated_max=planes.hello_connections_max,
             on_refused=on_refused,
         )
     return NatsRequestAcceptor(

@@ -34,7 +34,7 @@ from kvrouter.planes.requests.http.frames import (
 )
 from kvrouter.planes.requests.legs import LegName, Place, RouterGone
 from kvrouter.planes.requests.port import RequestServer, WorkerFull, WorkerUnreachable
-from kvrouter.planes.requests.strangers import HELLO_WITHIN_S, STRANGERS_MAX
+from kvrouter.planes.requests.unauthenticated import HELLO_WITHIN_S, UNAUTHENTICATED_MAX
 from kvrouter.planes.requests.wire import (
     REQUEST_MAX_BYTES,
     decode_request,
@@ -155,7 +155,7 @@ class HttpRequestAcceptor:
     ``advertise_host`` is what routers connect to: by default ``host``. Port 0 takes a free one.
     ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused. A
     connection has ``hello_within_s`` to show the token in a request; of those that have not yet there are
-    ``strangers_max``: where one more comes the oldest is dropped. File descriptors from the number
+    ``unauthenticated_max``: where one more comes the oldest is dropped. File descriptors from the number
     ``descriptors_max`` on are not for connections.
     """
 
@@ -172,7 +172,7 @@ class HttpRequestAcceptor:
         request_timeout_s: float = 30.0,
         connections_max: int = CONNECTIONS_MAX,
         descriptors_max: int = sys.maxsize,
-        strangers_max: int = STRANGERS_MAX,
+        unauthenticated_max: int = UNAUTHENTICATED_MAX,
         hello_within_s: float = HELLO_WITHIN_S,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
@@ -193,7 +193,7 @@ class HttpRequestAcceptor:
         self._connections = HttpConnections(
             self._handle,
             connections_max=connections_max,
-            strangers_max=strangers_max,
+            unauthenticated_max=unauthenticated_max,
             on_dropped=on_refused,
             clock=self._clock,
         )
@@ -256,7 +256,7 @@ class HttpRequestAcceptor:
                 await answer.beat(self._heartbeat_s)
             for place in tuple(self._places.values()):
                 place.cancel_silent(self._dead_after_s)
-            self._connections.close_strangers(self._clock.now_s - self._hello_within_s)
+            self._connections.close_unauthenticated(self._clock.now_s - self._hello_within_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "GET" and request.path == "/health":

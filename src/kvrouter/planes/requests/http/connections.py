@@ -1,4 +1,4 @@
-"""The connections of a listener that speaks HTTP between processes, and those that nobody has vouched for."""
+"""The connections of a listener that speaks HTTP between processes, and those that are not authenticated."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from kvrouter.planes.requests.awake import AwakeClock
-from kvrouter.planes.requests.strangers import Strangers
+from kvrouter.planes.requests.unauthenticated import UnauthenticatedConnections
 
 CONNECTIONS_MAX = 20_000
 """Connections of one listener that showed the token."""
@@ -16,8 +16,8 @@ IDLE_S = 75.0
 
 
 class HttpConnections(web.Server):
-    """Every connection of a listener. One is a stranger's until :meth:`admit`: of those there are
-    ``strangers_max``, and the oldest make room.
+    """Every connection of a listener. One is unauthenticated until :meth:`admit`: of those there are
+    ``unauthenticated_max``, and the oldest is dropped for a new one.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class HttpConnections(web.Server):
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         *,
         connections_max: int,
-        strangers_max: int,
+        unauthenticated_max: int,
         on_dropped: Callable[[str], None],
         clock: AwakeClock,
     ) -> None:
@@ -35,8 +35,8 @@ class HttpConnections(web.Server):
         self._connections_max = connections_max
         self._clock = clock
         self._since_s: dict[web.RequestHandler, float] = {}
-        self._strangers: Strangers[web.RequestHandler] = Strangers(
-            _abort, at_most=strangers_max, on_dropped=on_dropped
+        self._unauthenticated: UnauthenticatedConnections[web.RequestHandler] = UnauthenticatedConnections(
+            _abort, at_most=unauthenticated_max, on_dropped=on_dropped
         )
         self._known: set[web.RequestHandler] = set()
         self._is_closed = False
@@ -48,13 +48,13 @@ class HttpConnections(web.Server):
             transport.abort()
             return
         self._since_s[handler] = self._clock.now_s
-        self._strangers.add(handler)
+        self._unauthenticated.add(handler)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Forget it."""
         super().connection_lost(handler, exc)
         self._since_s.pop(handler, None)
-        self._strangers.discard(handler)
+        self._unauthenticated.discard(handler)
         self._known.discard(handler)
 
     def admit(self, handler: web.RequestHandler) -> bool:
@@ -64,12 +64,12 @@ class HttpConnections(web.Server):
         if len(self._known) >= self._connections_max:
             return False
         self._since_s.pop(handler, None)
-        self._strangers.discard(handler)
+        self._unauthenticated.discard(handler)
         self._known.add(handler)
         return True
 
-    def close_strangers(self, since_s: float) -> None:
-        """Close the strangers' connections that were made before ``since_s``."""
+    def close_unauthenticated(self, since_s: float) -> None:
+        """Close the unauthenticated connections that were made before ``since_s``."""
         for connection, at_s in tuple(self._since_s.items()):
             if at_s < since_s:
                 connection.force_close()

@@ -12,12 +12,16 @@ from kvrouter.planes.listener import NO_DESCRIPTOR, TcpServer
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import Place
 from kvrouter.planes.requests.port import RequestServer
-from kvrouter.planes.requests.strangers import HELLO_WITHIN_S, STRANGERS_MAX, Strangers
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
 from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
 from kvrouter.planes.requests.tcp.frames import goodbye
 from kvrouter.planes.requests.tcp.hello import Secret, greeting, new_nonce
 from kvrouter.planes.requests.tcp.worker_end import Served, WorkerEnd, WorkerLimits
+from kvrouter.planes.requests.unauthenticated import (
+    HELLO_WITHIN_S,
+    UNAUTHENTICATED_MAX,
+    UnauthenticatedConnections,
+)
 
 ROUTERS_MAX = 1024
 """Routers that may be connected to one listener."""
@@ -27,9 +31,9 @@ class TcpRequestAcceptor:
     """Listens on ``host:port`` (0: any) for routers that know ``token``; ``ssl`` is a server's context.
 
     ``advertise_host`` is the host that goes into addresses, where it is not ``host``. A router must say hello
-    within ``hello_within_s``; of connections that have not there are ``strangers_max``: where one more comes
-    the oldest is dropped, so that nobody without the token keeps routers out. A router is lost when nothing
-    was heard of it for ``dead_after_s``, and asked every ``heartbeat_s`` when nothing else is said.
+    within ``hello_within_s``; of connections that have not there are ``unauthenticated_max``: where one more
+    comes the oldest is dropped, so that nobody without the token keeps routers out. A router is lost when
+    nothing was heard of it for ``dead_after_s``, and asked every ``heartbeat_s`` when nothing else is said.
     ``connections_max`` routers may be connected, each with ``streams_max`` legs and ``write_max_bytes`` that
     it has not read; file descriptors from the number ``descriptors_max`` on are not for connections.
     ``on_refused`` is told, in words, of every connection that was turned away or did what the protocol does
@@ -49,7 +53,7 @@ class TcpRequestAcceptor:
         dead_after_s: float = 6.0,
         connections_max: int = ROUTERS_MAX,
         descriptors_max: int = sys.maxsize,
-        strangers_max: int = STRANGERS_MAX,
+        unauthenticated_max: int = UNAUTHENTICATED_MAX,
         streams_max: int = 8192,
         write_max_bytes: int = 128 * 1024 * 1024,
         on_refused: Callable[[str], None] = lambda _why: None,
@@ -77,8 +81,10 @@ class TcpRequestAcceptor:
         )
         self._ends: set[WorkerEnd] = set()
         self._known: set[WorkerEnd] = set()
-        self._strangers: Strangers[WorkerEnd] = Strangers(
-            lambda end: end.abort("no hello, and others came"), at_most=strangers_max, on_dropped=on_refused
+        self._unauthenticated: UnauthenticatedConnections[WorkerEnd] = UnauthenticatedConnections(
+            lambda end: end.abort("no hello, and others came"),
+            at_most=unauthenticated_max,
+            on_dropped=on_refused,
         )
         self._served: dict[tuple[WorkerId, Epoch], Served] = {}
         self._clock = AwakeClock(heartbeat_s)
@@ -143,11 +149,11 @@ class TcpRequestAcceptor:
         """A connection was made; nobody knows whose."""
         self._ends.add(end)
         end.lost.add_done_callback(lambda _: self._forget(end))
-        self._strangers.add(end)
+        self._unauthenticated.add(end)
 
     def admit(self, end: WorkerEnd) -> str | None:
         """Count a connection from a router; return why there is no place for it."""
-        self._strangers.discard(end)
+        self._unauthenticated.discard(end)
         if len(self._known) >= self._connections_max:
             return f"{self._connections_max} connections are open"
         self._known.add(end)
@@ -156,4 +162,4 @@ class TcpRequestAcceptor:
     def _forget(self, end: WorkerEnd) -> None:
         self._ends.discard(end)
         self._known.discard(end)
-        self._strangers.discard(end)
+        self._unauthenticated.discard(end)
