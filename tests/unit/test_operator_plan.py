@@ -7,6 +7,7 @@ import yaml
 from pydantic import JsonValue
 
 from kvrouter.cli.topology import topology_wait
+from kvrouter.config import AdminAccess
 from kvrouter.config.problems import dotted
 from kvrouter.config.sources import load_settings
 from kvrouter.core.workers import Enforcement
@@ -347,6 +348,8 @@ def test_admin_routes_ask_for_a_token_that_need_not_be_there_and_are_closed_with
         "valueFrom": {"secretKeyRef": {"name": "admins", "key": "word", "optional": True}},
     } in env
     assert not [each for each in _env(found["worker"]) if "ADMIN" in str(each)]
+    settings = load_settings(flags={}, environ=environment(found["frontend"]), document=None).settings
+    assert settings.frontend.admin_routes is AdminAccess.CLOSED
 
 
 def test_an_older_image_knows_each_variable_that_it_would_end_with() -> None:
