@@ -370,3 +370,30 @@ def test_an_id_that_its_worker_never_comes_to_is_asked_about_twice_and_let_go() 
     assert counts(told)[FeedCount.CONTRADICTIONS] == 1
     assert state(feed) is FeedState.LIVE
     assert deeds(feed.on_batch(stores(10, 1), now_s=1.3)) == [Apply((stored(10),))]
+
+
+def test_a_late_batch_with_events_contradicts_nothing() -> None:
+    feed = live_at(10)
+    for now_s in (20.0, 30.0):
+        assert counts(feed.on_batch(stores(4, 1), now_s=now_s)) == {FeedCount.REPEATED_EVENTS: 1}
+    assert state(feed) is FeedState.LIVE
+
+
+def test_what_a_contradicted_feed_had_kept_meanwhile_goes_too() -> None:
+    feed = partial_feed()
+    asked_snapshot(feed.on_timeout(now_s=10.0))
+    feed.on_batch(stores(6, 1), now_s=10.0)
+    feed.on_batch(batch(3), now_s=11.0)
+    ask = asked_snapshot(feed.on_batch(batch(3), now_s=16.0))
+    assert deeds(feed.on_snapshot(ask.ticket, snapshot(3), now_s=16.1)) == [Load(snapshot(3))]
+    assert state(feed) is FeedState.LIVE
+
+
+def test_a_snapshot_begins_the_time_of_lower_heartbeats_anew() -> None:
+    feed = live_at(10)
+    feed.on_batch(batch(4), now_s=20.0)
+    ask = asked_snapshot(feed.on_orphan(now_s=20.5))
+    feed.on_snapshot(ask.ticket, snapshot(10), now_s=21.0)
+    assert feed.on_batch(batch(4), now_s=24.5) == [], "on its way since before the snapshot"
+    assert state(feed) is FeedState.LIVE
+    asked_snapshot(feed.on_batch(batch(4), now_s=28.5))
