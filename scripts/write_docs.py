@@ -53,7 +53,8 @@ FLEET_HEAD = f"""# The fleet file
 
 {MADE}
 `kvrouter up --fleet fleet.yaml` (or `KVROUTER_FLEET=fleet.yaml`) runs the fleet that the file describes.
-`kvrouter fleet check fleet.yaml` validates it and starts nothing. Without a file, the fleet of
+`kvrouter fleet check fleet.yaml` validates it, its settings and the topology contracts of its groups, reads
+the tokenizers that it names, and starts nothing. Without a file, the fleet of
 [`examples/fleet.yaml`](../examples/fleet.yaml) runs: two zones, one prefill and two decode workers in each,
 and KV that never leaves its zone.
 

@@ -169,6 +169,20 @@ def contract_problems(fleet: FleetFile) -> Iterator[Problem]:
                     break  # it is missing: what else would be wrong with it is not known
 
 
+def tokenizer_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Read every tokenizer and chat template that the file names; yield those that cannot be read."""
+    pool = EncodePool()
+    for position, model in enumerate(fleet.models):
+        said = fleet.said_tokenizer(model)
+        if said is None:
+            continue
+        try:
+            folder = tokenizer_folder(said)
+            TextModel.load(folder, context_length_tokens=model.mock_context_length, pool=pool)
+        except ConfigError as error:
+            yield Problem(("models", position, "tokenizer"), error.message)
+
+
 def mock_config(
     fleet: FleetFile, group: WorkerGroup, worker_id: WorkerId, text: TextModel, *, bootstrap: Peer | None
 ) -> MockConfig:

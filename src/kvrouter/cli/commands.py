@@ -228,8 +228,7 @@ def fleet_check(file: Path) -> None:
     examined = examine_fleet(document)
     problems = list(examined.problems)
     if examined.fleet is not None:
-        from kvrouter.assembly.described import contract_problems  # noqa: PLC0415
-        from kvrouter.text.fleet_tokenizers import tokenizer_problems  # noqa: PLC0415
+        from kvrouter.assembly.described import contract_problems, tokenizer_problems  # noqa: PLC0415
 
         problems += contradictions(settings_in(examined.fleet))
         problems += contract_problems(examined.fleet)
