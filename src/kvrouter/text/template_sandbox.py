@@ -7,7 +7,6 @@ computed when a template is compiled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
 from types import BuiltinMethodType, MethodType
 from typing import ClassVar, TypeAlias, cast
 
@@ -29,70 +28,18 @@ from kvrouter.text.template_budget import (
     counted,
     current,
 )
-
-NUMBER_ARGUMENT_MAX = 10_000
-"""The largest number that a filter takes: a width, a count, a number of digits."""
+from kvrouter.text.template_filters import (
+    FILTERS,
+    PLAIN_FILTERS,
+    PLAIN_TESTS,
+    bounded_filter,
+    charge_replace,
+    charge_result,
+    joints,
+)
 
 SHORT_CHARS = 4096
 """A text that is compared for free."""
-
-ROUND_DIGITS_MAX = 100
-SEPARATOR_CHARS_MAX = 16
-JSON_INDENT_MAX = 16
-
-FILTERS = frozenset(
-    {
-        "abs",
-        "attr",
-        "batch",
-        "capitalize",
-        "center",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "e",
-        "escape",
-        "filesizeformat",
-        "first",
-        "float",
-        "forceescape",
-        "format",
-        "groupby",
-        "indent",
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "replace",
-        "reverse",
-        "round",
-        "safe",
-        "select",
-        "selectattr",
-        "slice",
-        "sort",
-        "string",
-        "sum",
-        "title",
-        "tojson",
-        "trim",
-        "truncate",
-        "unique",
-        "upper",
-        "urlencode",
-        "wordcount",
-    }
-)
-"""The filters that are bounded. Others do not exist: a template that names one does not compile."""
 
 STR_METHODS = frozenset(
     {
@@ -157,32 +104,6 @@ PLAIN_STR_METHODS = STR_METHODS - {
     "zfill",
 }
 """Those that take no longer, and make no more, than one look at the text."""
-
-PLAIN_TESTS = frozenset(
-    {
-        "boolean",
-        "callable",
-        "defined",
-        "even",
-        "false",
-        "filter",
-        "float",
-        "integer",
-        "iterable",
-        "mapping",
-        "none",
-        "number",
-        "odd",
-        "sameas",
-        "sequence",
-        "string",
-        "test",
-        "true",
-        "undefined",
-    }
-)
-PLAIN_FILTERS = frozenset({"count", "d", "default", "length"})
-"""Tests and filters that look at no more than a type or a length."""
 
 HELPER_METHODS = frozenset({"changed", "cycle", "next", "reset"})
 HELPERS = (Macro, LoopContext, BlockReference, Joiner, Undefined)
@@ -290,12 +211,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def bound_filters(self) -> None:
         """Wrap the filters and tests that there are now; drop those that are not bounded."""
         self.filters = {
-            name: function if name in PLAIN_FILTERS else _bounded(name, function)
+            name: function if name in PLAIN_FILTERS else bounded_filter(name, function)
             for name, function in self.filters.items()
             if name in FILTERS
         }
         self.tests = {
-            name: test if name in PLAIN_TESTS else _bounded(name, cast("Filter", test))
+            name: test if name in PLAIN_TESTS else bounded_filter(name, cast("Filter", test))
             for name, test in self.tests.items()
         }
 
@@ -423,7 +344,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _charge_method(budget, __obj, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         if not isinstance(__obj, HELPERS):
-            _charge_result(budget, result)
+            charge_result(budget, result)
         elif isinstance(result, str):
             budget.charge(str.__sizeof__(result))
         return result
@@ -470,13 +391,6 @@ def _check_number(operator: str, left: int, right: int) -> None:
         raise TemplateOverBounds(f"it computes with numbers of more than {NUMBER_BITS_MAX} bits")
 
 
-def _charge_result(budget: Budget, result: object) -> None:
-    if isinstance(result, str):
-        budget.charge(str.__sizeof__(result))
-    elif isinstance(result, list | tuple | dict):
-        budget.charge(ITEM_BYTES * (2 + len(result)))
-
-
 def _charge_method(
     budget: Budget, function: object, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
@@ -507,130 +421,8 @@ def _charge_str_method(
         pieces = text.count(separator) if isinstance(separator, str) and separator else len(text) // 2
         budget.charge(2 * ITEM_BYTES * (1 + pieces))
     elif name == "replace":
-        _charge_replace(budget, text, args)
+        charge_replace(budget, text, args)
     elif name == "join":
-        budget.charge(_joints(args[0] if args else ()) * str.__sizeof__(text))
+        budget.charge(joints(args[0] if args else ()) * str.__sizeof__(text))
     elif name == "format":
         check_braces(text)
-
-
-def _charge_replace(budget: Budget, text: str, args: tuple[object, ...]) -> None:
-    old, new = (*args, "", "")[:2]
-    if isinstance(old, str) and isinstance(new, str):
-        budget.charge((text.count(old) + 1) * str.__sizeof__(new))
-
-
-def _joints(items: object) -> int:
-    return len(items) if isinstance(items, list | tuple | dict | range | str) else 0
-
-
-def _bounded(name: str, function: Callable[..., object]) -> Callable[..., object]:
-    """The filter, or test, with its arguments and its result charged for."""
-    first = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @wraps(function)
-    def bounded(*args: object, **kwargs: object) -> object:
-        budget = current.budget
-        budget.charge(STEP_BYTES)
-        given = [_listed(name, arg) for arg in args[first:]]
-        for arg in (*given, *kwargs.values()):
-            budget.charge_for(arg)
-        for arg in (*given[1:], *kwargs.values()):
-            if isinstance(arg, int) and abs(arg) > NUMBER_ARGUMENT_MAX:
-                raise TemplateOverBounds(f"it calls {name} with a number above {NUMBER_ARGUMENT_MAX}")
-        check = _CHECKS.get(name)
-        if check is not None:
-            check(budget, given, kwargs)
-        result = function(*args[:first], *given, **kwargs)
-        if isinstance(result, Iterator):
-            return counted(result)
-        _charge_result(budget, result)
-        return result
-
-    return bounded
-
-
-def _listed(name: str, value: object) -> object:
-    """A value that can be walked over as often as is needed to charge for it."""
-    if not isinstance(value, Iterator):
-        return value
-    return list(counted(value)) if name in {"join", "list", "sort", "unique", "groupby"} else counted(value)
-
-
-def _argument(at: int, name: str, args: list[object], kwargs: dict[str, object], default: object) -> object:
-    return args[at] if len(args) > at else kwargs.get(name, default)
-
-
-def _check_center(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
-    width = _argument(1, "width", args, kwargs, 80)
-    budget.charge(4 * width if isinstance(width, int) and width > 0 else 0)
-
-
-def _check_indent(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
-    width = _argument(1, "width", args, kwargs, 4)
-    each = (
-        str.__sizeof__(width) if isinstance(width, str) else 4 * abs(width) if isinstance(width, int) else 0
-    )
-    lines = len(args[0].splitlines()) if args and isinstance(args[0], str) else 1
-    budget.charge((1 + lines) * each)
-
-
-def _check_format(_: Budget, args: list[object], __: dict[str, object]) -> None:
-    if args and isinstance(args[0], str):
-        check_percent(args[0])
-
-
-def _check_join(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
-    separator = _argument(1, "d", args, kwargs, "")
-    budget.charge_for(separator)
-    if isinstance(separator, str):
-        budget.charge(_joints(args[0] if args else ()) * str.__sizeof__(separator))
-
-
-def _check_pieces(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
-    for arg in (*args[1:], *kwargs.values()):
-        budget.charge(ITEM_BYTES * arg if isinstance(arg, int) and arg > 0 else 0)
-
-
-def _check_replace(budget: Budget, args: list[object], _: dict[str, object]) -> None:
-    if args and isinstance(args[0], str):
-        _charge_replace(budget, args[0], tuple(args[1:]))
-
-
-def _check_round(_: Budget, args: list[object], kwargs: dict[str, object]) -> None:
-    digits = _argument(1, "precision", args, kwargs, 0)
-    if isinstance(digits, int) and abs(digits) > ROUND_DIGITS_MAX:
-        raise TemplateOverBounds(f"it rounds to more than {ROUND_DIGITS_MAX} digits")
-
-
-def _check_sum(_: Budget, args: list[object], kwargs: dict[str, object]) -> None:
-    if not isinstance(_argument(2, "start", args, kwargs, 0), int | float):
-        raise TemplateOverBounds("it sums up what are no numbers")
-
-
-def _check_json(budget: Budget, args: list[object], kwargs: dict[str, object]) -> None:
-    indent = _argument(2, "indent", args, kwargs, None)
-    separators = _argument(3, "separators", args, kwargs, ())
-    wide = isinstance(indent, str) and len(indent) > JSON_INDENT_MAX
-    if wide or (isinstance(indent, int) and indent > JSON_INDENT_MAX):
-        raise TemplateOverBounds(f"it indents JSON by more than {JSON_INDENT_MAX}")
-    texts = separators if isinstance(separators, list | tuple) else ()
-    if any(isinstance(text, str) and len(text) > SEPARATOR_CHARS_MAX for text in texts):
-        raise TemplateOverBounds(f"it separates JSON by more than {SEPARATOR_CHARS_MAX} characters")
-    if indent is not None and args:
-        for _ in range(len(indent) if isinstance(indent, str) else max(1, cast("int", indent))):
-            budget.charge_for(args[0])
-
-
-_CHECKS: dict[str, Callable[[Budget, list[object], dict[str, object]], None]] = {
-    "batch": _check_pieces,
-    "center": _check_center,
-    "format": _check_format,
-    "indent": _check_indent,
-    "join": _check_join,
-    "replace": _check_replace,
-    "round": _check_round,
-    "slice": _check_pieces,
-    "sum": _check_sum,
-    "tojson": _check_json,
-}
