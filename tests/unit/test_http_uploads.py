@@ -45,7 +45,7 @@ class Held:
         self._uploads = uploads
         self.gave_way = False
 
-    def give_way(self) -> None:
+    def shed_upload(self) -> None:
         self.gave_way = True
         self._uploads.hold(self, 0)
 

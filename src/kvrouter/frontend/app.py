@@ -46,7 +46,7 @@ class FrontDoor(Door):
             settings=settings,
             observed=observed,
         )
-        gauges = (Gauges(telemetry, service).refresh, hall.tell)
+        gauges = (Gauges(telemetry, service).refresh, hall.refresh_gauge)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]
 
     def close(self) -> None:

@@ -177,8 +177,8 @@ class Hall:
         self._observed.tokenized(model=parsed.call.model, seconds=time.perf_counter() - began_s)
         return _request(parsed.call, token_ids, text, request_id, field=field)
 
-    def tell(self) -> None:
-        """Tell what the prompts that are being tokenized are counted to hold."""
+    def refresh_gauge(self) -> None:
+        """Set the gauge of the memory that the prompts being tokenized are counted to hold."""
         pools = {text.pool for text in self._texts.values()}
         self._observed.tokenizing(sum(pool.held_bytes for pool in pools))
 

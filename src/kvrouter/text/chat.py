@@ -141,9 +141,9 @@ class ChatTemplate:
             )
             raise self._over_bounds(why) from error
         except TEMPLATE_FAULTS as error:
-            told = str(error)[:ERROR_CHARS_MAX]
+            message = str(error)[:ERROR_CHARS_MAX]
             raise InvalidRequest(
-                f"messages: the model's chat template refuses them: {told}", param="messages"
+                f"messages: the model's chat template refuses them: {message}", param="messages"
             ) from error
 
     def _over_bounds(self, why: str) -> TemplateOverBounds:

@@ -100,9 +100,9 @@ def _repository_folder(source: str) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         if not isinstance(error.__cause__ or error, OfflineModeIsEnabled):
-            said = str(error.__cause__ or error).strip().partition("\n")[0]
+            message = str(error.__cause__ or error).strip().partition("\n")[0]
             raise ConfigError(
-                f"{source} is no folder here, and cannot be downloaded from the Hugging Face hub: {said}",
+                f"{source} is no folder here, and cannot be downloaded from the Hugging Face hub: {message}",
                 param=source,
             ) from error
         raise ConfigError(

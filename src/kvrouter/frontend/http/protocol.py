@@ -278,7 +278,7 @@ class HttpProtocol(asyncio.Protocol):
             self._responder.tell(reason)
         self._transport.abort()
 
-    def give_way(self) -> None:
+    def shed_upload(self) -> None:
         """Refuses what was received and has not begun: the server's budget of uploads is full."""
         self._held_bytes = 0
         self._requests.clear()

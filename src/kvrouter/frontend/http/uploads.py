@@ -1,4 +1,4 @@
-"""The bytes of requests that no handler has yet, over all connections of a server, and who gives way."""
+"""The budget of uploads: the bytes of requests that no handler has yet, over all connections of a server."""
 
 from typing import Protocol
 
@@ -8,12 +8,12 @@ __all__ = ["Upload", "Uploads"]
 class Upload(Protocol):
     """One connection with a body that has not reached its handler."""
 
-    def give_way(self) -> None:
+    def shed_upload(self) -> None:
         """Refuse the request and drop its bytes: the budget is full, and this one holds most of it."""
 
 
 class Uploads:
-    """A budget of ``bytes_max``. When it is full the largest upload gives way, so that small ones go on.
+    """A budget of ``bytes_max``. When it is full the largest upload is shed, so that small ones go on.
 
     The largest is looked for among those that wait, which takes time in proportion to their number, but only
     when the budget is full, and each search frees at least an equal share of it.
@@ -33,4 +33,4 @@ class Uploads:
         while self.bytes > self._bytes_max:
             largest = max(self._held_bytes, key=self._held_bytes.__getitem__)
             self.bytes -= self._held_bytes.pop(largest)
-            largest.give_way()
+            largest.shed_upload()

@@ -90,7 +90,7 @@ def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
     try:
         fields, _ = _native(bounds).scan(data)
     except JsonRefused as refused:
-        raise _told(refused, bounds, data) from None
+        raise _refusal(refused, bounds, data) from None
     if any("\\" in name for name in fields):
         fields = {_unescaped(name): span for name, span in fields.items()}
     return ScannedBody(data, fields)
@@ -120,7 +120,7 @@ def _native(bounds: BodyBounds) -> JsonBounds:
     )
 
 
-def _told(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRequest:
+def _refusal(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRequest:
     path = refused.path
     if refused.kind == "syntax":
         found = data[refused.at : refused.at + SHOWN_BYTES_MAX].decode("utf-8", "replace")

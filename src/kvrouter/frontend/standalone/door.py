@@ -60,7 +60,7 @@ class StandaloneDoor(Door):
         self._ends = (
             telemetry.before_scrape(Gauges(telemetry, service).refresh),
             telemetry.before_scrape(self._refresh),
-            telemetry.before_scrape(hall.tell),
+            telemetry.before_scrape(hall.refresh_gauge),
         )
 
     def close(self) -> None:
