@@ -1,6 +1,6 @@
 """Bodies that would become a hundred times their size: refused while others are served, and nothing is built.
 
-A body is received, copied once and scanned: that is what the bars allow.
+A body is received and scanned: what it may hold beside its own length is for what the scan leaves to others.
 """
 
 import asyncio
@@ -96,7 +96,11 @@ BODIES = {
         "model",
     ),
     "letters": (CHAT, said(b"a", b'"}]}'), "messages"),
-    "letters and two answers": (CHAT, said(b"a", b'"}],"n":2}'), "n"),
+    "letters within the bounds and two answers": (
+        CHAT,
+        said(b"a", b'"}],"n":2}', size_bytes=2_600_000),
+        "n",
+    ),
     "calls in a string": (
         CHAT,
         filled(
