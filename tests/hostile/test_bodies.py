@@ -98,7 +98,7 @@ BODIES = {
     "letters": (CHAT, said(b"a", b'"}]}'), "messages"),
     "letters within the bounds and two answers": (
         CHAT,
-        said(b"a", b'"}],"n":2}', size_bytes=2_600_000),
+        said(b"a", b'"}],"n":2}', size_bytes=990_000),
         "n",
     ),
     "calls in a string": (
