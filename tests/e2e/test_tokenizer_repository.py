@@ -55,7 +55,7 @@ async def test_a_repository_is_downloaded_once_and_without_its_weights(
     async with local_hub(REPOSITORY, {**FILES, **WEIGHTS}) as hub:
         assert await check(path, REPOSITORY, environ, hub) == (
             0,
-            f"{path}: good: 1 workers for m, no transfer policy\n",
+            f"{path}: good: 1 worker for m, no transfer policy\n",
         )
         assert any(name.endswith("/tokenizer.json") for name in hub.asked)
         assert not any("safetensors" in name for name in hub.asked)

@@ -15,15 +15,15 @@ from kvrouter.cli.processes import begin, frontend, model_folders, warn, worker
 from kvrouter.cli.standalone import router
 from kvrouter.cli.topology import topology
 from kvrouter.config.document import read_document
+from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import (
     default_fleet_document,
     default_fleet_path,
-    examine_fleet,
     load_fleet,
     settings_in,
     settled,
 )
-from kvrouter.config.problems import raise_problems
+from kvrouter.config.problems import Problem
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import FLEET_VARIABLE, contradictions, load_settings, settings_warnings
 from kvrouter.config.version import installed_version
@@ -74,7 +74,7 @@ def kvrouter() -> None:
     "model_paths",
     multiple=True,
     metavar="MODEL=FOLDER",
-    help="The folder here with a model's tokenizer; with --engine-pods.",
+    help="A model's tokenizer: this host's folder, or a Hugging Face repository; with --engine-pods.",
 )
 def up(
     fleet: Path | None,
@@ -224,17 +224,12 @@ def fleet_check(file: Path) -> None:
     """Validate FILE, its settings and topology contracts too, read the tokenizers that it names, and start
     nothing. All mistakes are shown at once, by line.
     """
-    document = read_document(file)
-    examined = examine_fleet(document)
-    problems = list(examined.problems)
-    if examined.fleet is not None:
-        from kvrouter.assembly.described import contract_problems, tokenizer_problems  # noqa: PLC0415
+    from kvrouter.assembly.described import contract_problems, tokenizer_problems  # noqa: PLC0415
 
-        problems += contradictions(settings_in(examined.fleet))
-        problems += contract_problems(examined.fleet)
-        problems += tokenizer_problems(examined.fleet)
-    raise_problems(sorted(problems, key=lambda each: document.line_of(each.path)), document.place)
-    loaded = load_fleet(document)
+    def setting_problems(fleet: FleetFile) -> list[Problem]:
+        return contradictions(settings_in(fleet))
+
+    loaded = load_fleet(read_document(file), (setting_problems, contract_problems, tokenizer_problems))
     fleet = loaded.fleet
     warn((*settings_warnings(settings_in(fleet)), *loaded.warnings))
     n_workers = sum(group.n_workers for group in fleet.workers)

@@ -58,7 +58,8 @@ from kvrouter.config.sources import load_settings
     "model_paths",
     multiple=True,
     metavar="MODEL=FOLDER",
-    help="This host's folder with a model's tokenizer; without it the folder that its workers name is read. "
+    help="A model's tokenizer: this host's folder, or a Hugging Face repository; without it what its workers "
+    "name is read. "
     "Who sends token ids needs none.",
 )
 def router(

@@ -1,7 +1,7 @@
 """What a fleet file must say as a whole: names that meet, domains that exist, models that somebody
 decodes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import NamedTuple
@@ -44,9 +44,15 @@ def default_fleet_path() -> FilePath:
     return FilePath(str(files("kvrouter.config").joinpath("default-fleet.yaml")))
 
 
-def load_fleet(document: Document) -> LoadedFleet:
-    """Validate a fleet file; raise ConfigError with one line, file and line number per mistake."""
-    examined = examine_fleet(document)
+Check = Callable[[FleetFile], Iterable[Problem]]
+"""A check of a file as a whole."""
+
+
+def load_fleet(document: Document, further: Sequence[Check] = ()) -> LoadedFleet:
+    """Validate a fleet file, by ``further`` checks too; raise ConfigError with one line, file and line number
+    per mistake.
+    """
+    examined = examine_fleet(document, further)
     if examined.fleet is None or examined.problems:
         raise config_error(examined.problems, document.place)
     return _with_warnings(examined.fleet)
@@ -62,13 +68,15 @@ class ExaminedFleet(NamedTuple):
     problems: tuple[Problem, ...]
 
 
-def examine_fleet(document: Document) -> ExaminedFleet:
+def examine_fleet(document: Document, further: Sequence[Check] = ()) -> ExaminedFleet:
     """Return every mistake of a file at once: those of single values, and those of the rest together."""
     rest, problems = validated(document.content)
     if rest is not None:
         for check, depends_on in _CHECKS:
             if rest.can_judge(depends_on):
                 problems += check(rest.fleet)
+        for check in further:
+            problems += check(rest.fleet)
     problems.sort(key=lambda problem: document.line_of(problem.path))
     return ExaminedFleet(None if rest is None else rest.fleet, tuple(problems))
 
@@ -256,10 +264,9 @@ def _domain_warnings(groups: Sequence[WorkerGroup], model: str, domain: str) -> 
         yield f"{domain}={value} has decode workers and no prefill worker: they get no requests of {model!r}"
 
 
-_Check = tuple[Callable[[FleetFile], Iterator[Problem]], tuple[Path, ...]]
 _LEVELS: Path = ("topology", "levels")
 
-_CHECKS: tuple[_Check, ...] = (
+_CHECKS: tuple[tuple[Check, tuple[Path, ...]], ...] = (
     (_repeated_names, ()),
     (_model_problems, tuple(entries("models", "name"))),
     (_topology_problems, (_LEVELS,)),
