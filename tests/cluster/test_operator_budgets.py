@@ -8,7 +8,7 @@ import pytest
 from kvrouter.operator.plan.budgets import BUDGETS
 from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.nodes import ZONE, ZONES
-from tests.cluster.operators import WAIT, graph, install_crds, operator
+from tests.cluster.operators import graph, install_crds, operator, wait_for
 from tests.support.processes import eventually
 
 
@@ -24,7 +24,7 @@ async def test_a_zones_last_decode_worker_stays_while_the_zone_had_more_and_a_si
     fleet["spec"]["components"][2]["replicas"] = 6  # two in each of three zones
     async with operator(plane, namespace, "one"):
         plane.apply(fleet)
-        await wait(plane, namespace, "--for=condition=Ready", "dgd/llm")
+        await asyncio.to_thread(wait_for, plane, namespace, "Ready")
         for zone in ZONES:
             await allowed(plane, namespace, f"llm-decode.{zone}", 1)
         for zone in ZONES:
@@ -53,7 +53,7 @@ async def test_an_annotation_leaves_evictions_to_somebody_elses_budget(
     }
     async with operator(plane, namespace, "one"):
         plane.apply(graph(namespace, "llm", labelKey=ZONE, domain="zone"), own)
-        await wait(plane, namespace, "--for=condition=Ready", "dgd/llm")
+        await asyncio.to_thread(wait_for, plane, namespace, "Ready")
         for zone in ZONES:
             await allowed(plane, namespace, f"llm-decode.{zone}", 1)
         await allowed(plane, namespace, "own", 2)
@@ -99,7 +99,3 @@ async def allowed(plane: ControlPlane, namespace: str, name: str, number: int) -
         return bool(is_seen and status.get("disruptionsAllowed") == number)
 
     await eventually(is_so)
-
-
-async def wait(plane: ControlPlane, namespace: str, wanted: str, what: str) -> None:
-    await asyncio.to_thread(plane.kubectl, "wait", wanted, what, "--namespace", namespace, WAIT)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.cluster.control_plane import ControlPlane
-from tests.cluster.operators import WAIT, graph, install_crds, operator
+from tests.cluster.operators import graph, install_crds, operator, wait_for
 from tests.support.processes import eventually
 
 CLASS = "kvrouter.dev/class"
@@ -25,7 +25,7 @@ async def test_each_operator_looks_after_its_own_class_and_one_may_change(
         plane.apply(of_class(namespace, "bluish", "blue"))
         plane.apply(graph(namespace, "plain"))
         for name in ("plain", "bluish"):
-            await ready(plane, namespace, name)
+            await asyncio.to_thread(wait_for, plane, namespace, "Ready", name)
         assert image(plane, namespace, "plain") == "example.com/kvrouter:test"
         assert image(plane, namespace, "bluish") == "example.com/blue:1"
         assert "status" not in plane.read("dgd", "theirs", "--namespace", namespace)
@@ -58,8 +58,3 @@ def deployments(plane: ControlPlane, namespace: str) -> list[dict[str, dict[str,
 def image(plane: ControlPlane, namespace: str, name: str) -> str:
     spec = plane.read("deployment", f"{name}-frontend", "--namespace", namespace)["spec"]
     return str(spec["template"]["spec"]["containers"][0]["image"])
-
-
-async def ready(plane: ControlPlane, namespace: str, name: str) -> None:
-    words = ("wait", "--for=condition=Ready", f"dgd/{name}", "--namespace", namespace, WAIT)
-    await asyncio.to_thread(plane.kubectl, *words)
