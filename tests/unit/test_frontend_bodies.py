@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import FrontendSettings
+from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend import bodies
@@ -157,6 +158,22 @@ async def test_of_a_prompt_that_is_too_long_nothing_is_built(
     async with open_house(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as house:
         error = error_of(await house.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
     assert (error["param"], error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize(
+    "text", [{"messages": says_user("a" * 900_000 + "\U0001f600")}, {"prompt": ["a" * 6_000]}]
+)
+def test_of_a_call_that_is_refused_for_another_field_the_text_is_not_built(text: dict[str, object]) -> None:
+    data = msgspec.json.encode({"model": MODEL, **text, "n": 2})
+    body = scanned(data, BodyBounds())
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"^n: "):
+            parse.parse_either(body)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 5_000
 
 
 async def test_a_text_beside_its_tokens_may_be_of_any_length() -> None:

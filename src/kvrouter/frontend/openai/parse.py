@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank, ModelName, WorkerId
 from kvrouter.core.requests import Sampling, TokenBuffer
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
-from kvrouter.frontend.openai.prompts import read_prompt
+from kvrouter.frontend.openai.prompts import read_messages, read_prompt
 from kvrouter.frontend.openai.refused import refuse_fields
 from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import (
@@ -106,8 +106,6 @@ class CompletionCall:
 def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall:
     """Return the chat call in a body; raise :class:`InvalidRequest` naming the field."""
     body = decode_body(_CHAT, scanned)
-    if not body.messages:
-        raise InvalidRequest("messages: must not be empty", param="messages")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise InvalidRequest(
             "max_completion_tokens: give this or max_tokens, not both", param="max_completion_tokens"
@@ -115,7 +113,7 @@ def parse_chat(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall:
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_completion_tokens or body.max_tokens
     call = call_of(body, nvext, max_tokens=max_tokens, field=field)
-    return ChatCall(call, body.messages)
+    return ChatCall(call, read_messages(scanned))
 
 
 def parse_either(scanned: ScannedBody, nvext: NvextReader = READER) -> ChatCall | CompletionCall:

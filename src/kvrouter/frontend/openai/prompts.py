@@ -1,4 +1,6 @@
-"""Prompts of completions and lists of token ids, read from the JSON of a scanned body.
+"""The messages of chats, the prompts of completions and lists of token ids, read from a scanned body.
+
+They are read after everything else of a call was checked: they are what is long in a body.
 
 Token ids are read natively and stay packed: as Python objects a million of them would hold the interpreter
 for a tenth of a second, and ten times the memory.
@@ -14,9 +16,11 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.json_bounds import JsonRefused, token_ids
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.frontend.openai.decode import named_error
+from kvrouter.frontend.openai.scanned import ScannedBody
 
 Content = TypeVar("Content")
 
+_MESSAGES = msgspec.json.Decoder(list[dict[str, object]])
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
 _LIST = re.compile(rb"\[\s*(?P<inner>\[)?\s*(?P<first>[^\s\[])")
@@ -30,6 +34,15 @@ class Prompt(NamedTuple):
     is_only: bool = True
 
 
+def read_messages(body: ScannedBody) -> list[dict[str, object]]:
+    """Return the messages of a body that has them; raise :class:`InvalidRequest` naming what is wrong."""
+    begin, end, _, _ = body.fields["messages"]
+    messages = _decoded(_MESSAGES, memoryview(body.data)[begin:end], "messages")
+    if not messages:
+        raise InvalidRequest("messages: must not be empty", param="messages")
+    return messages
+
+
 def read_prompt(data: bytes, begin: int, end: int, *, at: str) -> Prompt:
     """Return the first prompt of the field ``at``, in any of OpenAI's four forms; ``data`` is JSON from
     ``begin`` to ``end``.
@@ -38,13 +51,13 @@ def read_prompt(data: bytes, begin: int, end: int, *, at: str) -> Prompt:
     """
     written = _LIST.match(data, begin, end)
     if written is None:
-        return Prompt(_decoded(_TEXT, data[begin:end], at))
+        return Prompt(_decoded(_TEXT, memoryview(data)[begin:end], at))
     first = written["first"]
     if written["inner"]:
         content, list_end = read_token_ids(data, written.start("inner"), at=f"{at}[0]")
         return Prompt(content, is_only=_next_byte(data, list_end) == b"]")
     if first == b'"':
-        texts = _decoded(_TEXTS, data[begin:end], at)
+        texts = _decoded(_TEXTS, memoryview(data)[begin:end], at)
         return Prompt(texts[0], is_only=len(texts) == 1)
     return Prompt(read_token_ids(data, begin, at=at)[0])
 
@@ -66,7 +79,7 @@ def read_token_ids(data: bytes, begin: int, *, at: str) -> tuple[TokenBuffer, in
     return ids, end
 
 
-def _decoded(decoder: "msgspec.json.Decoder[Content]", data: bytes, at: str) -> "Content":
+def _decoded(decoder: "msgspec.json.Decoder[Content]", data: memoryview, at: str) -> "Content":
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -132,7 +132,8 @@ class GenerateBody(RefusedFields, frozen=True, kw_only=True):
 class ChatBody(GenerateBody, frozen=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, object]]
+    messages: Raw
+    """See :mod:`.prompts`."""
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall, call_of, one_prompt
-from kvrouter.frontend.openai.prompts import read_token_ids
+from kvrouter.frontend.openai.prompts import read_messages, read_token_ids
 from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
@@ -21,7 +21,6 @@ class RouteBody(GenerateBody, frozen=True, kw_only=True):
     what a request is called. As at the front door, other fields are left alone.
     """
 
-    messages: list[dict[str, object]] | UnsetType = UNSET
     max_completion_tokens: PositiveInt | None = None
     request_id: str | None = None
     lora_name: Name | None = None
@@ -75,10 +74,8 @@ def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> Wanted:
             "cache_namespace: cache_salt says something else, and they are the same", param="cache_namespace"
         )
     parsed: ChatCall | CompletionCall
-    if body.messages is not UNSET:
-        if not body.messages:
-            raise InvalidRequest("messages: must not be empty", param="messages")
-        parsed = ChatCall(call, body.messages)
+    if "messages" in given:
+        parsed = ChatCall(call, read_messages(scanned))
     elif "prompt" in given:
         parsed = CompletionCall(call, one_prompt(scanned))
     else:
