@@ -12,7 +12,7 @@ from kvrouter.feed.words import FeedState
 from kvrouter.index.native import BlockIndex
 from kvrouter.planes.events.port import AnswerTooLarge
 from kvrouter.service import entrance, event_pump, index_work
-from kvrouter.service.index_work import STEP_BLOCKS
+from kvrouter.service.index_work import STEP_BLOCKS, STEP_EVENTS
 from tests.support.waits import until
 from tests.unit.test_service_event_pump import (
     EPOCH,
@@ -301,6 +301,17 @@ async def test_a_live_batch_of_many_blocks_is_applied_in_steps_to_what_it_is_as_
     assert 0 < turns.largest_step <= STEP_BLOCKS
     whole.apply(SLOT, events)
     assert bench.index.dump(SLOT) == whole.dump(SLOT)
+    bench.pump.close()
+
+
+async def test_a_live_batch_of_many_events_is_applied_in_steps_however_few_blocks_it_has() -> None:
+    bench = Bench()
+    await bench.join()
+    blocks = [stored_run(seed, 1) for seed in range(3 * STEP_EVENTS)]
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), tuple(blocks)))
+    assert bench.index.held(SLOT) == STEP_EVENTS
+    await until(lambda: bench.state() is FeedState.LIVE)
+    assert bench.index.held(SLOT) == 3 * STEP_EVENTS
     bench.pump.close()
 
 

@@ -397,3 +397,16 @@ def test_a_snapshot_begins_the_time_of_lower_heartbeats_anew() -> None:
     assert feed.on_batch(batch(4), now_s=24.5) == [], "on its way since before the snapshot"
     assert state(feed) is FeedState.LIVE
     asked_snapshot(feed.on_batch(batch(4), now_s=28.5))
+
+
+def test_a_rank_over_its_limit_is_emptied_and_asked_again_after_a_rest() -> None:
+    feed = live_at(10)
+    told = feed.on_overfilled(now_s=20.0)
+    assert (deeds(told), counts(told)) == ([Empty()], {FeedCount.OVER_LIMIT: 1})
+    assert (state(feed), scores(feed), feed.next_timeout_s) == (FeedState.OVER_LIMIT, False, 80.0)
+    assert feed.on_batch(stores(10, 1), now_s=30.0) == []
+    assert feed.on_overfilled(now_s=30.0) == []
+    assert feed.on_timeout(now_s=79.9) == []
+    ask = asked_snapshot(feed.on_timeout(now_s=80.0))
+    assert deeds(feed.on_snapshot(ask.ticket, snapshot(11), now_s=80.1)) == [Load(snapshot(11))]
+    assert state(feed) is FeedState.LIVE

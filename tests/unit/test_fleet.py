@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from msgspec import structs
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
@@ -323,3 +324,38 @@ def test_hashes_are_the_same_everywhere() -> None:
     assert mix64(1) == 0x910A2DEC89025CC1
     hashes = {hash_rank(rank(worker_id, dp_rank)) for worker_id in range(100) for dp_rank in range(8)}
     assert len(hashes) == 800
+
+
+def of_context(
+    worker_id: int, context_length: int, role: Role = Role.BOTH, *, draining: bool = False
+) -> WorkerCard:
+    return structs.replace(card(worker_id, role, draining=draining), context_length=context_length)
+
+
+def test_clients_may_ask_for_the_longest_context_of_those_who_answer(fleet: Fleet) -> None:
+    assert (fleet.context_length_tokens, fleet.shortest_context_tokens) == (None, 0)
+    fleet.join(of_context(1, 9_000, Role.PREFILL))
+    assert fleet.context_length_tokens == 9_000, "nobody else is here"
+    fleet.join(of_context(2, 100))
+    fleet.join(of_context(3, 1))
+    fleet.join(of_context(4, 5_000, draining=True))
+    assert (fleet.context_length_tokens, fleet.shortest_context_tokens) == (100, 1)
+    fleet.set_alive(WorkerId(2), alive=False)
+    assert fleet.context_length_tokens == 1
+    fleet.set_alive(WorkerId(3), alive=False)
+    assert fleet.context_length_tokens == 5_000, "of who drains, rather than of who is away"
+    for worker_id in (1, 4):
+        fleet.set_alive(WorkerId(worker_id), alive=False)
+    assert fleet.context_length_tokens == 100, "nobody answers: of all"
+
+
+def test_what_most_of_those_who_answer_say_of_a_name_holds(fleet: Fleet) -> None:
+    for worker_id, adapter in ((1, "lie"), (2, None), (3, None), (4, "lie")):
+        fleet.join(structs.replace(card(worker_id), names={"other": adapter}, takes_calls=adapter is None))
+    fleet.set_alive(WorkerId(4), alive=False)
+    assert (fleet.names, fleet.takes_calls) == ({"other": None}, False)
+    fleet.set_alive(WorkerId(1), alive=False)
+    assert (fleet.names, fleet.takes_calls) == ({"other": None}, True)
+    for worker_id in (1, 4, 2, 3):
+        fleet.leave(WorkerId(worker_id), Epoch(1))
+    assert (fleet.names, fleet.takes_calls) == ({"other": None}, True), "as the last one said"

@@ -266,6 +266,8 @@ async def test_a_rank_whose_heartbeat_counts_other_blocks_than_the_index_is_aske
     assert bench.state() is FeedState.LIVE
     now_s = asyncio.get_running_loop().time() + 60.0  # its last snapshot is a while ago
     monkeypatch.setattr(bench.pump, "_now_s", lambda: now_s)
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (), held_blocks=0))
+    assert bench.state() is FeedState.LIVE, "a count is compared with that of the same id"
     bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(1), (), held_blocks=4))
     assert bench.state() is FeedState.RECOVERING
     assert bench.overlap()[SLOT] == 0

@@ -270,3 +270,22 @@ async def test_a_heartbeat_counts_what_the_rank_holds() -> None:
     publisher.publish_removed([3])
     publisher.heartbeat([DpRank(0)])
     assert [(batch.next_event_id, batch.held_blocks) for batch in wire.batches] == [(2, None), (2, 2)]
+
+
+async def test_an_engines_own_count_is_that_after_the_events_which_it_told_when_asked() -> None:
+    wire = Wire()
+
+    def held_blocks(dp_rank: DpRank) -> int:
+        publisher.publish(dp_rank, (event(0),))
+        return 7
+
+    publisher = KvPublisher(
+        wire,
+        worker_id=WORKER,
+        epoch=EPOCH,
+        block_size=BLOCK_SIZE,
+        snapshot=lambda _dp_rank: (),
+        held_blocks=held_blocks,
+    )
+    publisher.heartbeat([DpRank(0)])
+    assert [(batch.next_event_id, batch.held_blocks) for batch in wire.batches] == [(1, None), (1, 7)]

@@ -19,14 +19,14 @@ class UnauthenticatedConnections(Generic[T]):
         self._drop = drop
         self._at_most = at_most
         self._on_dropped = on_dropped
-        self._waiting: dict[T, None] = {}
+        self._since_s: dict[T, float] = {}
 
-    def add(self, connection: T) -> None:
+    def add(self, connection: T, *, now_s: float) -> None:
         """Add a connection; where it is one too many, the oldest is dropped."""
-        self._waiting[connection] = None
-        if len(self._waiting) > self._at_most:
-            oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
+        self._since_s[connection] = now_s
+        if len(self._since_s) > self._at_most:
+            oldest = next(iter(self._since_s))
+            del self._since_s[oldest]
             self._on_dropped(
                 f"{self._at_most} connections have not said who they are: the oldest are dropped"
             )
@@ -34,4 +34,8 @@ class UnauthenticatedConnections(Generic[T]):
 
     def discard(self, connection: T) -> None:
         """The connection is authenticated now, or closed."""
-        self._waiting.pop(connection, None)
+        self._since_s.pop(connection, None)
+
+    def older_than(self, then_s: float) -> list[T]:
+        """The connections that were added before ``then_s``."""
+        return [connection for connection, since_s in self._since_s.items() if since_s < then_s]

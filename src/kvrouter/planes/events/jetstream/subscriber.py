@@ -174,8 +174,8 @@ class JetStreamSubscriber:
             )
         )
 
-    def _is_foreign(self, component: str, rank: WorkerRank) -> bool:
-        """Whether the rank's worker is one of another component."""
+    def _drops(self, component: str, rank: WorkerRank) -> bool:
+        """Whether a message is dropped, and told of, for its rank's worker is one of another component."""
         lane = self._lane_of.get(rank.worker_id)
         if lane is None or lane.names.component == component:
             return False
@@ -183,13 +183,13 @@ class JetStreamSubscriber:
         return True
 
     def _hand(self, component: str, batch: KvBatch) -> None:
-        if self._is_foreign(component, batch.rank):
+        if self._drops(component, batch.rank):
             return
         for on_batch, _ in tuple(self._sinks.values()):
             on_batch(batch)
 
     def _hand_load(self, component: str, report: LoadReport) -> None:
-        if self._is_foreign(component, report.rank):
+        if self._drops(component, report.rank):
             return
         for _, on_load in tuple(self._sinks.values()):
             on_load(report)

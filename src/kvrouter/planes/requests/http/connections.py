@@ -34,7 +34,6 @@ class HttpConnections(web.Server):
         )
         self._connections_max = connections_max
         self._clock = clock
-        self._since_s: dict[web.RequestHandler, float] = {}
         self._unauthenticated: UnauthenticatedConnections[web.RequestHandler] = UnauthenticatedConnections(
             _abort, at_most=unauthenticated_max, on_dropped=on_dropped
         )
@@ -47,13 +46,11 @@ class HttpConnections(web.Server):
         if self._is_closed:
             transport.abort()
             return
-        self._since_s[handler] = self._clock.now_s
-        self._unauthenticated.add(handler)
+        self._unauthenticated.add(handler, now_s=self._clock.now_s)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Forget it."""
         super().connection_lost(handler, exc)
-        self._since_s.pop(handler, None)
         self._unauthenticated.discard(handler)
         self._known.discard(handler)
 
@@ -63,16 +60,14 @@ class HttpConnections(web.Server):
             return True
         if len(self._known) >= self._connections_max:
             return False
-        self._since_s.pop(handler, None)
         self._unauthenticated.discard(handler)
         self._known.add(handler)
         return True
 
     def close_unauthenticated(self, since_s: float) -> None:
         """Close the unauthenticated connections that were made before ``since_s``."""
-        for connection, at_s in tuple(self._since_s.items()):
-            if at_s < since_s:
-                connection.force_close()
+        for connection in self._unauthenticated.older_than(since_s):
+            connection.force_close()
 
     def take_no_more(self) -> None:
         """Abort whatever is connected from now on."""

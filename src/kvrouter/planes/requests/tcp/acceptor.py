@@ -149,7 +149,7 @@ class TcpRequestAcceptor:
         """A connection was made; nobody knows whose."""
         self._ends.add(end)
         end.lost.add_done_callback(lambda _: self._forget(end))
-        self._unauthenticated.add(end)
+        self._unauthenticated.add(end, now_s=self._clock.now_s)
 
     def admit(self, end: WorkerEnd) -> str | None:
         """Count a connection from a router; return why there is no place for it."""
