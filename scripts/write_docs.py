@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from kvrouter.config.annotations import choices_of, limits_of, model_in, models_in
 from kvrouter.config.fleet import FleetFile
-from kvrouter.config.foreign import FOREIGN, Foreign
+from kvrouter.config.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
 from kvrouter.config.setting import Group, Kind, SettingSpec
 from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.telemetry import EVENTS, OperatorTelemetry, Telemetry
@@ -134,6 +134,12 @@ def settings_page() -> str:
         if others:
             parts.append(f"\n{table(('key in YAML', 'other names'), others)}")
     parts.append(f"\n{FOREIGN_HEAD}\n{table(FOREIGN_COLUMNS, map(_foreign_row, FOREIGN))}")
+    values = [
+        (f"`{flag} {value}`", why)
+        for flag, foreign in (("--router-mode", FOREIGN_MODES), ("--discovery", FOREIGN_DISCOVERY))
+        for value, why in foreign.items()
+    ]
+    parts.append(f"\nThese values of Dynamo's are refused:\n\n{table(('value', 'instead'), values)}")
     return "".join(parts)
 
 
