@@ -132,6 +132,14 @@ def test_a_damaged_frame_is_read_or_refused(batch: KvBatch, data: st.DataObject)
     refused_or_read(bytes(frame))
 
 
+@pytest.mark.parametrize("held_blocks", [-1, COUNT_MAX + 1])
+def test_a_heartbeat_that_counts_nothing_is_no_batch(held_blocks: int) -> None:
+    batch = KvBatch(RANK, Epoch(1), EventId(0), (), held_blocks=held_blocks)
+    for decode in (decode_batch, decode_range):
+        with pytest.raises(ProtocolError, match="held_blocks"):
+            decode(encode_batch(batch))
+
+
 @pytest.mark.parametrize("first", [-1, EVENT_ID_MAX + 1, 2**64 - 1])
 def test_ids_that_no_stream_reaches_are_refused(first: int) -> None:
     """A router would ask for the ids before them, and could not even write the question."""
