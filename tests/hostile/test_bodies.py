@@ -18,8 +18,8 @@ WIDE_BODY_BYTES = 15_000_000
 LOOP_CPU_MAX_S_PER_MB = 0.02
 """Of the event loop. A quiet machine needs 0.003; to build the values took 0.1 to 0.4."""
 
-MEMORY_MAX = 3.0
-"""The most that is held for a body, in its own length, beside what the allocator keeps of the one before."""
+MEMORY_MAX = 1.5
+"""The most that is held for a body, in its own length, beside KEPT_BYTES: it is received without a copy."""
 
 KEPT_BYTES = 8 * MIB
 
