@@ -76,7 +76,8 @@ class CacheLaw:
         for seed in range(20, 32):  # more than both engines have room for
             await complete(pair.frontend, prompt_of(seed, PROMPT_TOKENS))
         await index_is_settled(pair.frontend)
-        probes = [await pair.probe(seed) for seed in range(20, 32)]
+        # The newest first: a probe of what is gone is computed anew, and evicts what is oldest.
+        probes = [await pair.probe(seed) for seed in reversed(range(20, 32))]
         assert [cached for cached, _ in probes] == [predicted for _, predicted in probes]
         assert any(cached for cached, _ in probes)
         assert not all(cached for cached, _ in probes)

@@ -52,8 +52,17 @@ def passing(*, added_token_ids: bool = False, added_usage: bool = False) -> Read
 
 
 def asked(request: EngineRequest, n_ranks: int = 1) -> tuple[EngineCall, dict[str, Any]]:
+    """Return the call, and its body with ``rid`` up to what makes it the only one of its name."""
     call = call_of(request, n_ranks=n_ranks)
-    return call, json.loads(call.body)
+    body = json.loads(call.body)
+    body["rid"] = body["rid"].rpartition("#")[0]
+    return call, body
+
+
+@pytest.mark.parametrize("call", [None, client(CHAT)], ids=["tokens", "as written"])
+def test_no_two_calls_have_one_rid(call: ClientCall | None) -> None:
+    rids = {json.loads(call_of(leg(call)).body)["rid"] for _ in range(9)}
+    assert len(rids) == 9
 
 
 def test_a_streamed_chat_goes_as_it_was_written() -> None:

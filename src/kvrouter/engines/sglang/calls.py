@@ -4,6 +4,8 @@ With disaggregation both legs get the same call and the same meeting place; the 
 there.
 """
 
+from uuid import uuid4
+
 import msgspec
 
 from kvrouter.core.errors import ProtocolError
@@ -90,7 +92,8 @@ def _tokens(request: EngineRequest, n_ranks: int) -> EngineCall:
 
 
 def _put_common(body: Body, request: EngineRequest, n_ranks: int) -> None:
-    put(body, rid=f"{request.engine_key}#{request.leg}")
+    # No two calls have one rid: SGLang refuses the second, and 2 s after that aborts the first by its rid.
+    put(body, rid=f"{request.engine_key}#{request.leg}#{uuid4().hex[:8]}")
     if n_ranks > 1:
         put(body, routed_dp_rank=request.dp_rank)
     if request.cache_namespace is not None:
