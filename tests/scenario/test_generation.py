@@ -206,8 +206,8 @@ async def test_a_retry_is_counted_when_it_happens_and_not_when_nobody_is_left() 
 
 async def test_a_new_incarnation_that_cannot_be_used_ends_the_old_one_too() -> None:
     bench = Bench(ScriptedPlane())
-    await bench.start(card(1))
+    await bench.start(card(1), card(2))
     bench.discovery.put(structs.replace(card(1, incarnation=2), block_size=BLOCK_SIZE * 2))
-    assert len(bench.model.fleet) == 0
-    bench.discovery.put(card(1, incarnation=3))
     assert len(bench.model.fleet) == 1
+    bench.discovery.put(card(1, incarnation=3))
+    assert len(bench.model.fleet) == 2
