@@ -49,6 +49,12 @@ BODIES = {
     ),
     "empty messages": (CHAT, filled(b'{"model":"mock","messages":[', b"{},", b"{}]}"), "messages"),
     "empty prompts": (COMPLETION, filled(b'{"model":"mock","prompt":[', b"[],", b"[]]}"), "prompt"),
+    "blanks before a list of lists": (
+        COMPLETION,
+        filled(b'{"model":"mock","prompt":[', b" ", b"[[1]]]}"),
+        None,
+    ),
+    "blanks in a list of lists": (COMPLETION, filled(b'{"model":"mock","prompt":[[', b" ", b"[1]]]}"), None),
     "token ids": (COMPLETION, filled(b'{"model":"mock","prompt":[', b"1,", b"1]}"), "prompt"),
     "tools": (CHAT, chat(b'"tools":[', b"{},", b"{}]}"), "tools"),
     "stops": (CHAT, chat(b'"stop":[', b'"",', b'""]}'), "stop"),

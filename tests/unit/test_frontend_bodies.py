@@ -176,10 +176,27 @@ def test_of_a_call_that_is_refused_for_another_field_the_text_is_not_built(text:
     assert peak_bytes < 5_000
 
 
-async def test_a_text_beside_its_tokens_may_be_of_any_length() -> None:
+async def test_the_tokens_of_a_prompt_count_and_its_text_beside_them_is_bounded_all_the_same() -> None:
     async with open_house(own(1), script=says("ok")) as house:
-        reply = await house.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
+        reply = await house.complete("a text", nvext={"token_data": [1, 2, 3]})
+        refused = await house.complete("a" * TOO_LONG, nvext={"token_data": [1, 2, 3]})
     assert (reply.status_code, reply.json()["usage"]["prompt_tokens"]) == (200, 3)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [
+        (rb'{"a":1,"\u0061":2,"a":3}', b"3"),
+        (rb'{"a":1,"a":3,"\u0061":2}', b"2"),
+        (rb'{"\u0061":1,"a":3,"\u0061":2}', b"2"),
+    ],
+)
+def test_of_a_field_that_is_there_several_times_the_last_counts_however_it_is_written(
+    body: bytes, last: bytes
+) -> None:
+    assert bytes(scanned(body, BodyBounds()).raw("a") or b"") == last
+    assert msgspec.json.decode(body)["a"] == int(last)
 
 
 async def test_the_body_of_a_request_ends_before_its_answer() -> None:

@@ -71,7 +71,6 @@ def test_of_two_headers_for_one_field_dynamos_own_name_wins() -> None:
     for headers in (
         (("x-worker-instance-id", "1"), ("x-dynamo-worker-instance-id", "2")),
         (("x-dynamo-worker-instance-id", "2"), ("x-worker-instance-id", "1")),
-        (("x-dynamo-worker-instance-id", "2"), ("x-dynamo-worker-instance-id", "1")),
     ):
         assert call(under(*headers)).pin == Pin(WorkerId(2), None)
     with pytest.raises(InvalidRequest, match=r"^x-worker-instance-id: must be a whole number"):
@@ -84,6 +83,19 @@ def test_the_rank_of_a_prefill_worker_that_a_gateway_leaves_open_is_none() -> No
     assert opened.prefill_pin == Pin(WorkerId(3), None)
     with pytest.raises(InvalidRequest, match="must be a whole number"):
         call(under(("x-dynamo-dp-rank", str(2**32 - 1))), worker_id=3)
+
+
+@pytest.mark.parametrize("header", [header.decode() for header in HEADERS])
+def test_one_header_that_is_there_twice_and_differs_is_refused(header: str) -> None:
+    with pytest.raises(InvalidRequest, match="is there twice") as caught:
+        call(under((header, "7"), (header, "8")))
+    assert caught.value.param == header
+
+
+def test_one_header_that_is_there_twice_and_says_the_same_counts_once() -> None:
+    assert call(under(("x-worker-instance-id", "7"), ("x-worker-instance-id", " 7"))).pin == Pin(
+        WorkerId(7), None
+    )
 
 
 def test_other_headers_leave_the_body_as_it_is() -> None:

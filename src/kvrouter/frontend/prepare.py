@@ -19,7 +19,7 @@ from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.nvext import Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
 from kvrouter.frontend.openai.passed import PassedCall, model_of
-from kvrouter.frontend.openai.scanned import ScannedBody, has_token_data
+from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.passed_tokens import passed_tokens
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
@@ -101,8 +101,6 @@ class Hall:
         Raises :class:`ModelNotReady`, and what :meth:`TextModel.refuse_chat_size` raises.
         """
         text = self.text(called.name)
-        if has_token_data(body):
-            return text  # the text beside the tokens is not read
         with self._counting_refusals():
             for field, refuse in (("messages", text.refuse_chat_size), ("prompt", text.refuse_prompt_size)):
                 if field in body.fields:

@@ -119,11 +119,18 @@ class NvextReader:
         return nvext
 
     def _header_values(self) -> dict[str, object]:
-        """The fields that headers set; raise :class:`InvalidRequest` for a malformed one."""
+        """The fields that headers set.
+
+        Raises :class:`InvalidRequest` for a malformed header, and for one that is there twice and differs: a
+        proxy that adds its own must not lose to the client's.
+        """
         sent: dict[bytes, int | str | None] = {}
         for header, value in self.headers:
             if header in HEADERS:
-                sent.setdefault(header, _header_value(header, value))
+                found_value = _header_value(header, value)
+                if sent.setdefault(header, found_value) != found_value:
+                    name = header.decode()
+                    raise InvalidRequest(f"{name}: is there twice, and differs: leave one out", param=name)
             elif header in HEADERS_WITHOUT_EFFECT:
                 self.on_header(header.decode(), f"has no effect here: {HEADERS_WITHOUT_EFFECT[header]}")
         found: dict[str, object] = {}

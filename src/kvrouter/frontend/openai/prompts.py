@@ -23,7 +23,9 @@ Content = TypeVar("Content")
 _MESSAGES = msgspec.json.Decoder(list[dict[str, object]])
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
-_LIST = re.compile(rb"\[\s*(?P<inner>\[)?\s*(?P<first>[^\s\[])")
+_LIST = re.compile(rb"\[\s*+(?P<inner>\[\s*+)?+(?P<first>[^\s\[])")
+"""Gives nothing back: a body may have megabytes of blanks here."""
+
 _FIRST = re.compile(rb"\s*(?P<byte>\S)?")
 
 

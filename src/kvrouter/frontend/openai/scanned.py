@@ -6,6 +6,7 @@ Every decoder of this package takes a :class:`ScannedBody`, so nothing can be bu
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -75,12 +76,6 @@ class ScannedBody(NamedTuple):
         return None if found is None else memoryview(self.data)[found[0] : found[1]]
 
 
-def has_token_data(body: ScannedBody) -> bool:
-    """Whether ``nvext.token_data`` may be there: the prompt in tokens, beside which its text is not read."""
-    begin, end, _, _ = body.fields.get("nvext", (0, 0, 0, 0))
-    return body.data.find(b'"token_data"', begin, end) >= 0
-
-
 def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
     """Look through a body; others run meanwhile, if it is long.
 
@@ -92,7 +87,9 @@ def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
     except JsonRefused as refused:
         raise _refusal(refused, bounds, data) from None
     if any("\\" in name for name in fields):
-        fields = {_unescaped(name): span for name, span in fields.items()}
+        # Of a name that is written in two ways the last field counts, as for the engine that gets the body.
+        in_order = sorted(fields.items(), key=itemgetter(1))
+        fields = {_unescaped(name): span for name, span in in_order}
     return ScannedBody(data, fields)
 
 
