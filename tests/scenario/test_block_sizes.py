@@ -1,11 +1,18 @@
 """Workers of one model whose cards name different block sizes: that of most of them is the model's."""
 
+import asyncio
+
+import pytest
 from msgspec import structs
 
-from kvrouter.core.requests import FinishReason
-from kvrouter.core.workers import WorkerCard
-from tests.support.fleets import BLOCK_SIZE, Bench, card, read_all
-from tests.support.planes import ScriptedPlane
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.errors import NoEligibleWorker
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import FinishReason, Leg
+from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
+from kvrouter.planes.discovery.port import Gone
+from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
+from tests.support.planes import ScriptedPlane, address_of
 
 OTHER = 2 * BLOCK_SIZE
 
@@ -53,3 +60,84 @@ async def test_a_refused_worker_that_left_counts_no_more() -> None:
     bench.discovery.drop(2)
     bench.discovery.put(odd(3))
     assert ids(bench) == {1}
+
+
+async def test_workers_whose_lease_ran_out_have_no_say_once_they_are_fewer() -> None:
+    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    bench = await bench_of(plane, card(1), card(2))
+    for worker_id in (1, 2):
+        bench.discovery.drop(worker_id, why=Gone.EXPIRED)
+    assert ids(bench) == {1, 2}, "they answer"
+    bench.discovery.put(odd(3), odd(4), odd(5))
+    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {3, 4, 5})
+    for worker_id in (4, 5):
+        bench.discovery.drop(worker_id)
+    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {3})
+    assert await read_all(bench) == [1]
+    assert plane.legs()[-1][1] == address_of(3)
+    bench.discovery.put(card(1), card(2))
+    assert (bench.model.fleet.block_size, ids(bench)) == (BLOCK_SIZE, {1, 2}), "announced again, they count"
+    assert not bench.service.has_lapsed(WorkerId(1))
+
+
+async def test_a_card_that_cannot_be_used_for_another_reason_has_no_say() -> None:
+    bench = bench_of_streams()
+    await bench.start(card(1), odd(2))
+    bench.discovery.put(structs.replace(odd(2), model_input=ModelInput.Text))
+    bench.discovery.put(odd(3))
+    assert ids(bench) == {1}
+
+
+async def test_such_a_card_in_a_workers_place_lets_those_take_over_who_are_more_now() -> None:
+    bench = bench_of_streams()
+    await bench.start(card(1), odd(2))
+    bench.discovery.put(structs.replace(card(1, incarnation=2), model_input=ModelInput.Text))
+    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {2})
+
+
+@pytest.mark.parametrize("all_leave", [False, True])
+async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_leave: bool) -> None:
+    bench = bench_of_streams()
+    await bench.start(card(1))
+    bench.model.set_busy_thresholds(decode_blocks=0.75, prefill_tokens=4096)
+    if all_leave:
+        bench.discovery.drop(1)
+    bench.discovery.put(odd(2), odd(3))
+    settings = bench.model.settings
+    assert bench.model.fleet.block_size == OTHER
+    assert settings.active_decode_blocks_threshold == 0.75
+    assert settings.active_prefill_tokens_threshold == 4096
+
+
+async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes() -> None:
+    """An answer goes on where it is; one that needs another worker, or waits for one, is refused at once."""
+    plane = ScriptedPlane()
+    config = KvRouterConfig(active_decode_blocks_threshold=0.5, admission_queue_max=1, admission_wait_s=600.0)
+    bench = await bench_of(plane, card(1), config=config)
+    first = asyncio.create_task(read_all(bench, max_tokens=2))
+    second = asyncio.create_task(read_all(bench, max_tokens=2, request_id="r2"))
+    one, two = await plane.wait_for(Leg.AGGREGATED), await plane.wait_for(Leg.AGGREGATED, nth=1)
+    for stream in (one, two):
+        stream.tokens(1)
+    bench.load(LoadReport(card(1).ranks()[0], active_blocks=900, total_blocks=1024))
+    waiting = asyncio.create_task(read_all(bench, request_id="r3"))
+    await bench.until_parked()
+    bench.discovery.put(odd(2), odd(3))
+    with pytest.raises(NoEligibleWorker):
+        await asyncio.wait_for(waiting, 10)
+    two.die()
+    with pytest.raises(NoEligibleWorker):
+        await asyncio.wait_for(second, 10)
+    one.tokens(2, finish=FinishReason.LENGTH)
+    assert await asyncio.wait_for(first, 10) == [1, 2]
+    assert bench.booked() == 0
+
+
+async def test_a_request_that_waits_for_its_domain_is_refused_when_the_block_size_changes() -> None:
+    config = KvRouterConfig(router_domain_wait_s=600.0)
+    bench = await bench_of(ScriptedPlane(), prefill_card(1), decode_card(2, zone="b"), config=config)
+    waiting = asyncio.create_task(read_all(bench))
+    await bench.until_parked()
+    bench.discovery.put(odd(3), odd(4), odd(5))
+    with pytest.raises(NoEligibleWorker):
+        await asyncio.wait_for(waiting, 10)

@@ -213,14 +213,16 @@ class RouterService:
 
     def _on_card(self, card: WorkerCard) -> None:
         observed = self._parts.observed
+        self._other_block_size.pop(card.worker_id, None)
+        previous = self._model_of.get(card.worker_id)
         if card.model_input is not ModelInput.Tokens and self._parts.config.router_mode is RouterMode.KV:
             self._refuse(card, "KV routing needs workers that take tokens (ModelInput.Tokens)")
+            if previous is not None:
+                self._follow_majority(previous)
             return
-        previous = self._model_of.get(card.worker_id)
         if previous is not None and previous != card.model:
             self._leave(self._models[previous], card.worker_id)
             self._follow_majority(previous)
-        self._other_block_size.pop(card.worker_id, None)
         try:
             model = self._model_for(card)
             known = model.fleet.card(card.worker_id)
@@ -250,18 +252,31 @@ class RouterService:
         """The card's model; a new one where there was none, or where all its workers left.
 
         A model without workers stays known: its requests are refused with 503, not 404. It may come back with
-        another block size. Raises ConfigError when there are too many models.
+        another block size, and keeps the thresholds that were set. Raises ConfigError when there are too many
+        models.
         """
         model = self._models.get(card.model)
         if model is not None and (len(model.fleet) or model.fleet.block_size == card.block_size):
             return model
         if model is None and len(self._models) >= MODELS_MAX:
             self._forget_a_model()
-        return self._parts.make_model(card.model, card.block_size)
+        made = self._parts.make_model(card.model, card.block_size)
+        if model is not None:
+            settings = model.settings
+            made.set_busy_thresholds(
+                decode_blocks=settings.active_decode_blocks_threshold,
+                prefill_tokens=settings.active_prefill_tokens_threshold,
+            )
+        return made
 
     def _follow_majority(self, name: ModelName) -> None:
         """Where more of the model's workers have another block size than the one that its fleet has, take
         them instead. So no single card decides, be it the first one.
+
+        A worker that was kept although its lease ran out goes for good: nobody would tell when it is gone,
+        and a card without a worker must not count. Answers on their way from the workers that go come to
+        their end; a request that waits, or that needs another worker, is refused with 503: its prompt is
+        hashed in blocks of the old size.
         """
         others = [card for card in self._other_block_size.values() if card.model == name]
         if not others:
@@ -270,13 +285,13 @@ class RouterService:
         ((block_size, n_workers),) = Counter(card.block_size for card in others).most_common(1)
         if n_workers <= len(fleet):
             return
-        minority = list(fleet)
-        for card in minority:
+        present = [card for card in fleet if not self.has_lapsed(card.worker_id)]
+        for card in list(fleet):
             self._leave(self._models[name], card.worker_id)
         for card in others:
             if card.block_size == block_size:
                 self._on_card(card)
-        for card in minority:
+        for card in present:
             self._on_card(card)
 
     def _forget_a_model(self) -> None:
