@@ -127,9 +127,7 @@ class KvRouter:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
-        self.close()
-        if self._goodbye is not None:
-            await self._goodbye
+        await self._close()
 
     async def start(self) -> None:
         """Begin to follow the workers; every method that routes does it when it was not done.
@@ -139,21 +137,39 @@ class KvRouter:
         self._refuse_when_closed()
         async with self._starting:
             if not self._is_started:
-                if self._sync is not None:
-                    await self._sync.start()
-                await self._service.start()
+                await self._begin()
                 self._is_started = True
+                if self._is_closed:  # meanwhile
+                    await self._close()
+        self._refuse_when_closed()
+
+    async def _begin(self) -> None:
+        """Follow the workers, and the other routers; neither, where it raises."""
+        if self._sync is None:
+            await self._service.start()
+            return
+        await self._sync.start()
+        try:
+            await self._service.start()
+        except BaseException:
+            await self._sync.stop()
+            raise
 
     def close(self) -> None:
         """Follow the workers no longer; free what was booked by hand. Nothing new is routed from now on.
 
-        Answers that are being read can be read to their end.
+        Answers that are being read can be read to their end. Idempotent.
         """
         self._is_closed = True
         self._bookings.close()
         self._service.stop()
-        if self._sync is not None and self._is_started:
+        if self._sync is not None and self._is_started and self._goodbye is None:
             self._goodbye = go_on(self._sync.stop(), name="library: end of replica sync")
+
+    async def _close(self) -> None:
+        self.close()
+        if self._goodbye is not None:
+            await self._goodbye
 
     async def generate(
         self,

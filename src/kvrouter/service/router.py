@@ -80,8 +80,13 @@ class RouterService:
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        self._stops.append(self._parts.subscriber.subscribe(self._on_batch, self._on_load))
-        self._stops.append(await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store))
+        deaf = self._parts.subscriber.subscribe(self._on_batch, self._on_load)
+        try:
+            blind = await self._parts.discovery.watch(self._on_card, self._on_gone, self._on_store)
+        except BaseException:
+            deaf()
+            raise
+        self._stops += (deaf, blind)
 
     async def drain(self, limit_s: float) -> int:
         """Take no new requests; wait for the running ones. Returns how many were cut at the limit."""
