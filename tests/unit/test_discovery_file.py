@@ -268,6 +268,24 @@ def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
     assert renewed(folder, changed).record.card.draining
 
 
+def test_a_card_that_cannot_be_written_is_told_also_where_its_lease_cannot_be_renewed(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(folder, 1)
+    changed = Held(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
+
+    def full(_: CardRecord) -> Held:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(folder, "_write", full)
+    monkeypatch.setattr(os, "utime", read_only)
+    with pytest.raises(OSError, match="No space left"):
+        folder.renew(changed)
+
+
 async def test_a_goodbye_that_cannot_be_written_is_a_lease_that_runs_out(store: FileStore) -> None:
     end = store.end()
     await end.publish(card())

@@ -13,7 +13,7 @@ from kvrouter.assembly.health import Health, health_pages
 from kvrouter.assembly.lifetime import share_descriptors
 from kvrouter.config import PlaneSettings
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, Listener
+from kvrouter.planes.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, Listener, TcpServer
 from kvrouter.planes.requests.http import HttpRequestAcceptor
 from kvrouter.planes.requests.tcp import TcpRequestAcceptor
 from kvrouter.planes.requests.tcp.hello import GREETING_BYTES
@@ -171,6 +171,43 @@ def test_an_open_handshake_does_not_hold_up_the_end(run: Run) -> None:
         await asyncio.sleep(0.05)  # it is accepted, and says nothing
         await acceptor.close()
         assert await read_all(caller) == b""
+
+    run(scenario())
+
+
+def test_a_connection_whose_handshake_had_not_begun_is_closed_at_the_end(run: Run) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+
+    async def scenario() -> None:
+        server = TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append, ssl=context)
+        await server.start("127.0.0.1", 0)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        server._take(ours)
+        server.close()
+        await server.wait_closed()
+        assert ours.fileno() == -1
+        assert await read_all(theirs) == b""
+
+    run(scenario())
+
+
+def test_a_connection_that_a_mistake_of_ours_meets_is_closed_and_the_mistake_told(run: Run) -> None:
+    def mistaken() -> asyncio.Protocol:
+        raise ZeroDivisionError("a mistake")
+
+    async def scenario() -> None:
+        told: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+        server = TcpServer(mistaken, answer=bytes, on_refused=Refused().append)
+        port = await server.start("127.0.0.1", 0)
+        (caller,) = callers_at(port, 1)
+        async with asyncio.timeout(10):
+            assert await read_all(caller) == b""
+        assert [type(error) for error in told] == [ZeroDivisionError]
+        server.close()
+        await server.wait_closed()
 
     run(scenario())
 

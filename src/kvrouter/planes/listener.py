@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from ssl import SSLContext
 
 __all__ = ["NO_DESCRIPTOR", "Listener", "TcpServer"]
@@ -151,7 +152,7 @@ class TcpServer:
         self._handshake_timeout_s = None if ssl is None else handshake_timeout_s
         self._descriptors_max = descriptors_max
         self._listeners: list[Listener] = []
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._arriving: set[asyncio.Task[object]] = set()
 
     async def start(self, host: str, port: int) -> int:
         """Listen on every address of ``host``; return the port. Raises OSError."""
@@ -188,17 +189,25 @@ class TcpServer:
         if sock.fileno() >= self._descriptors_max:
             self._refuse(sock)
             return
-        task = self._loop.create_task(self._connect(sock))
-        self._arriving.add(task)
-        task.add_done_callback(self._arriving.discard)
-
-    async def _connect(self, sock: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
+        task: asyncio.Task[object] = self._loop.create_task(
+            self._loop.connect_accepted_socket(
                 self._factory, sock, ssl=self._ssl, ssl_handshake_timeout=self._handshake_timeout_s
             )
-        except OSError:  # the peer left, or failed its handshake
+        )
+        self._arriving.add(task)
+        task.add_done_callback(partial(self._arrived, sock))
+
+    def _arrived(self, sock: socket.socket, task: "asyncio.Task[object]") -> None:
+        self._arriving.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
             sock.close()
+        if error is not None and not isinstance(
+            error, OSError
+        ):  # else the peer left, or failed its handshake
+            self._loop.call_exception_handler(
+                {"message": "a connection could not be served", "exception": error, "task": task}
+            )
 
     def _refuse(self, sock: socket.socket) -> None:
         self._on_refused(NO_DESCRIPTOR)

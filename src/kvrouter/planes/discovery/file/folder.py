@@ -9,7 +9,7 @@ import secrets
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -136,7 +136,8 @@ class Folder:
             return self._write(record)
         except OSError:
             if current is not None and current.card.incarnation == record.card.incarnation:
-                os.utime(path, follow_symlinks=False)
+                with suppress(OSError):  # of the two the card that cannot be written is to be told
+                    os.utime(path, follow_symlinks=False)
             raise
 
     def _current(self, worker_id: WorkerId) -> CardRecord | None:
