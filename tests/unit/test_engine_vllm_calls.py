@@ -225,3 +225,12 @@ def test_what_is_no_object_is_the_clients_mistake(field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         asked(leg(client({**CHAT, field: "text"})))
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("kind", [Leg.AGGREGATED, Leg.DECODE])
+def test_where_kv_is_only_the_router_says(kind: Leg) -> None:
+    smuggled = {"kv_transfer_params": "x", "ec_transfer_params": [1]}
+    said = {**CHAT, **smuggled, "vllm_xargs": {"of_theirs": 1, **smuggled}}
+    _, body = asked(leg(client(said), kind=kind))
+    assert smuggled.keys().isdisjoint(body)
+    assert body["vllm_xargs"] == {"of_theirs": 1}

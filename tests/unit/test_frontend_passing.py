@@ -287,6 +287,9 @@ PLAIN = {"temperature": 0, "top_p": 0.9, "max_tokens": 5, "stop": ["a", "b"], "u
         ({"response_format": {"type": "json_object"}}, False),
         ({"max_tokens": 0}, False),
         ({"kv_transfer_params": None, "disaggregated_params": None}, True),
+        ({"vllm_xargs": {"of_theirs": 1, "kv_transfer_params": None}}, False),
+        ({"vllm_xargs": None}, True),
+        ({"vllm_xargs": ["no object"]}, False),
         ({"stop": ["a"] * 5}, False),
         ({"include_stop_str_in_output": True}, False),
         ({"a_field_of_next_year": 1}, False),
@@ -311,6 +314,20 @@ def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_
         (b'{"model":"m","messages":[{}],"kv_transfer_params":{"remote_host":"h"}}', "kv_transfer_params"),
         (b'{"model":"m","messages":[{}],"disaggregated_params":{}}', "disaggregated_params"),
         (b'{"model":"m","messages":[{}],"bootstrap_host": "h"}', "bootstrap_host"),
+        (b'{"model":"m","messages":[{}],"vllm_xargs":{"\\ud800":1}}', "vllm_xargs"),
+        (
+            b'{"model":"m","messages":[{}],"vllm_xargs":{"kv_transfer_params":"x"}}',
+            "vllm_xargs.kv_transfer_params",
+        ),
+        (
+            b'{"model":"m","messages":[{}],"vllm\\u005fxargs":{"kv_transf\\u0065r_params":null,"ec_tr\\u0061nsfer_params":0}}',
+            "vllm_xargs.ec_transfer_params",
+        ),
+        (
+            b'{"model":"m","messages":[{}],"vllm_xargs":{},'
+            b'"vllm_xargs": {"bootstrap_room":null,"bootstrap_room":[1]}}',
+            "vllm_xargs.bootstrap_room",
+        ),
     ],
 )
 def test_what_routing_needs_is_checked_by_name(body: bytes, param: str | None) -> None:

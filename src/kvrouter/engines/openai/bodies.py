@@ -37,11 +37,12 @@ def put_inside(body: Body, name: str, **fields: object) -> None:
     body[name] = msgspec.Raw(_encoder.encode(inner))
 
 
-def drop_inside(body: Body, name: str, field: str) -> None:
-    """Take a field out of the object that ``body`` holds under ``name``, where it is."""
+def drop_inside(body: Body, name: str, *fields: str) -> None:
+    """Take fields out of the object that ``body`` holds under ``name``, where they are."""
     if name in body:
         inner = _inner(body, name)
-        if inner.pop(field, None) is not None:
+        if not inner.keys().isdisjoint(fields):
+            drop(inner, *fields)
             body[name] = msgspec.Raw(_encoder.encode(inner))
 
 
@@ -75,5 +76,5 @@ def _inner(body: Body, name: str) -> Body:
         return {}
     try:
         return _objects.decode(raw) or {}
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"{name}: must be an object", param=name) from error

@@ -40,6 +40,12 @@ KV_TO_BE_FOUND: KvParams = {}
 NOT_PREFILLED = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{}}'
 """The prefill of a call that its decode engine computes from the first token on."""
 
+_WHERE_KV_IS = ("kv_transfer_params", "ec_transfer_params")
+"""What vLLM reads in a call, and in its ``vllm_xargs``: the router alone says it."""
+
+_REPEATS_STORES = "kv_cache_report_mode"
+"""Of ``vllm_xargs``: no removal takes back what is told twice."""
+
 RANK_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -195,7 +201,8 @@ def _common(request: EngineRequest, model: str) -> Body:
     put(body, model=request.lora_name or model)
     if request.cache_namespace is not None:
         put(body, cache_salt=request.cache_namespace)
-    drop_inside(body, "vllm_xargs", "kv_cache_report_mode")  # it repeats stores that no removal takes back
+    drop(body, *_WHERE_KV_IS)
+    drop_inside(body, "vllm_xargs", *_WHERE_KV_IS, _REPEATS_STORES)
     return body
 
 

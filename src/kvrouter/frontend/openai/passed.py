@@ -119,6 +119,11 @@ _BETWEEN_ENGINES = (
 )
 """What tells engines where to fetch KV: hosts that they connect to, and blocks that may be anybody's."""
 
+_EXTRA = "vllm_xargs"
+"""What vLLM takes ``kv_transfer_params`` from where a call has none."""
+
+_OBJECT: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
+
 
 def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = READER) -> PassedCall:
     """Return the call in a body; raise :class:`InvalidRequest` naming the field."""
@@ -190,11 +195,27 @@ def model_of(scanned: ScannedBody) -> str:
 
 
 def _refuse_between_engines(fields: Mapping[str, Raw]) -> None:
-    for name in _BETWEEN_ENGINES:
-        if bytes(fields.get(name, b"null")) != b"null":
-            raise InvalidRequest(
-                f"{name}: where KV is fetched from is the router's to say, not its clients'", param=name
-            )
+    for at, held in (("", fields), (f"{_EXTRA}.", _fields_inside(fields.get(_EXTRA)))):
+        for name in _BETWEEN_ENGINES:
+            if _is_set(held, name):
+                raise InvalidRequest(
+                    f"{at}{name}: where KV is fetched from is the router's to say, not its clients'",
+                    param=f"{at}{name}",
+                )
+
+
+def _is_set(fields: Mapping[str, Raw], name: str) -> bool:
+    return name in fields and bytes(memoryview(fields[name])[:5]) != b"null"
+
+
+def _fields_inside(raw: Raw | None) -> Mapping[str, Raw]:
+    """The fields of an object; what is none has none."""
+    if raw is None or bytes(memoryview(raw)[:1]) != b"{":
+        return {}
+    try:
+        return _OBJECT.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{_EXTRA}: {error}", param=_EXTRA) from None
 
 
 def _is_resumable(fields: Mapping[str, Raw]) -> bool:
