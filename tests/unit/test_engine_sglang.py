@@ -168,6 +168,13 @@ def test_every_leg_has_its_salt_its_adapter_and_its_rank(kind: Leg, call: Client
     assert not {"cache_salt", "lora_path", "routed_dp_rank", *MET} & set(asked(leg(call, kind))[1])
 
 
+@pytest.mark.parametrize("kind", list(Leg))
+@pytest.mark.parametrize("tenant", ["a", None])
+def test_no_call_joins_anything_to_its_tenant(kind: Leg, tenant: str | None) -> None:
+    _, body = asked(leg(client({**CHAT, "extra_key": "b"}), kind, cache_namespace=tenant))
+    assert ("extra_key" in body, body.get("cache_salt")) == (False, tenant)
+
+
 def test_what_is_no_object_is_the_clients_mistake() -> None:
     with pytest.raises(InvalidRequest) as caught:
         asked(leg(client({**CHAT, "stream_options": 1})))

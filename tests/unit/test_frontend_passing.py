@@ -315,6 +315,8 @@ def test_another_engine_may_go_on_with_plain_text(fields: dict[str, object], is_
         (b'{"model":"m","messages":[{}],"disaggregated_params":{}}', "disaggregated_params"),
         (b'{"model":"m","messages":[{}],"bootstrap_host": "h"}', "bootstrap_host"),
         (b'{"model":"m","messages":[{}],"vllm_xargs":{"\\ud800":1}}', None),
+        (b'{"model":"m","messages":[{}],"extra_key":"b"}', "extra_key"),
+        (b'{"model":"m","messages":[{}],"cache_salt":"a","\\u0065xtra_key":["b"]}', "extra_key"),
         (
             b'{"model":"m","messages":[{}],"vllm_xargs":{"kv_transfer_params":"x"}}',
             "vllm_xargs.kv_transfer_params",

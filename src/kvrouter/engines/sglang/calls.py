@@ -39,6 +39,12 @@ _SAME_NAME = (
 """What a client's call and SGLang's own sampling parameters call the same."""
 
 
+_ROUTERS = ("extra_key",)
+"""What of a call SGLang would do, and the router alone may say: ``extra_key`` is joined to the salt, and with
+the right one a call reads another tenant's KV.
+"""
+
+
 def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
     """Return how SGLang is asked for a leg. Raises InvalidRequest naming a field that must be an object."""
     if request.call is None or request.resumed_tokens:
@@ -92,6 +98,7 @@ def _tokens(request: EngineRequest, n_ranks: int) -> EngineCall:
 
 
 def _put_common(body: Body, request: EngineRequest, n_ranks: int) -> None:
+    drop(body, *_ROUTERS)
     # No two calls have one rid: SGLang refuses the second, and 2 s after that aborts the first by its rid.
     put(body, rid=f"{request.engine_key}#{request.leg}#{uuid4().hex[:8]}")
     if n_ranks > 1:

@@ -119,6 +119,11 @@ _BETWEEN_ENGINES = (
 )
 """What tells engines where to fetch KV: hosts that they connect to, and blocks that may be anybody's."""
 
+_ROUTERS: Mapping[str, str] = {
+    "extra_key": "keeps KV apart as the tenant's salt does, and is joined to it: use cache_salt",
+}
+"""What else the router decides: why it is refused, and what a client has instead."""
+
 _EXTRA = "vllm_xargs"
 """What vLLM takes ``kv_transfer_params`` from where a call has none."""
 
@@ -140,6 +145,9 @@ def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = R
     data = scanned.data
     fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end, _, _) in scanned.fields.items()}
     _refuse_between_engines(fields)
+    for name, why in _ROUTERS.items():
+        if _is_set(fields, name):
+            raise InvalidRequest(f"{name}: {why}", param=name)
     written = {name: value for name, value in fields.items() if name != "nvext"}
     if nvext.cache_salt and nvext.cache_salt != body.cache_salt:  # the engine keeps tenants apart, or nobody
         written["cache_salt"] = Raw(msgspec.json.encode(nvext.cache_salt))
