@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank
-from kvrouter.core.requests import ClientCall, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.streams import Reading
 from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
@@ -129,6 +129,11 @@ def test_a_decode_brings_what_the_prefill_worker_said(call: ClientCall | None) -
         {"prompt": ["hi", "ho"]},
         {"prompt": [[1, 2], [3]]},
         {"use_beam_search": True, "stream": False},
+        {"use_beam_search": 1},
+        {"use_beam_search": "true"},
+        {"n": "2"},
+        {"n": 2.0},
+        {"prompt_embeds": ["AA", "BB"]},
     ],
 )
 def test_what_makes_several_requests_of_an_engine_is_not_prefilled_for_another_one(
@@ -145,10 +150,26 @@ def test_what_makes_several_requests_of_an_engine_is_not_prefilled_for_another_o
 
 
 @pytest.mark.parametrize(
-    "one", [{"n": 1, "best_of": None}, {"use_beam_search": False}, {"prompt": [1, 2]}, {"prompt": [[1, 2]]}]
+    "one",
+    [
+        {"n": 1, "best_of": None},
+        {"use_beam_search": False},
+        {"use_beam_search": None, "prompt_embeds": None},
+        {"prompt": [1, 2]},
+        {"prompt": [[1, 2]]},
+        {"prompt": ["hi"]},
+    ],
 )
 def test_one_answer_to_one_prompt_is_prefilled(one: dict[str, object]) -> None:
     assert call_of(leg(client({**COMPLETION, **one}), Leg.PREFILL), model="tiny").answered is None
+
+
+@pytest.mark.parametrize("prompts", [b'"a","b"', b"[1],[2]"])
+@pytest.mark.parametrize("blanks", [b" " * 80, b"\n" * 4_000_000])
+def test_prompts_behind_blanks_are_several(prompts: bytes, blanks: bytes) -> None:
+    body = b'{"model":"m","prompt":[' + blanks + prompts + b"]}"
+    call = ClientCall(CallRoute.COMPLETION, body, stream=False, resumable=False)
+    assert call_of(leg(call, Leg.PREFILL), model="tiny").answered is not None
 
 
 WHERE = {"do_remote_prefill": True, "remote_request_id": "r"}

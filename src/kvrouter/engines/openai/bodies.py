@@ -1,5 +1,6 @@
 """A client's call, changed in what must change and in nothing else: every other value keeps its bytes."""
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -8,12 +9,17 @@ from kvrouter.core.errors import InvalidRequest
 
 Body = dict[str, msgspec.Raw]
 
+_SHORT_BYTES = 8
+"""No value that a field is compared with is as long."""
+
 _decoder = msgspec.json.Decoder(Body)
 _encoder = msgspec.json.Encoder()
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
-_BEGINNING_BYTES = 64
-"""So much of a value tells what kind of list it is."""
+_prompts = msgspec.json.Decoder(list[msgspec.Raw])
+
+_LIST_OF_PROMPTS = re.compile(rb"\[\s*+[\[\"]")
+"""A list of token ids is one prompt. Gives nothing back: a body may have megabytes of blanks here."""
 
 
 def body_of(data: bytes) -> Body:
@@ -55,8 +61,23 @@ def has_several_answers(body: Body) -> bool:
     """Whether a call asks for more than one answer: engines then write into each one's last event what would
     be in the usage's, and no later word could be put back there.
     """
-    begins = b"".join(bytes(memoryview(body.get("prompt", b""))[:_BEGINNING_BYTES]).split())
-    return begins.startswith((b'["', b"[[")) or bytes(body.get("n", b"1")) not in (b"1", b"null")
+    return _is_list_of_prompts(body) or says_other_than(body, "n", b"1")
+
+
+def has_several_prompts(body: Body) -> bool:
+    """Whether a call holds more than one prompt."""
+    return _is_list_of_prompts(body) and len(_prompts.decode(body["prompt"])) > 1
+
+
+def says_other_than(body: Body, name: str, *values: bytes) -> bool:
+    """Whether a field is there and is neither null nor written as one of ``values``: engines read more ways
+    of writing a value than one, ``"2"`` for 2 and ``1`` for true.
+    """
+    return name in body and bytes(memoryview(body[name])[:_SHORT_BYTES]) not in (b"null", *values)
+
+
+def _is_list_of_prompts(body: Body) -> bool:
+    return _LIST_OF_PROMPTS.match(memoryview(body.get("prompt", b""))) is not None
 
 
 def drop(body: Body, *names: str) -> None:

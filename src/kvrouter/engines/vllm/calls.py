@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 
-import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, Leg, Sampling
@@ -14,9 +13,11 @@ from kvrouter.engines.openai.bodies import (
     drop,
     drop_inside,
     has_several_answers,
+    has_several_prompts,
     is_set_inside,
     put,
     put_inside,
+    says_other_than,
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
@@ -48,8 +49,6 @@ _REPEATS_STORES = "kv_cache_report_mode"
 
 RANK_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
-
-_prompts: "msgspec.json.Decoder[list[msgspec.Raw]]" = msgspec.json.Decoder(list[msgspec.Raw])
 
 _CHAT_ONLY = (
     "messages",
@@ -151,11 +150,13 @@ def _prefill(
 
 
 def _is_for_one_engine(body: Body) -> bool:
-    if bytes(body.get("use_beam_search", b"")) == b"true":
-        return True
-    if any(bytes(body.get(name, b"1")) not in (b"1", b"null") for name in ("n", "best_of")):
-        return True
-    return has_several_answers(body) and len(_prompts.decode(body["prompt"])) > 1
+    return (
+        says_other_than(body, "use_beam_search", b"false")
+        or says_other_than(body, "n", b"1")
+        or says_other_than(body, "best_of", b"1")
+        or says_other_than(body, "prompt_embeds", b"[]")
+        or has_several_prompts(body)
+    )
 
 
 def _reads_kv_as_found() -> ReadEvent:
