@@ -39,9 +39,18 @@ _SAME_NAME = (
 """What a client's call and SGLang's own sampling parameters call the same."""
 
 
-_ROUTERS = ("extra_key",)
+_ROUTERS = (
+    "extra_key",
+    "session_params",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+)
 """What of a call SGLang would do, and the router alone may say: ``extra_key`` is joined to the salt, and with
-the right one a call reads another tenant's KV.
+the right one a call reads another tenant's KV; a rank that nobody prefilled on leaves its decode waiting.
 """
 
 

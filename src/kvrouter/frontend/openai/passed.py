@@ -121,6 +121,10 @@ _BETWEEN_ENGINES = (
 
 _ROUTERS: Mapping[str, str] = {
     "extra_key": "keeps KV apart as the tenant's salt does, and is joined to it: use cache_salt",
+    "session_params": "goes on from the KV of a session, which may be anybody's: send the whole conversation",
+    "routed_dp_rank": "which rank serves is the router's to say: use nvext.dp_rank",
+    "data_parallel_rank": "which rank serves is the router's to say: use nvext.dp_rank",
+    "disagg_prefill_dp_rank": "which rank prefills is the router's to say: use nvext.prefill_dp_rank",
 }
 """What else the router decides: why it is refused, and what a client has instead."""
 
