@@ -159,6 +159,15 @@ def test_several_answers_cannot_be_handed_over(field: str) -> None:
     assert caught.value.param == field
 
 
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]]])
+def test_several_prompts_cannot_be_handed_over(prompts: list[object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked(leg(kind=Leg.PREFILL, call=client_call({**COMPLETION, "prompt": prompts})))
+    assert caught.value.param == "prompt"
+    _, body = asked(leg(kind=Leg.PREFILL, call=client_call({**COMPLETION, "prompt": prompts[:1]})))
+    assert body["prompt"] == prompts[:1]
+
+
 def test_what_the_context_engine_said_goes_to_the_decode_leg_unchanged() -> None:
     told = json.loads(CONTEXT)
     expected = {

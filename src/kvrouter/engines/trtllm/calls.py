@@ -14,7 +14,16 @@ import msgspec
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineRequest, Leg
-from kvrouter.engines.openai.bodies import Body, body_of, bytes_of, drop, put, put_inside
+from kvrouter.engines.openai.bodies import (
+    Body,
+    body_of,
+    bytes_of,
+    drop,
+    has_several_prompts,
+    put,
+    put_inside,
+    says_other_than,
+)
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater
 from kvrouter.engines.openai.streams import Reading
@@ -93,8 +102,8 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
 
 def _prefill(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
     body, path = _body_of(request)
-    for name in ("n", "best_of"):
-        if name in body and bytes(body[name]) not in (b"1", b"null"):
+    for name in ("n", "best_of", "prompt"):
+        if has_several_prompts(body) if name == "prompt" else says_other_than(body, name, b"1"):
             raise InvalidRequest(
                 f"{name}: TensorRT-LLM hands one answer over to a decode worker, not several", param=name
             )
