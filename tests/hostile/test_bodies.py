@@ -4,6 +4,7 @@ A body is received and scanned: what it may hold beside its own length is for wh
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -129,6 +130,25 @@ async def test_a_body_that_is_refused_costs_nobody_anything() -> None:
                 cpu_s, held = await cost_of(frontend, path, body, param, kind)
                 assert cpu_s < LOOP_CPU_MAX_S_PER_MB * len(body) / 1e6, (kind, cpu_s)
                 assert held < MEMORY_MAX, (kind, held)
+
+
+@pytest.mark.parametrize("item", [b"\r\n\r\n", b"a\r\n\r\n", b"0\r\n\r\n"])
+async def test_a_chunk_of_blank_lines_costs_nobody_anything(item: bytes) -> None:
+    body = filled(b'{"model":"mock","messages":[', item, b"1]}")
+
+    async def one_chunk() -> AsyncIterator[bytes]:
+        yield body
+
+    async with fleet({"KVROUTER_BODY_MAX_BYTES": str(64 * MIB)}) as here:
+        await here.worker()
+        frontend = await here.frontend()
+        async with Bystanders(frontend):
+            meter = Meter(frontend.pid)
+            before_s = meter.loop_cpu_s()
+            reply = await frontend.http.post(CHAT, content=one_chunk())
+            assert reply.status_code == 400, reply.text
+            cpu_s = meter.loop_cpu_s() - before_s
+            assert cpu_s < LOOP_CPU_MAX_S_PER_MB * len(body) / 1e6, (item, cpu_s)
 
 
 @pytest.mark.parametrize("command", ["frontend", "router"])

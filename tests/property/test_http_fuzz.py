@@ -6,6 +6,7 @@ from pathlib import Path
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvrouter.frontend.http.chunks import ChunkWalk
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import BadRequest, ConnectionClosed, Event, Request, RequestHead
@@ -107,7 +108,32 @@ def test_the_cutting_and_the_pace_do_not_matter(data: bytes, cuts: list[int]) ->
     assert meaning(feed(pieces(data, cuts), answer_at_once=True)) == whole
 
 
-@given(st.lists(st.binary(max_size=30), max_size=6), st.booleans(), CUTS)
+BODIES = st.binary(max_size=60) | st.text("\r\n0;", max_size=60).map(str.encode)
+LINES = st.tuples(st.integers(0, 40), st.sampled_from([b"", b";a", b';a="b c";d', b";" + b"e" * 70]))
+
+
+@given(st.lists(st.lists(BODIES.filter(bool), max_size=5), max_size=4), st.lists(LINES, min_size=1), CUTS)
+def test_the_end_of_a_chunked_body_is_found(
+    bodies: list[list[bytes]], lines: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    for body in bodies:
+        data = b""
+        for nth, chunk in enumerate([*body, b""]):
+            zeros, extension = lines[nth % len(lines)]
+            data += b"0" * zeros + b"%x%b\r\n" % (len(chunk), extension) + chunk + b"\r\n" * bool(chunk)
+        data += b"Trailer: 0\r\n" * (len(body) % 3) + b"\r\n"
+        walk, done = ChunkWalk(), 0
+        for part in pieces(data + b"GET / HTTP/1.1\r\n", cuts):
+            end = walk.end(b"1\r\n" + part, 3) - 3
+            done += end
+            if end < len(part):
+                break
+            if done >= len(data):
+                break
+        assert done == len(data)
+
+
+@given(st.lists(BODIES, max_size=6), st.booleans(), CUTS)
 def test_bodies_arrive_as_sent(bodies: list[bytes], chunked: bool, cuts: list[int]) -> None:
     head = b"POST / HTTP/1.1\r\nHost: x\r\n"
     if chunked:

@@ -13,6 +13,7 @@ from kvrouter.frontend.http.messages import (
     Request,
     RequestHead,
 )
+from kvrouter.frontend.http.parsing import MessageParser
 
 RATE = "the request's body took too long to arrive: 30 s below 100 bytes/s"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -179,6 +180,46 @@ def test_one_byte_chunks_are_served() -> None:
     body = b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n"
     (request,) = requests(receive(post(body, b"Transfer-Encoding: chunked"), header_bytes=1000))
     assert request.body == b"x" * 5000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        post(b"%x\r\n%b\r\n" % (40_000, b"\r\n\r\n" * 10_000), b"Transfer-Encoding: chunked"),
+        post(b"5\r\na\r\n\r\n\r\n" * 10_000, b"Transfer-Encoding: chunked"),
+        post(b"05;a\r\na\r\n\r\n\r\n" * 10_000, b"Transfer-Encoding: chunked"),
+        post(
+            b"14\r\n" + b"\r\n\r\n" * 5 + b"\r\n0014;b=c\r\n" + b"0\r\n\r\n" * 4 + b"\r\n",
+            b"Transfer-Encoding: chunked",
+        ),
+        b"\r\n\r\n" * 10_000,
+    ],
+    ids=["one chunk", "short chunks", "extensions", "an end inside", "empty lines before a request"],
+)
+def test_blank_lines_are_not_taken_one_by_one(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    fed: list[int] = []
+    feed = MessageParser.feed
+
+    def counted(self: MessageParser, piece: memoryview) -> int:
+        fed.append(len(piece))
+        return feed(self, piece)
+
+    monkeypatch.setattr(MessageParser, "feed", counted)
+    end = b"0\r\nTrailer: t\r\n\r\n" if data.startswith(b"POST") else b""
+    events = receive(data + end + GET)
+    assert refusal(events) is None
+    assert requests(events)[-1].path == "/health"
+    assert len(fed) <= 4
+
+
+def test_a_request_whose_line_was_not_seen_is_refused() -> None:
+    parser = MessageParser(Limits())
+    parser.feed(memoryview(GET + b"\r\n"))
+    faults = [parser.fault]
+    parser.feed(memoryview(GET + GET))
+    faults.append(parser.fault)
+    assert faults == [None, BadRequest(400, "malformed HTTP: bytes behind the body")]
+    assert len(parser.take_requests()) == 2
 
 
 def test_reading_pauses_at_the_pipeline_limit_and_goes_on() -> None:

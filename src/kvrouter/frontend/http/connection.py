@@ -17,9 +17,11 @@ A body has ``body_s`` to arrive. Each byte puts the deadline off by the time tha
 much of it is there.
 """
 
+import re
 from collections import deque
 from enum import Enum, auto
 
+from kvrouter.frontend.http.chunks import ChunkWalk
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import (
     UPLOAD_TOO_SLOW,
@@ -33,6 +35,7 @@ from kvrouter.frontend.http.parsing import MessageParser
 __all__ = ["ServerConnection"]
 
 _HEAD_END = b"\r\n\r\n"
+_EMPTY_LINES = re.compile(rb"[\r\n]*+")
 # A chunk of one byte costs five bytes of framing; a client that needs more than eight is padding.
 _FRAMING_PER_BODY_BYTE = 8
 
@@ -63,6 +66,7 @@ class ServerConnection:
         self._tail = b""  # the last three bytes fed: a head's end may straddle two reads
         self._head_bytes = 0
         self._framing_bytes = 0
+        self._chunks = ChunkWalk()
         self._waiting_bytes: deque[int] = deque()  # bodies of the requests not answered yet
 
     @property
@@ -163,17 +167,20 @@ class ServerConnection:
     def _piece_end(self) -> int:
         """Where the next piece ends. A message ends with a piece, so that a pause can fall between two."""
         at, size = self._unfed_at, len(self._unfed)
-        left = self._parser.body_left_bytes
-        if self._phase is _Phase.BODY and left is not None:
-            return min(size, at + left)
-        straddling = (self._tail + self._unfed[at : at + 3]).find(_HEAD_END)
+        if self._phase is _Phase.BODY:
+            left = self._parser.body_left_bytes
+            return self._chunks.end(self._unfed, at) if left is None else min(size, at + left)
+        straddling, begin = -1, at
+        if self._parser.awaits_line:
+            empty = _EMPTY_LINES.match(self._unfed, at)
+            begin = at if empty is None else empty.end()
+        else:
+            straddling = (self._tail + self._unfed[at : at + 3]).find(_HEAD_END)
         if straddling >= 0:
             end = at + straddling + len(_HEAD_END) - len(self._tail)
         else:
-            found = self._unfed.find(_HEAD_END, at)
+            found = self._unfed.find(_HEAD_END, begin)
             end = size if found < 0 else found + len(_HEAD_END)
-        if self._phase is _Phase.BODY:
-            return end
         return min(end, at + self._limits.header_bytes - self._head_bytes + 1)
 
     def _after_piece(self, fed_bytes: int, now_s: float, events: list[Event]) -> None:
@@ -213,6 +220,7 @@ class ServerConnection:
         if self._phase is not phase:
             self._phase, self._since_s = phase, now_s
             self._body_due_s, self._body_seen_bytes = now_s + self._limits.body_s, 0
+            self._chunks = ChunkWalk()
 
     def _put_off(self, now_s: float) -> None:
         body_bytes, body_s = self._parser.body_bytes, self._limits.body_s

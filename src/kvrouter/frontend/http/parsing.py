@@ -26,6 +26,7 @@ _AUTHORITY = rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?"
 _HOST = re.compile(rb"(?:" + _AUTHORITY + rb")?")
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _ABSOLUTE_FORM = re.compile(rb"https?://" + _AUTHORITY + rb"(?=[/?]|$)", re.IGNORECASE)
+_EMPTY_LINES = re.compile(rb"[\r\n]*+")
 _CR = 13
 _UNKNOWN_METHOD = "Invalid method"
 
@@ -52,6 +53,11 @@ class MessageParser:
     def head(self) -> RequestHead | None:
         """The head of the message whose body is being read."""
         return self._head
+
+    @property
+    def awaits_line(self) -> bool:
+        """Whether nothing of the next message was fed but empty lines before it."""
+        return self._line is not None and self._line_begin == len(self._line)
 
     @property
     def body_bytes(self) -> int:
@@ -90,10 +96,8 @@ class MessageParser:
 
     def _has_line(self, line: bytearray) -> bool:
         """Whether the request line is whole, and may be parsed; sets ``fault`` when it may not."""
-        begin = self._line_begin
-        while begin < len(line) and line[begin] in b"\r\n":  # empty lines before it (RFC 9112 §2.2)
-            begin += 1
-        self._line_begin = begin
+        empty = _EMPTY_LINES.match(line, self._line_begin)  # before it (RFC 9112 §2.2)
+        begin = self._line_begin = self._line_begin if empty is None else empty.end()
         seen, end = max(self._line_seen, begin), line.find(b"\n", max(self._line_seen, begin))
         until = end - 1 if end > begin else len(line) - line.endswith(b"\r")
         self._line_seen = max(until, begin)
@@ -130,7 +134,9 @@ class MessageParser:
     # What httptools calls.
 
     def on_message_begin(self) -> None:
-        """Starts a message."""
+        """Starts a message; one whose request line was not seen here is refused."""
+        if self._line is not None:
+            self._refuse(400, "malformed HTTP: bytes behind the body")
         if not self._is_resuming:
             self._begin()
 
