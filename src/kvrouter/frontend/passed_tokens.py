@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.core.errors import InvalidRequest
@@ -52,7 +52,8 @@ async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
         )
     except InvalidRequest:
         # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
-        return PassedTokens(await text.encode_beginning(_texts(known)), is_exact=False, has_media=has_media)
+        beginning = _beginning(known, text.prompt_max_chars)
+        return PassedTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
     return PassedTokens(token_ids, is_exact, has_media)
 
 
@@ -70,5 +71,24 @@ async def _prompt_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
         return PassedTokens(await text.encode_beginning(content), is_exact=False)
 
 
-def _texts(messages: Sequence[Mapping[str, object]]) -> str:
-    return "\n".join(str(message.get("content") or "") for message in messages)
+def _beginning(messages: Sequence[Mapping[str, object]], chars_max: int) -> str:
+    """The first characters of the texts in messages. No more of them is looked at: they may be megabytes."""
+    found: list[str] = []
+    for text in _texts(messages):
+        found.append(text[:chars_max])
+        chars_max -= len(text) + 1
+        if chars_max <= 0:
+            break
+    return "\n".join(found)
+
+
+def _texts(messages: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list):
+            for part in content:
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str):
+                    yield text

@@ -1,0 +1,56 @@
+"""What routing knows of prompts that their engine tokenizes itself."""
+
+import json
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+
+from kvrouter.core.requests import CallRoute
+from kvrouter.frontend.passed_tokens import PassedTokens, passed_tokens
+from kvrouter.text.model import TextModel
+from tests.support.front import mock_text
+from tests.support.parsed import parse_passed
+
+UNTEMPLATED = replace(mock_text(), template=None)
+
+
+async def known(messages: list[object], text: TextModel = UNTEMPLATED) -> PassedTokens:
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    return await passed_tokens(parse_passed(CallRoute.CHAT, body), text)
+
+
+def says(*texts: str) -> dict[str, object]:
+    return {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([{"role": "user", "content": "hello"}, says("you", "there")], "hello\nyou\nthere"),
+        ([{"content": None}, {"content": 7}, {"content": [{"type": "text", "text": 7}]}, says("hi")], "hi"),
+    ],
+)
+async def test_of_a_chat_that_no_template_fits_the_texts_are_known(messages: list[object], text: str) -> None:
+    found = await known(messages)
+    assert list(found.token_ids) == list(UNTEMPLATED.tokenizer.encode_prompt(text))
+    assert not found.is_exact
+
+
+@pytest.mark.asyncio
+async def test_no_more_of_a_chat_is_looked_at_than_a_context_can_hold() -> None:
+    short = replace(UNTEMPLATED, context_length_tokens=16)
+    word = "hello "
+    body = json.dumps({"model": "m", "messages": [says(*[word * 100_000] * 16)]}).encode()
+    passed = parse_passed(CallRoute.CHAT, body)
+    beginning = (word * 100_000)[: short.prompt_max_chars]
+    expected = await short.encode_beginning(beginning)
+    tracemalloc.start()
+    try:
+        found = await passed_tokens(passed, short)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert list(found.token_ids) == list(expected)
+    assert peak_bytes < 1_000_000
