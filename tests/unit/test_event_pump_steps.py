@@ -12,7 +12,7 @@ from kvrouter.feed.words import FeedState
 from kvrouter.index.native import BlockIndex
 from kvrouter.planes.events.port import AnswerTooLarge
 from kvrouter.service import entrance, event_pump, index_work
-from kvrouter.service.index_work import STEP_BLOCKS, STEP_EVENTS
+from kvrouter.service.index_work import STEP_BLOCKS, STEP_EVENTS, Steps
 from tests.support.waits import until
 from tests.unit.test_service_event_pump import (
     EPOCH,
@@ -243,6 +243,38 @@ async def test_a_rank_that_goes_while_it_is_read_has_no_snapshot() -> None:
     await asyncio.sleep(0)
     bench.pump.freed(SLOT)
     assert await taking is None
+
+
+async def test_a_doubt_about_a_rank_that_is_read_leaves_the_reading_alone() -> None:
+    bench = Bench()
+    await big(bench, many())
+    await until(lambda: bench.state() is FeedState.LIVE)
+    taking = asyncio.create_task(bench.pump.snapshot(SLOT))
+    await asyncio.sleep(0)
+    bench.pump.doubt(SLOT)
+    bench.pump.on_batch(batch(5, stored(0, 2)))
+    async with asyncio.timeout(5.0):
+        taken = await taking
+    assert taken is not None
+    assert sum(part.n_blocks for part in taken.events) == N_BLOCKS
+    await until(lambda: bench.overlap() == [2, 0])
+
+
+async def test_a_rank_whose_reading_fails_has_no_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
+    bench = Bench()
+    await bench.join()
+    mistake = RuntimeError("of ours")
+
+    def listed(_index: object, _slot: Slot, held: list[Held]) -> Steps:
+        held.append(many(n_blocks=1))
+        yield
+        raise mistake
+
+    monkeypatch.setattr(event_pump, "listed", listed)
+    assert await bench.pump.snapshot(SLOT) is None
+    assert shown == [mistake]
 
 
 async def test_only_so_many_whole_states_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

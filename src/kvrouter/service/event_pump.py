@@ -173,9 +173,12 @@ class EventPump:
             self._observed.feed_counted(FeedCount.INBOX_FULL, 1)
 
     def doubt(self, slot: Slot) -> None:
-        """The engine's own answers contradict what is known of the rank: ask its worker for all of it."""
+        """The engine's own answers contradict what is known of the rank: ask its worker for all of it.
+
+        While the index is at work for the rank nothing is done: what goes on to contradict it tells again.
+        """
         entrance = self._by_slot.get(slot)
-        if entrance is not None and not entrance.is_behind:
+        if entrance is not None and entrance.idle.is_set():
             self._after(entrance, entrance.feed.on_doubt(now_s=self._now_s()))
 
     async def snapshot(self, slot: Slot) -> KvSnapshot | None:
@@ -190,10 +193,11 @@ class EventPump:
         epoch, next_event_id = feed.epoch, feed.next_event_id
         if feed.state is not FeedState.LIVE or epoch is None:
             return None
-        if not self._work.run(slot, listed(self._index, slot, held)):
+        ended = asyncio.Event()
+        if not self._work.run(slot, _to_the_end(listed(self._index, slot, held), ended)):
             entrance.idle.clear()
             await entrance.idle.wait()
-            if self._by_slot.get(slot) is not entrance:
+            if self._by_slot.get(slot) is not entrance or not ended.is_set():
                 return None
         return KvSnapshot(feed.rank, epoch, next_event_id, tuple(held))
 
@@ -482,6 +486,12 @@ class EventPump:
             entrance.ask.cancel()
         self._work.give_up(entrance.slot)
         entrance.idle.set()
+
+
+def _to_the_end(steps: Steps, ended: asyncio.Event) -> Steps:
+    """Take the steps; ``ended`` is set when none of them failed or was given up."""
+    yield from steps
+    ended.set()
 
 
 def _let_go(_applied: Applied) -> None:
