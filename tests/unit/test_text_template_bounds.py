@@ -61,6 +61,19 @@ def test_one_that_waits_for_a_word_is_given_up_when_it_comes(name: str) -> None:
     assert template.render([{"role": "user", "content": "no"}]) == ""
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ('{{ "{:[<5}".format(1) }}', "1[[[["),
+        ('{{ "[{0[a]}] {{2024}} {1:03d}".format({"a": 1}, 7) }}', "[1] {2024} 007"),
+        ('{{ "%(a)s (2024) %(b)03d" % {"a": 1, "b": 7} }}', "1 (2024) 007"),
+        ('{{ "%s (a)2024 %5.2f" % (1, 2.5) }}', "1 (a)2024  2.50"),
+    ],
+)
+def test_formats_of_a_bounded_width_are_made(source: str, text: str) -> None:
+    assert ChatTemplate(source).render(GO) == text
+
+
 ORDINARY = (Path(__file__).parents[1] / "data" / "ordinary-templates.txt").read_text().split("\n=====\n")
 
 

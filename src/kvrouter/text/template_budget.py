@@ -165,13 +165,26 @@ def counted(items: Iterator[T]) -> Iterator[T]:
         yield item
 
 
-_WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(?:\*|[0-9]{4}|[0-9]*\.(?:\*|[0-9]{4}))")
-_WIDE_BRACES = re.compile(r"\{[^{}]*(?:\{|:[^{}]*[0-9]{4})")
+_WIDE_PLACES = r"[-#0 +]*(?:\*|[0-9]{4}|[0-9]*\.(?:\*|[0-9]{4}))"
+_WIDE_PERCENT = re.compile("%" + _WIDE_PLACES)
+_WIDE_PERCENT_OR_KEY = re.compile("[%)]" + _WIDE_PLACES)
+_WIDE_BRACES = re.compile(
+    r"\{(?:"
+    r"[^{}]*+\{"  # a field inside
+    r"|[^{}:]*+:[^{}]*[0-9]{4}"
+    r"|[^{}\[:!]*+(?:\[[^]{}]*+\][^{}\[:!]*+)*+\[[^]{}]*+\}"  # a brace inside a key: the field goes on
+    r")"
+)
+"""Each looks at a character a few times at most, also where nothing is found."""
 
 
 def check_percent(pattern: str) -> None:
-    """Refuse a pattern of ``%`` that pads or rounds to thousands of places: ``%9999d``, ``%*d``."""
-    if _WIDE_PERCENT.search(pattern.replace("%%", "")):
+    """Refuse a pattern of ``%`` that pads or rounds to thousands of places: ``%9999d``, ``%*d``.
+
+    A key may hold parentheses, so behind one the places are taken for a field's whatever they stand in.
+    """
+    wide = _WIDE_PERCENT_OR_KEY if "%(" in pattern else _WIDE_PERCENT
+    if wide.search(pattern.replace("%%", "")):
         raise TemplateOverBounds("it formats to a width that is not bounded")
 
 
