@@ -14,6 +14,9 @@ SlotColumn = npt.NDArray[np.intp]
 UNKNOWN: Final = -1
 """A count that the worker did not publish."""
 
+INTEGER_MAX: Final = 2**63 - 1
+"""The largest integer that a column holds."""
+
 _MIN_CAPACITY: Final = 16
 _Entry = TypeVar("_Entry", bound=np.generic)
 

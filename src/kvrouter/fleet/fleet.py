@@ -1,6 +1,7 @@
 """The fleet of one model: worker ranks and their slots."""
 
 import heapq
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple, TypeVar, cast
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, SlotColumn
+from kvrouter.fleet.columns import INTEGER_MAX, UNKNOWN, BoolColumn, Columns, SlotColumn
 from kvrouter.fleet.mixing import hash_rank
 from kvrouter.fleet.pairs import PartedPairs
 from kvrouter.fleet.places import Places
@@ -203,7 +204,8 @@ class Fleet:
         """Take in a worker, or a new incarnation of one (the old one leaves), or a new card of a present one.
 
         Raises ConfigError, with ``param`` naming the field and the fleet unchanged, for another model,
-        another block size, impossible ranks, a full fleet, or a runtime config that cannot be run with.
+        another block size, impossible ranks, a number that no column holds, a full fleet, or a runtime
+        config that cannot be run with.
         """
         member = self._members.get(card.worker_id)
         warnings = self._validate(card, member)
@@ -288,6 +290,7 @@ class Fleet:
                 f"dp_size: worker {card.worker_id} has {card.dp_size} ranks from {card.dp_start}",
                 param="dp_size",
             )
+        _check_integers(card)
         in_use = self.n_slots - len(self._free) - (0 if member is None else len(member.slots))
         if in_use + card.dp_size > MAX_SLOTS:
             raise ConfigError(
@@ -371,6 +374,20 @@ class Fleet:
             heapq.heapify(self._free)
             self._resize(n_slots)
         self._derived.clear()
+
+
+def _check_integers(card: WorkerCard) -> None:
+    """Raise ConfigError for a number that no column can hold, so that nobody is here in part."""
+    config = card.runtime_config
+    for name, number in (
+        ("worker_id", card.worker_id),
+        ("dp_start", card.dp_start + card.dp_size),
+        ("context_length", card.context_length),
+        ("total_kv_blocks", config.total_kv_blocks),
+        ("kv_bytes_per_token", config.kv_bytes_per_token),
+    ):
+        if number is not None and not 0 <= number <= INTEGER_MAX:
+            raise ConfigError(f"{name}: 0 to {INTEGER_MAX}, not {reprlib.repr(number)}", param=name)
 
 
 def _known(count: int | None) -> int:

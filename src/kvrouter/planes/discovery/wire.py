@@ -1,6 +1,7 @@
 """A worker's card as stores keep it: JSON, so that people can read what is there."""
 
 import re
+import reprlib
 
 import msgspec
 
@@ -74,15 +75,21 @@ def decode_record(text: bytes) -> CardRecord:
 
 def _check(card: WorkerCard) -> None:
     """Refuse numbers that no worker may have: what reads a card counts on them."""
+    config = card.runtime_config
     for name, number, least, most in (
         ("worker_id", card.worker_id, 0, WORKER_IDS - 1),
         ("dp_size", card.dp_size, 1, DP_RANKS_MAX),
-        ("dp_start", card.dp_start, 0, INTEGERS - 1),
+        ("dp_start", card.dp_start, 0, INTEGERS - DP_RANKS_MAX),
         ("block_size", card.block_size, 1, INTEGERS - 1),
         ("context_length", card.context_length, 1, INTEGERS - 1),
+        ("total_kv_blocks", config.total_kv_blocks, 0, INTEGERS - 1),
+        ("kv_bytes_per_token", config.kv_bytes_per_token, 0, INTEGERS - 1),
+        ("max_num_seqs", config.max_num_seqs, 0, INTEGERS - 1),
+        ("max_num_batched_tokens", config.max_num_batched_tokens, 0, INTEGERS - 1),
+        ("bootstrap_port", config.bootstrap_port, 0, 65535),
     ):
-        if not least <= number <= most:
-            raise ProtocolError(f"{name}: {least} to {most}, not {number}", param=name)
+        if number is not None and not least <= number <= most:
+            raise ProtocolError(f"{name}: {least} to {most}, not {reprlib.repr(number)}", param=name)
 
 
 def _pack(value: object) -> object:
