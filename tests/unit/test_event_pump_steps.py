@@ -389,6 +389,17 @@ async def test_a_rank_that_tells_of_more_than_it_can_hold_is_emptied_and_asked_a
     bench.pump.close()
 
 
+@pytest.mark.parametrize("told", [None, 0])
+async def test_a_card_that_does_not_tell_what_its_worker_holds_limits_nothing(told: int | None) -> None:
+    bench = Bench()
+    await bench.join()
+    bench.pump.set_total_blocks(SLOT, told)
+    bench.pump.on_batch(KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 4 * STEP_BLOCKS),)))
+    await until(lambda: bench.state() in (FeedState.LIVE, FeedState.OVER_LIMIT))
+    assert bench.index.held(SLOT) == 4 * STEP_BLOCKS
+    bench.pump.close()
+
+
 async def test_a_rank_that_announces_a_larger_snapshot_than_its_card_can_need_is_over_its_limit() -> None:
     bench = Bench()
     bench.pump.joined(RANK, SLOT, EPOCH)

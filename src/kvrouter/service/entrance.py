@@ -62,8 +62,8 @@ class Capacity:
 
     @classmethod
     def of(cls, total_blocks: int | None, *, blocks_max: int) -> "Capacity":
-        """By what its card says of its GPU; ``blocks_max`` holds in any case."""
-        if total_blocks is None:
+        """By what its card says of its GPU, where 0 tells nothing; ``blocks_max`` holds in any case."""
+        if total_blocks is None or total_blocks <= 0:
             return cls(blocks_max, blocks_max)
         return cls(
             min(blocks_max, max(CAPACITY_MIN_BLOCKS, GPU_SLACK * total_blocks)),
