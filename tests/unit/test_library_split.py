@@ -123,6 +123,17 @@ async def test_a_prefill_leg_that_nobody_reads_was_never_sent_and_one_that_is_le
             await router.generate(PROMPT, worker_id=1, prefill_worker_id=4)
 
 
+async def test_a_prefill_leg_that_runs_on_ends_with_its_router() -> None:
+    async with program(pairs(handoff="bootstrap")) as here:
+        async with KvRouter(prefill_endpoint(here), BLOCK) as router:
+            await only_piece(await router.generate(PROMPT))
+            assert not here.fleet.cluster.idle
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not [task for task in others if "Prefills" in repr(task.get_coro())]
+        async with asyncio.timeout(1.0):
+            await here.until_quiet()
+
+
 async def test_the_indexer_answers_for_its_endpoints_workers_alone() -> None:
     async with (
         program(pairs()) as here,

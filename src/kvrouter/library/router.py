@@ -158,13 +158,20 @@ class KvRouter:
     def close(self) -> None:
         """Follow the workers no longer; free what was booked by hand. Nothing new is routed from now on.
 
-        Answers that are being read can be read to their end. Idempotent.
+        Answers that are being read can be read to their end; prefill legs that run on after their answer are
+        cancelled. Idempotent.
         """
         self._is_closed = True
         self._bookings.close()
         self._service.stop()
-        if self._sync is not None and self._is_started and self._goodbye is None:
-            self._goodbye = go_on(self._sync.stop(), name="library: end of replica sync")
+        says_goodbye = self._sync is not None or len(self._prefills)
+        if says_goodbye and self._is_started and self._goodbye is None:
+            self._goodbye = go_on(self._say_goodbye(), name="library: end of a router")
+
+    async def _say_goodbye(self) -> None:
+        await self._prefills.close()
+        if self._sync is not None:
+            await self._sync.stop()
 
     async def _close(self) -> None:
         self.close()
