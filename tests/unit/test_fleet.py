@@ -266,6 +266,18 @@ def test_parted_pairs_are_columns_of_who_is_here(fleet: Fleet) -> None:
     assert not fleet.parted
 
 
+def test_what_failed_instead_of_pairs_is_forgotten_once_none_is_parted(fleet: Fleet) -> None:
+    pairs = [(WorkerId(1), WorkerId(3)), (WorkerId(2), WorkerId(3))]
+    for pair in pairs:
+        fleet.set_parted(*pair, True)
+    fleet.parted.whole_failed = True
+    fleet.set_parted(*pairs[0], False)
+    assert fleet.parted.whole_failed, "one is parted still"
+    fleet.set_parted(*pairs[1], False)
+    fleet.set_parted(*pairs[1], True)
+    assert not fleet.parted.whole_failed
+
+
 def test_required_domain_looks_at_prefill_workers(fleet: Fleet) -> None:
     required = ModelRuntimeConfig(
         topology_domains={"zone": "a"},

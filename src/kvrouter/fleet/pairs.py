@@ -20,7 +20,7 @@ class PartedPairs:
         self._of: dict[WorkerId, set[WorkerId]] = {}
         self.whole_failed = False
         """Whether one worker alone failed with the last request that it was given because every pair was
-        parted: then pairs are the better try.
+        parted: then pairs are the better try, for as long as any is parted.
         """
 
     def __bool__(self) -> bool:
@@ -48,4 +48,5 @@ class PartedPairs:
             decodes.discard(decode)
             if not decodes:
                 del self._of[prefill]
+                self.whole_failed = self.whole_failed and bool(self._of)
         return True
