@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+LATE_S = 0.1
+"""A look that comes so much too late says that this process stood still, and not that a worker is silent."""
+
 
 class TooLong(Enum):
     """What took too long."""
@@ -46,17 +49,28 @@ class Patience:
 class SilenceWatch:
     """Tells ``on_too_long`` once each time a limit is reached. All moments are on the monotonic clock.
 
-    Time that the client takes to read counts for no worker: only an open read is a worker's silence.
+    Time that the client takes to read counts for no worker: only an open read is a worker's silence. Neither
+    does time in which this process stood still: what came meanwhile waits to be read.
     """
 
-    __slots__ = ("_began_s", "_loop", "_on_too_long", "_patience", "_timer", "heard_s", "is_reading", "phase")
+    __slots__ = (
+        "_began_s",
+        "_look_s",
+        "_loop",
+        "_on_too_long",
+        "_patience",
+        "_timer",
+        "heard_s",
+        "is_reading",
+        "phase",
+    )
 
     def __init__(self, patience: Patience, on_too_long: Callable[[TooLong, float], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._patience = patience
         self._on_too_long = on_too_long
         self._timer: asyncio.TimerHandle | None = None
-        self._began_s = self.heard_s = time.monotonic()
+        self._began_s = self._look_s = self.heard_s = time.monotonic()
         self.is_reading = False
         self.phase = Phase.FIRST_TOKEN
 
@@ -97,7 +111,9 @@ class SilenceWatch:
 
     def _arm(self) -> None:
         self._disarm()
-        wait_s = max(0.0, self._due()[0] - time.monotonic())
+        now_s = time.monotonic()
+        wait_s = max(0.0, self._due()[0] - now_s)
+        self._look_s = now_s + wait_s
         self._timer = self._loop.call_later(wait_s, self._look)
 
     def _look(self) -> None:
@@ -106,6 +122,11 @@ class SilenceWatch:
         if self.phase is Phase.STREAMING and not self.is_reading:
             self.heard_s = now_s  # it is the client who is slow
         due_s, kind = self._due()
+        late_s = now_s - self._look_s
+        if kind is TooLong.SILENCE and late_s > LATE_S:
+            # as long as this process stood still, and as long again to read what came meanwhile
+            self.heard_s = min(now_s, self.heard_s + 2.0 * late_s)
+            due_s, kind = self._due()
         if now_s < due_s:
             self._arm()
         else:
