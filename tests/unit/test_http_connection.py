@@ -330,9 +330,13 @@ def test_a_slow_body_times_out_and_a_steady_one_does_not() -> None:
 
 def test_what_an_unfinished_request_holds_is_told_until_it_is_given_up() -> None:
     conn = connection(pipelined_requests=1)
-    conn.receive(post(b"x" * 500, b"Content-Length: 900"), 0.0)
-    assert conn.unfinished_bytes == 500
-    conn.receive(b"x" * 400 + GET, 0.0)
+    head = post(b"", b"Content-Length: 900")
+    conn.receive(head[:20], 0.0)
+    assert conn.unfinished_bytes == 20
+    conn.receive(head[20:] + b"x" * 500, 0.0)
+    assert conn.unfinished_bytes == len(head) + 500
+    (request,) = requests(conn.receive(b"x" * 400 + GET, 0.0))
+    assert request.held_bytes == len(head) + 900
     assert conn.unfinished_bytes == len(GET), "read, and not parsed before there is an answer"
     conn.end()
     assert conn.unfinished_bytes == 0

@@ -87,7 +87,7 @@ def test_uploads_share_one_budget_and_small_requests_pass(run: Run) -> None:
             assert b"retry-after: 1" in refusal.lower()
             assert b'"code":"uploads_full"' in refusal.replace(b" ", b"")
             assert b'"type":"service_unavailable"' in refusal.replace(b" ", b"")
-            await until(lambda: served.server.uploads.bytes == 2 * MIB + 4096)
+            await until(lambda: served.server.uploads.bytes == len(head(3 * MIB)) + 2 * MIB + 4096)
             first[1].write(b"x" * (MIB - 4096))
             assert (await first[0].readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
             assert served.server.uploads.bytes == 0
@@ -110,17 +110,45 @@ def test_what_was_asked_before_is_answered_before_the_refusal(run: Run) -> None:
             writer.write(GET)
             await until(lambda: served.server.running == 1)
             writer.write(head(3 * MIB) + b"x" * (3 * MIB))  # whole, and waits for the answer before it
-            await until(lambda: served.server.uploads.bytes == 3 * MIB)
-            other = await begun(served, sent=2 * MIB, of=3 * MIB)
-            other[1].write(b"x")
+            await until(lambda: served.server.uploads.bytes == len(head(3 * MIB)) + 3 * MIB)
+            other = await begun(served, sent=2 * MIB - 1024, of=3 * MIB)
+            other[1].write(b"x" * 1024)
             await until(lambda: served.counts[HttpEvent.UPLOADS_FULL] == 1)
-            assert served.server.uploads.bytes == 2 * MIB + 1
+            assert served.server.uploads.bytes == len(head(3 * MIB)) + 2 * MIB
             may_answer.set()
             answers = await reader.read()
             assert answers.count(b"HTTP/1.1 ") == 2
             assert answers.startswith(b"HTTP/1.1 200 ")
             assert b"HTTP/1.1 503 " in answers
             other[1].transport.abort()
+            await until(lambda: served.server.uploads.bytes == 0)
+
+    run(scenario())
+
+
+def test_heads_are_counted_until_their_handler_has_them(run: Run) -> None:
+    long_head = GET.replace(b"\r\n\r\n", b"\r\nA: " + b"a" * 60_000 + b"\r\n\r\n")
+
+    async def scenario() -> None:
+        may_answer = asyncio.Event()
+
+        async def handler(request: Request, responder: Responder) -> None:
+            await may_answer.wait()
+            await echo(request, responder)
+
+        async with serving(handler, SMALL) as served:
+            _, writer = await served.connect()
+            writer.write(long_head * 4 + long_head[:50_000])
+            waiting_bytes = 3 * len(long_head) + 50_000
+            await until(lambda: served.server.uploads.bytes == waiting_bytes)
+            _, other = await served.connect()
+            other.write(long_head[:-1])
+            await until(lambda: served.server.uploads.bytes == waiting_bytes + len(long_head) - 1)
+            other.transport.abort()
+            await until(lambda: served.server.uploads.bytes == waiting_bytes)
+            may_answer.set()
+            await until(lambda: served.server.uploads.bytes == 50_000)
+            writer.transport.abort()
             await until(lambda: served.server.uploads.bytes == 0)
 
     run(scenario())

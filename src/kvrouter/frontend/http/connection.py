@@ -81,9 +81,9 @@ class ServerConnection:
 
     @property
     def unfinished_bytes(self) -> int:
-        """Bytes that are kept here: of a body that is not complete, and those not yet parsed."""
-        unfed_bytes = len(self._unfed) - self._unfed_at
-        return unfed_bytes + (self._parser.body_bytes if self._phase is _Phase.BODY else 0)
+        """Bytes that are kept here: of a request that is not complete, and those not yet parsed."""
+        kept_bytes = len(self._unfed) - self._unfed_at + self._head_bytes
+        return kept_bytes + (self._parser.body_bytes if self._phase is _Phase.BODY else 0)
 
     def end(self) -> None:
         """Drop what was received of an unfinished request; nothing more is taken."""
@@ -195,6 +195,7 @@ class ServerConnection:
         if head is not None:
             events.append(head)
         for request in parser.take_requests():
+            request.head_bytes = self._head_bytes
             events.append(request)
             self._waiting_bytes.append(len(request.body))
             self._first = False
@@ -231,4 +232,4 @@ class ServerConnection:
     def _end(self) -> None:
         self._phase = _Phase.ENDED
         self._parser.close()
-        self._unfed, self._unfed_at = b"", 0
+        self._unfed, self._unfed_at, self._head_bytes = b"", 0, 0

@@ -1,6 +1,6 @@
 """What one HTTP/1.1 server connection reports: requests, and the ways in which it ends."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -59,6 +59,13 @@ class Request:
     head: RequestHead
     body: bytes
     """Empty once it was taken."""
+    head_bytes: int = field(default=0, compare=False)
+    """What the head took on the wire."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the budget of uploads while no handler has it."""
+        return self.head_bytes + len(self.body)
 
     def take_body(self) -> bytes:
         """Return the body and let go of it: a long one need not live as long as its answer."""

@@ -316,7 +316,7 @@ class HttpProtocol(asyncio.Protocol):
         """Tells the server how much is held here that no handler has."""
         held_bytes = self._connection.unfinished_bytes
         if self._requests:
-            held_bytes += sum(len(request.body) for request in self._requests)
+            held_bytes += sum(request.held_bytes for request in self._requests)
         if held_bytes != self._held_bytes:
             self._held_bytes = held_bytes
             self._server.uploads.hold(self, held_bytes)
