@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from functools import partial
 
 from kvrouter.text.words import MOCK_FOLDER
 from tests.support.engine_process import EngineProcess, engine_process
@@ -45,11 +46,7 @@ async def test_an_engine_that_hangs_costs_some_requests_one_deadline_and_is_used
             beside(processes, well, 2),
             processes.frontend("--model-path", f"tiny={MOCK_FOLDER}"),
         )
-
-        async def is_whole() -> bool:
-            return len((await frontend.fleet())["workers"]) == 2
-
-        await eventually(is_whole)
+        await eventually(partial(frontend.serves, 2))
         assert await asyncio.gather(*(ask(frontend, each) for each in range(4))) == 4 * [200]
         hung.process.send_signal(signal.SIGSTOP)
         began_s = asyncio.get_running_loop().time()

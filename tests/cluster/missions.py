@@ -115,7 +115,8 @@ class Mission:
         await self.until_is("Ready=True")
 
         async def is_whole() -> bool:
-            return await self.places() == WHOLE
+            models = (await self.http.get("/v1/models")).raise_for_status().json()["data"]
+            return bool(models) and await self.places() == WHOLE
 
         await eventually(is_whole)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -174,13 +175,7 @@ async def there(frontend: Frontend) -> list[tuple[int, str, str, bool]]:
 
 async def until_there(frontend: Frontend, n: int) -> None:
     """Wait until a frontend has so many workers, and tokenizers for them."""
-
-    async def are_there() -> bool:
-        if len(await there(frontend)) != n:
-            return False
-        return n == 0 or (await frontend.http.get("/ready")).status_code == 200
-
-    await eventually(are_there)
+    await eventually(partial(frontend.serves, n))
 
 
 async def completed(frontend: Frontend) -> str:

@@ -1,5 +1,7 @@
 """What ``--router-snapshot-threshold`` and ``--router-reset-states`` do to frontends that are processes."""
 
+from functools import partial
+
 import nats
 from nats.aio.client import Client
 from nats.js.api import StreamInfo
@@ -57,7 +59,7 @@ async def test_a_restarted_router_knows_the_index_though_no_worker_answers(share
             left = await stream(client, processes)
             assert left.state.messages == 0
             fourth = await processes.frontend()
-            await eventually(lambda: knows_a_worker(fourth))
+            await eventually(partial(fourth.serves, 1))
             assert await held_blocks(fourth) == 0, "a snapshot was left"
     finally:
         await client.close()
@@ -71,7 +73,3 @@ async def is_served(frontend: Frontend, number: int) -> bool:
 
 async def holds(frontend: Frontend, blocks: int) -> bool:
     return await held_blocks(frontend) == blocks
-
-
-async def knows_a_worker(frontend: Frontend) -> bool:
-    return len((await frontend.fleet())["workers"]) == 1

@@ -1,5 +1,7 @@
 """Workers of one fleet that publish on different lanes: a frontend hears each on its own."""
 
+from functools import partial
+
 from tests.support.nats_server import NatsServer
 from tests.support.processes import Frontend, eventually, fleet
 from tests.support.served import words
@@ -26,11 +28,7 @@ async def test_each_worker_is_heard_on_the_lane_that_its_card_names(shared_nats:
         for flags, environ in LANES.values():
             await processes.worker("--speedup", "20", *flags, environ=environ)
         early = await processes.frontend()
-
-        async def knows_all() -> bool:
-            return len(await held_blocks(early)) == len(LANES)
-
-        await eventually(knows_all)
+        await eventually(partial(early.serves, len(LANES)))
         workers = list(await held_blocks(early))
         assert {worker["event_lane"] for worker in (await early.fleet())["workers"]} == set(LANES)
         for worker in workers:

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -44,11 +45,7 @@ async def test_it_accepts_from_its_announcement_to_its_drain(tmp_path: Path) -> 
         worker = await starting
         assert await tells("ok", 200)
         frontend = await processes.frontend()
-
-        async def is_found() -> bool:
-            return bool((await frontend.fleet())["workers"])
-
-        await eventually(is_found)
+        await eventually(partial(frontend.serves, 1))
         client = Client(frontend, max_tokens=5_000)
         await client.until(pieces=1)
         worker.process.send_signal(signal.SIGTERM)

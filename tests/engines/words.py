@@ -50,10 +50,10 @@ async def until_feeds(frontend: Frontend, wanted: Mapping[int, str]) -> None:
     """Wait until what the frontend knows of each of these workers is in this state."""
 
     async def all_there() -> bool:
-        found = {
-            worker["worker_id"]: {rank["feed"]["state"] for rank in worker["ranks"]}
-            for worker in (await frontend.fleet())["workers"]
-        }
+        known = (await frontend.fleet())["workers"]
+        found = {worker["worker_id"]: {rank["feed"]["state"] for rank in worker["ranks"]} for worker in known}
+        if await frontend.models_without_tokenizer(known):
+            return False
         return all(found.get(worker_id) == {state} for worker_id, state in wanted.items())
 
     await eventually(all_there)

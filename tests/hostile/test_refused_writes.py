@@ -37,7 +37,8 @@ async def test_a_store_that_takes_no_writes_freezes_the_fleet_and_a_worker_that_
         frontend = await processes.frontend()
 
         async def is_well() -> bool:
-            return await states(frontend) == all_well and (await frontend.fleet())["discovery"]["reachable"]
+            is_reachable = (await frontend.fleet())["discovery"]["reachable"]
+            return is_reachable and await frontend.serves(2) and await states(frontend) == all_well
 
         async def is_frozen() -> bool:
             return not (await frontend.fleet())["discovery"]["reachable"]

@@ -166,6 +166,8 @@ async def _troubles(frontend: Frontend, caches: Caches, *, workers: int, asked: 
         troubles.append(f"{name}: discovery is lost")
     if len(page["workers"]) != workers:
         troubles.append(f"{name}: knows {[each['worker_id'] for each in page['workers']]}")
+    if missing := await frontend.models_without_tokenizer(page["workers"]):
+        troubles.append(f"{name}: has no tokenizer of {sorted(missing)}")
     held: dict[tuple[int, int], set[int]] = {}
     for worker in page["workers"]:
         troubles += await _troubles_of(name, worker, caches, held)

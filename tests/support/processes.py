@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +95,18 @@ class Frontend(Running):
     async def fleet(self) -> Any:
         """``GET /v1/fleet``."""
         return (await self.http.get("/v1/fleet")).raise_for_status().json()
+
+    async def serves(self, workers: int) -> bool:
+        """Whether it knows so many workers and has the tokenizers of their models: a model whose tokenizer is
+        still being read has workers already, and its calls are answered 503.
+        """
+        known = (await self.fleet())["workers"]
+        return len(known) == workers and not await self.models_without_tokenizer(known)
+
+    async def models_without_tokenizer(self, workers: Sequence[Mapping[str, Any]]) -> set[str]:
+        """The models of these workers that cannot be asked for yet."""
+        listed = (await self.http.get("/v1/models")).raise_for_status().json()["data"]
+        return {worker["model"] for worker in workers} - {model["id"] for model in listed}
 
     async def metrics(self) -> "Metrics":
         """``GET /metrics``."""
