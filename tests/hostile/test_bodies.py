@@ -56,6 +56,7 @@ BODIES = {
         None,
     ),
     "blanks in a list of lists": (COMPLETION, filled(b'{"model":"mock","prompt":[[', b" ", b"[1]]]}"), None),
+    "blanks behind a list": (COMPLETION, filled(b'{"model":"mock","prompt":[[1]', b" ", b"]}"), "prompt"),
     "token ids": (COMPLETION, filled(b'{"model":"mock","prompt":[', b"1,", b"1]}"), "prompt"),
     "tools": (CHAT, chat(b'"tools":[', b"{},", b"{}]}"), "tools"),
     "stops": (CHAT, chat(b'"stop":[', b'"",', b'""]}'), "stop"),

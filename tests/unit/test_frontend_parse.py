@@ -414,3 +414,12 @@ def test_names_of_fields_mean_the_same_however_they_are_written() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_passed(CallRoute.COMPLETION, b'{"model":"m","prompt":"a","kv_transfer_para\\u006ds":{"a":1}}')
     assert caught.value.param == "kv_transfer_params"
+
+
+@pytest.mark.parametrize("prompt", ["[{}[1]]", "[[{}1]]", "[{}1]", '[{}"a"]', "[[1]{}]"])
+def test_blanks_in_a_list_of_prompts_are_bounded(prompt: str) -> None:
+    few = b'{"model":"mock","prompt":' + prompt.format(" " * 60_000).encode() + b"}"
+    assert parse_completion(few).prompt
+    many = b'{"model":"mock","prompt":' + prompt.format(" " * 70_000).encode() + b"}"
+    with pytest.raises(InvalidRequest, match=r"^prompt: more than 65536 blanks"):
+        parse_completion(many)
