@@ -93,7 +93,7 @@ TEMPLATES: dict[str, str] = {
     "a wide percent behind a key": '{{ "%((a))100000d" % {"(a)": 1} }}',
     "a wide format behind a key": '{{ "{0[}]:100000}".format({"}": 1}) }}',
     "a wide format behind two keys": '{{ "{0[a][}]:100000}".format({"a": {"}": 1}}) }}',
-    "a percent that is long to look through": '{{ ("%(" * 60000 + "%9999d") % {"a": 1} }}',
+    "a percent that is long to look through": '{{ ("%(" * 120000 + "%9999d") % {"a": 1} }}',
     "a format that is long to look through": '{{ ("{" + ":" * 60000 + "}{:9999}").format(1, 1) }}',
     "a precise percent": '{{ "%.1000000000f" % 1.0 }}',
     "a wide indent": '{{ "a\\nb" | indent(10**9) }}',
