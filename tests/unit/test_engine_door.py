@@ -113,6 +113,18 @@ async def test_what_an_engine_tells_is_published_and_ends_with_it(behind: Behind
     assert behind.door.dp_ranks == frozenset()
 
 
+async def test_the_load_of_an_engine_that_left_is_not_repeated(behind: Behind) -> None:
+    async with friend(behind, 0, 1) as who:
+        who.say(LOAD, 1, 3, 8, 0, 1, 0)
+        who.say(SYNC, 1)
+        assert await who.hear() == [SYNCED, 1]
+        behind.publisher.heartbeat([])
+        assert [(load.rank.dp_rank, load.active_blocks) for load in behind.loads] == [(1, 3), (1, 3)]
+    await until(lambda: not behind.door.dp_ranks)
+    behind.publisher.heartbeat([])
+    assert len(behind.loads) == 2
+
+
 async def test_a_strangers_words_are_not_read(behind: Behind) -> None:
     async with caller(behind) as stranger:
         stranger.send(b"a guess")

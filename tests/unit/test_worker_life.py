@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ShuttingDown, TopologyUnavailable
 from kvrouter.core.events import Held
@@ -166,6 +167,24 @@ async def test_heartbeats_tell_the_latest_load_again() -> None:
     await until(lambda: house.loads.count(idle) >= 3)
     assert house.loads[-1] == idle
     await house.worker.stop()
+
+
+@pytest.mark.parametrize("kv_events", [True, False])
+async def test_heartbeats_repeat_one_load_a_rank_whoever_reported_it_until_the_worker_stops(
+    kv_events: bool,
+) -> None:
+    house = House(heartbeat_s=0.001)
+    house.worker.card = replace(house.worker.card, publishes_kv_events=kv_events)
+    await house.start()
+    house.engine.report(LoadReport(RANK, 9, 10))
+    house.worker.publisher.publish_load(active_blocks=0, total_blocks=10)
+    await until(lambda: len(house.loads) >= 5)
+    assert house.loads[1:] == [LoadReport(RANK, 0, 10)] * (len(house.loads) - 1)
+    await house.worker.stop()
+    n_loads = len(house.loads)
+    house.engine.report(LoadReport(RANK, 9, 10))
+    house.worker.publisher.heartbeat([])
+    assert len(house.loads) == n_loads
 
 
 async def test_heartbeats_tell_how_far_the_ids_have_come() -> None:

@@ -263,6 +263,25 @@ async def test_a_load_is_of_the_workers_own_rank_and_a_closed_publisher_tells_no
     ]
 
 
+async def test_heartbeats_publish_the_latest_load_of_each_rank_until_its_engine_is_gone() -> None:
+    """An engine that reports changes alone says nothing more: a router that joins later would never know."""
+    wire = Loads()
+    publisher = publisher_on(wire)
+    publisher.publish_load(active_blocks=9, total_blocks=10)
+    publisher.publish_load(active_blocks=0, total_blocks=10)
+    publisher.publish_load(active_blocks=4, total_blocks=10, dp_rank=DpRank(1))
+    del wire.loads[:]
+    idle, other = LoadReport(RANK, 0, 10), LoadReport(WorkerRank(WORKER, DpRank(1)), 4, 10)
+    publisher.heartbeat([])
+    assert wire.loads == [idle, other]
+    publisher.drop_load(dp_rank=DpRank(1))
+    publisher.heartbeat([])
+    assert wire.loads == [idle, other, idle]
+    publisher.close()
+    publisher.heartbeat([])
+    assert wire.loads == [idle, other, idle]
+
+
 async def test_a_heartbeat_counts_what_the_rank_holds() -> None:
     wire = Wire()
     publisher = publisher_on(wire)

@@ -272,6 +272,7 @@ class EngineDoor:
         for dp_rank in engine.ranks:
             del self._owners[dp_rank]
             self._publisher.publish_cleared(dp_rank=dp_rank)
+            self._publisher.drop_load(dp_rank=dp_rank)
         engine.ranks.clear()
 
     def _log_end(self, engine: _Engine) -> None:

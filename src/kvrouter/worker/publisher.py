@@ -70,6 +70,7 @@ class KvPublisher:
         self._wall_clock = wall_clock
         self._ranks: dict[DpRank, _Rank] = {}
         self._mirrored = BlockIndex()
+        self._loads: dict[DpRank, LoadReport] = {}
         self._is_flush_due = False
         self._is_closed = False
 
@@ -137,12 +138,9 @@ class KvPublisher:
         dp_rank: DpRank = FIRST_RANK,
     ) -> None:
         """Say how busy the rank is, and what KV it has fetched; only the latest report matters."""
-        if self._is_closed:
-            return
-        rank = WorkerRank(self.worker_id, dp_rank)
-        self._events.publish_load(
+        self.publish_load_report(
             LoadReport(
-                rank=rank,
+                rank=WorkerRank(self.worker_id, dp_rank),
                 active_blocks=active_blocks,
                 total_blocks=total_blocks,
                 active_prefill_tokens=active_prefill_tokens,
@@ -152,6 +150,17 @@ class KvPublisher:
             )
         )
 
+    def publish_load_report(self, report: LoadReport) -> None:
+        """Publish ``report``; each :meth:`heartbeat` publishes the latest one of each rank again."""
+        if self._is_closed:
+            return
+        self._loads[report.rank.dp_rank] = report
+        self._events.publish_load(report)
+
+    def drop_load(self, *, dp_rank: DpRank = FIRST_RANK) -> None:
+        """Publish the rank's latest load report no more: its engine is gone."""
+        self._loads.pop(dp_rank, None)
+
     def flush(self) -> None:
         """Send what is pending now."""
         self._is_flush_due = False
@@ -159,8 +168,9 @@ class KvPublisher:
             self._flush(rank)
 
     def heartbeat(self, dp_ranks: Sequence[DpRank]) -> None:
-        """Tell how far the ids of each rank have come and how many blocks it holds, so that routers notice a
-        lost last batch, and that what they know of the rank is wrong.
+        """Tell how far the ids of each of ``dp_ranks`` have come and how many blocks it holds, so that routers
+        notice a lost last batch, and that what they know of the rank is wrong. The latest load report of each
+        rank is published again: a router that joined later, or lost it, has it too.
         """
         if self._is_closed:
             return
@@ -171,6 +181,8 @@ class KvPublisher:
             self._events.publish(
                 KvBatch(rank.rank, self.epoch, rank.next_event_id, (), self._wall_clock(), n_held)
             )
+        for report in self._loads.values():
+            self._events.publish_load(report)
 
     def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
         """The batch of ids ``first`` to ``last`` (inclusive), or None when the ring has lost some of it."""

@@ -67,7 +67,7 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._registration: Registration | None = None
         self._end_recovery: Callable[[], None] | None = None
-        self._loads: dict[DpRank, LoadReport] = {}
+        self._skipped: dict[DpRank, Mapping[str, int]] = {}
         account = engine if engine_tells_events and isinstance(engine, TellingEngine) else None
         self.publisher = KvPublisher(
             events,
@@ -189,10 +189,7 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            if self.card.publishes_kv_events:
-                self.publisher.heartbeat(self._dp_ranks)
-            for report in tuple(self._loads.values()):
-                self._events.publish_load(report)
+            self.publisher.heartbeat(self._dp_ranks if self.card.publishes_kv_events else ())
 
     async def _follow_engine(self) -> None:
         """Publish what changes of the engine: while it does not answer, nobody is sent here."""
@@ -252,12 +249,11 @@ class Worker:
             self._warn((f"KV events of dp_rank {dp_rank} are let go: this worker has dp_rank {here}",))
 
     def _on_load(self, report: LoadReport) -> None:
-        before = self._loads.get(report.rank.dp_rank)
-        self._loads[report.rank.dp_rank] = report
-        self._events.publish_load(report)
-        skipped_before = {} if before is None else before.kv_events_skipped
-        if report.kv_events_skipped != skipped_before:
-            self._tell_skipped(report, skipped_before)
+        self.publisher.publish_load_report(report)
+        before = self._skipped.get(report.rank.dp_rank, {})
+        if report.kv_events_skipped != before:
+            self._skipped[report.rank.dp_rank] = report.kv_events_skipped
+            self._tell_skipped(report, before)
 
     def _tell_skipped(self, report: LoadReport, before: Mapping[str, int]) -> None:
         """There is no page of metrics here: routers have one, and the log tells, seldom."""
