@@ -399,6 +399,31 @@ def test_a_snapshot_begins_the_time_of_lower_heartbeats_anew() -> None:
     asked_snapshot(feed.on_batch(batch(4), now_s=28.5))
 
 
+def test_heartbeats_below_the_snapshot_that_answered_a_contradiction_are_late() -> None:
+    """The stream lags: asking again for every heartbeat would never end."""
+    feed = live_at(10)
+    feed.on_batch(batch(4), now_s=20.0)
+    ask = asked_snapshot(feed.on_batch(batch(5), now_s=25.0))
+    feed.on_snapshot(ask.ticket, snapshot(12), now_s=25.1)
+    for n in range(6, 12):
+        assert feed.on_batch(batch(n), now_s=5.0 * n) == []
+    assert state(feed) is FeedState.LIVE
+    feed.on_batch(stores(12, 8), now_s=100.0)
+    feed.on_batch(batch(12), now_s=101.0)
+    asked_snapshot(feed.on_batch(batch(12), now_s=106.0))
+
+
+def test_a_worker_that_starts_anew_may_name_lower_ids_than_the_start_before() -> None:
+    feed = live_at(10)
+    feed.on_batch(batch(4), now_s=20.0)
+    ask = asked_snapshot(feed.on_batch(batch(5), now_s=25.0))
+    feed.on_snapshot(ask.ticket, snapshot(12), now_s=25.1)
+    ask = asked_snapshot(feed.on_new_epoch(NEW, now_s=30.0)[2:])
+    feed.on_snapshot(ask.ticket, snapshot(8, epoch=NEW), now_s=30.1)
+    feed.on_batch(batch(3, epoch=NEW), now_s=31.0)
+    asked_snapshot(feed.on_batch(batch(3, epoch=NEW), now_s=36.0))
+
+
 def test_a_rank_over_its_limit_is_emptied_and_asked_again_after_a_rest() -> None:
     feed = live_at(10)
     told = feed.on_overfilled(now_s=20.0)

@@ -48,8 +48,10 @@ class Track:
     a snapshot named last. ``retired``: epochs that are over; what still arrives from them is stale. While an
     ask is open the inbox keeps every batch that arrives, also those that a partial feed applies at once: the
     answer may be older than they are. Without an ask it is empty. ``behind_since_s``: since when the worker's
-    heartbeats name ids below the position. ``unreached``: the first id held that the last snapshot did not
-    lead up to.
+    heartbeats name ids below the position. ``is_contradicted``: they did so for too long, and no snapshot was
+    loaded since. ``floor``: epoch and next id of the snapshot that answered the last contradiction; its
+    worker came that far, so a heartbeat with a lower id is late. ``unreached``: the first id held that the
+    last snapshot did not lead up to.
     """
 
     __slots__ = (
@@ -57,8 +59,10 @@ class Track:
         "behind_since_s",
         "confirmed",
         "epoch",
+        "floor",
         "inbox",
         "is_complete",
+        "is_contradicted",
         "is_orphaned",
         "limits",
         "next_event_id",
@@ -88,6 +92,8 @@ class Track:
         self.ask: Ask | None = None
         self.tickets = 0
         self.behind_since_s: float | None = None
+        self.is_contradicted = False
+        self.floor: tuple[Epoch, EventId] | None = None
         self.unreached: EventId | None = None
         self.retry_s = float("inf")
         self.now_s = 0.0
@@ -146,9 +152,12 @@ class Track:
     def is_contradicted_by(self, batch: KvBatch) -> bool:
         """Whether ``batch`` shows that not all that was applied was the worker's.
 
-        A heartbeat on its way may be overtaken by an answer; one that comes ``behind_s`` later was not.
+        A heartbeat on its way may be overtaken by an answer; one that comes ``behind_s`` later probably was
+        not. It was when the stream lags by more: then the snapshot that is asked for names the higher id.
         """
         if batch.events:
+            return False
+        if self.floor is not None and self.floor[0] == batch.epoch and batch.first_event_id < self.floor[1]:
             return False
         if batch.first_event_id == self.next_event_id:
             self.behind_since_s = None
@@ -161,6 +170,7 @@ class Track:
         """Trust nothing of what was applied: only a snapshot tells, whatever id that has."""
         self.count(FeedCount.CONTRADICTIONS)
         self.behind_since_s = None
+        self.is_contradicted = True
         self.next_event_id = EventId(0)
         self.is_complete, self.is_orphaned = False, True
         self.state = FeedState.RECOVERING
@@ -233,6 +243,8 @@ class Track:
         self.is_complete, self.is_orphaned = True, False
         self.orphans_rest_until_s = self.now_s + self.limits.snapshot_retry_s
         self.behind_since_s = None
+        if self.is_contradicted:
+            self.is_contradicted, self.floor = False, (snapshot.epoch, snapshot.next_event_id)
         self._drop_unreachable()
         self.carry_on()
 

@@ -168,9 +168,9 @@ class KvPublisher:
             self._flush(rank)
 
     def heartbeat(self, dp_ranks: Sequence[DpRank]) -> None:
-        """Tell how far the ids of each of ``dp_ranks`` have come and how many blocks it holds, so that routers
-        notice a lost last batch, and that what they know of the rank is wrong. The latest load report of each
-        rank is published again: a router that joined later, or lost it, has it too.
+        """Tell how far the ids of ``dp_ranks`` have come and how many blocks each holds, so that routers
+        notice a lost last batch, and that what they know of the rank is wrong. The latest load report of
+        every rank is published again: a router that joined later, or lost it, has it too.
         """
         if self._is_closed:
             return
