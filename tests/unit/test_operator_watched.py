@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
@@ -58,6 +59,33 @@ async def test_an_object_of_any_depth_hides_no_other() -> None:
         assert len(list(pods.all())) == 2
     assert names == ["deep", "deep", "other"]
     assert losses == []
+
+
+@pytest.mark.parametrize("told_first", [b"", b'{"type": "ERROR", "object": {"code": 410}}\n'])
+async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
+    told_first: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def sleeping(delay_s: float) -> None:
+        waits.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr("kvrouter.operator.reconcile.watched.asyncio.sleep", sleeping)
+    watches: asyncio.Queue[None] = asyncio.Queue()
+
+    async def watching(told: web.StreamResponse) -> None:
+        await told.write(told_first)
+        watches.put_nowait(None)
+
+    losses: list[ClusterError | None] = []
+    async with asyncio.timeout(30.0), api_server(watching) as cluster, watched(cluster, PODS, losses.append):
+        for _ in range(12):
+            await watches.get()
+    assert len(waits) >= 10
+    assert waits[:10] == sorted(set(waits[:10]))
+    assert len(losses) == 1
 
 
 async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:

@@ -20,7 +20,8 @@ class Watched(Generic[G]):
 
     ``changed`` is called with every object that came, changed or went, and once for each at the start.
     ``lost`` is called with the reason when the cluster cannot be watched, and with None when it can again:
-    until then what was seen last is kept.
+    until then what was seen last is kept. A watch that the server ends within ``retry_s`` seconds, and before
+    any event, counts as failed.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class Watched(Generic[G]):
         self._groups: dict[G, dict[Key, Manifest]] = {}
         self._version = ""
         self._is_lost = False
+        self._has_lived = False
+        """Whether a watch has lasted since the last list."""
         self._delay_s = retry_s
         self.synced = asyncio.Event()
         """Set once all that is there was seen."""
@@ -71,7 +74,7 @@ class Watched(Generic[G]):
             except ClusterError as error:
                 if not isinstance(error, ClusterLost):
                     self._version = ""  # what a watch was refused for, a new list may mend
-                if isinstance(error, Refused) and error.status == GONE:
+                if isinstance(error, Refused) and error.status == GONE and self._has_lived:
                     continue
                 if not self._is_lost:
                     self._lost(error)
@@ -81,6 +84,7 @@ class Watched(Generic[G]):
 
     def _found(self) -> None:
         """It is watched."""
+        self._has_lived = True
         if self._is_lost:
             self._is_lost, self._delay_s = False, self._retry_s
             self._lost(None)
@@ -94,24 +98,44 @@ class Watched(Generic[G]):
             known = self._objects.get(key)
             if known is None or version_of(known) != version_of(manifest):
                 self._put(manifest)
-        self._version = found.version
+        self._version, self._has_lived = found.version, False
         self.synced.set()
 
     async def _follow(self) -> None:
+        """Raises ClusterLost also for a watch that ends at once, lest it is opened without a pause."""
+        loop = asyncio.get_running_loop()
+        is_heard = False
+        lasting: asyncio.TimerHandle | None = None
+
+        def opened() -> None:
+            nonlocal lasting
+            lasting = loop.call_later(self._retry_s, self._found)
+
         seen = self._cluster.watch(
             self._kind,
             self._version,
             namespace=self._namespace,
             labels=self._labels,
             for_s=self._watch_s,
-            opened=self._found,
+            opened=opened,
         )
-        async for change, manifest in seen:
-            if change is Change.DELETED or (change is not Change.BOOKMARK and not self._is_wanted(manifest)):
-                self._remove(manifest)
-            elif change is not Change.BOOKMARK:
-                self._put(manifest)
-            self._version = version_of(manifest)
+        try:
+            async for change, manifest in seen:
+                if not is_heard:
+                    is_heard = True
+                    self._found()
+                if change is Change.DELETED or (
+                    change is not Change.BOOKMARK and not self._is_wanted(manifest)
+                ):
+                    self._remove(manifest)
+                elif change is not Change.BOOKMARK:
+                    self._put(manifest)
+                self._version = version_of(manifest)
+        finally:
+            if lasting is not None:
+                lasting.cancel()
+        if not is_heard and (lasting is None or loop.time() < lasting.when()):
+            raise ClusterLost(f"watch of {self._kind.plural}: the server ends it at once")
 
     def _put(self, manifest: Manifest) -> None:
         self._forget(manifest)
