@@ -11,7 +11,7 @@ from kvrouter.operator.admission.certificates import SERVING_CERT, SERVING_KEY, 
 from kvrouter.operator.doors import ADMISSION, AdmissionWork, CertificateFiles
 from kvrouter.operator.health import Health
 from kvrouter.operator.observed import Observed
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterLost, Refused
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost, Refused
 from kvrouter.operator.reconcile.definition import Definition, why_not_ours
 from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, Key, Kind, Manifest
 from tests.support.deployments import DEFAULTS
@@ -38,9 +38,8 @@ class Server:
         self.lost: asyncio.Queue[None] = asyncio.Queue()
 
     async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
-        if isinstance(self.definition, ClusterLost):
-            self.lost.put_nowait(None)
         if isinstance(self.definition, Exception):
+            self.lost.put_nowait(None)
             raise self.definition
         return self.definition
 
@@ -96,14 +95,24 @@ async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
     assert reports.queue.empty()
 
 
-async def test_while_nobody_can_be_asked_what_was_seen_last_holds() -> None:
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ClusterLost("connection refused"),
+        Refused("too many requests", status=429),
+        Refused("etcdserver: leader changed", status=500),
+        Refused("the server is shutting down", status=503),
+        Refused("Unauthorized", status=401),
+    ],
+)
+async def test_while_nobody_can_be_asked_what_was_seen_last_holds(failure: ClusterError) -> None:
     server, reports = Server(), Reports()
     server.definition = OURS
     definition = Definition(cast(Cluster, server), reports, look_s=0.001)
     looking = asyncio.create_task(definition.run())
     async with asyncio.timeout(30.0):
         assert await reports.queue.get() is None
-        server.definition = ClusterLost("connection refused")
+        server.definition = failure
         for _ in range(3):
             await server.lost.get()
         assert definition.is_ours

@@ -64,6 +64,7 @@ class Refused(ClusterError):
         return self.status in _PASSING
 
 
+FORBIDDEN = 403
 NOT_FOUND = 404
 CONFLICT = 409
 GONE = 410

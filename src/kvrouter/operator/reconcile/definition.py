@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from kvrouter.operator.api.crd import CRD_NAME, DEFINITION
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
+from kvrouter.operator.reconcile.cluster import FORBIDDEN, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, metadata_of
 
 DEFINITIONS = Kind(
@@ -31,7 +31,8 @@ class Listener(Protocol):
 class Definition:
     """Looks at the definition, and lets work run only while it is kvrouter's.
 
-    While the API server cannot be asked, what was seen last holds. Before the first look nothing is done.
+    While the API server cannot be asked, or answers with an error of its own, what was seen last holds. Before
+    the first look nothing is done.
     """
 
     def __init__(self, cluster: Cluster, listener: Listener, *, look_s: float = LOOK_S) -> None:
@@ -47,7 +48,7 @@ class Definition:
     async def run(self) -> None:
         """Look until cancelled."""
         while True:
-            with suppress(ClusterLost):
+            with suppress(ClusterError):
                 self._learn(await self._why_not())
             await asyncio.sleep(self._look_s if self.is_ours else min(self._look_s, LOOK_AGAIN_S))
 
@@ -71,13 +72,13 @@ class Definition:
                 await asyncio.gather(working, ending, return_exceptions=True)
 
     async def _why_not(self) -> str | None:
-        """Raises ClusterLost."""
+        """Raises ClusterError where that is not known: the API server is overloaded, for example, or ends."""
         try:
             found = await self._cluster.read(DEFINITIONS, Key("", CRD_NAME))
-        except ClusterLost:
-            raise
-        except ClusterError as error:
-            return f"it may not be read, so nobody knows whose it is: {error.message}"
+        except Refused as refused:
+            if refused.status != FORBIDDEN:
+                raise
+            return f"it may not be read, so nobody knows whose it is: {refused.message}"
         return why_not_ours(found)
 
     def _learn(self, why: str | None) -> None:
