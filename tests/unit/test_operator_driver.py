@@ -2,14 +2,31 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
 
+from kvrouter.operator.plan import plan, zone_budgets
+from kvrouter.operator.reconcile.applied import BUDGETS
 from kvrouter.operator.reconcile.cluster import Change, Cluster, Found
 from kvrouter.operator.reconcile.driver import Driver
-from kvrouter.operator.reconcile.kinds import NODES, PODS, Key, Kind, Manifest
+from kvrouter.operator.reconcile.kinds import (
+    DEPLOYMENTS_OF_GRAPHS,
+    NODES,
+    PODS,
+    Key,
+    Kind,
+    Manifest,
+    key_of,
+    metadata_of,
+)
 from kvrouter.operator.reconcile.reconciler import node_name_of
-from tests.support.deployments import DEFAULTS
+from kvrouter.operator.status.resolved import copy_of
+from tests.support.deployments import DEFAULTS, FACTS, deployment
+from tests.support.quiet_cluster import QuietCluster
+from tests.support.statuses import REQUIRED
 
 THERE: dict[Kind, list[Manifest]] = {
     NODES: [{"metadata": {"name": f"n{number}", "resourceVersion": "1"}} for number in range(50)],
@@ -79,6 +96,50 @@ class Looks:
     def lost(self, _kind: Kind, _error: object) -> None: ...
     def changed(self, _key: Key, _changes: object) -> None: ...
     def labelled(self, _pod: Key) -> None: ...
+
+
+class Zoned(QuietCluster):
+    """A deployment whose last decode worker in one zone is gone, and the budget that it left."""
+
+    def __init__(self, fewer_since: datetime) -> None:
+        document = deployment(policy=REQUIRED, types=("frontend", "prefill", "decode"))
+        policy, resolution = (found := plan(document, FACTS, DEFAULTS)).policy, found.resolution
+        assert policy is not None
+        assert resolution is not None
+        label, decode = copy_of(policy, resolution).pod_label, document.spec.components[2]
+        had: list[Manifest] = zone_budgets(document, decode, label, {"a": 2}, [], fewer_since, 60)
+        (budget,) = zone_budgets(document, decode, label, {"a": 1}, had, fewer_since, 60)
+        self.name = key_of(budget)
+        metadata_of(budget)["ownerReferences"] = [{"uid": document.metadata.uid, "controller": True}]
+        graph = cast(Manifest, document.model_dump(mode="json", by_alias=True, exclude_none=True))
+        super().__init__({DEPLOYMENTS_OF_GRAPHS: [graph], BUDGETS: [budget]})
+        self.deleted: asyncio.Queue[Key] = asyncio.Queue()
+
+    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        return manifest
+
+    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+        return manifest
+
+    async def delete(self, kind: Kind, key: Key, *, uid: str) -> None:
+        self.deleted.put_nowait(key)
+
+
+async def test_a_budget_that_is_held_comes_down_when_its_time_is_over_though_nothing_happens() -> None:
+    cluster = Zoned(datetime.now(UTC) - timedelta(seconds=58))
+    leading = Driver(
+        cluster,
+        defaults=replace(DEFAULTS, disruption_hold_s=60),
+        identity="one",
+        lease=Key("kvrouter-system", "kvrouter-operator"),
+        namespace="",
+        listener=Looks(),
+    )
+    task = asyncio.create_task(leading.run())
+    async with asyncio.timeout(30.0):
+        assert await cluster.deleted.get() == cluster.name
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_is_listed(

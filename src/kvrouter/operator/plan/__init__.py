@@ -1,6 +1,6 @@
 """From a deployment to manifests: what the cluster should hold for it."""
 
-from kvrouter.operator.plan.budgets import has_budgets, zone_budgets
+from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
 from kvrouter.operator.plan.hashes import TEMPLATE_HASH, template_hash
 from kvrouter.operator.plan.manifest import Manifest
@@ -29,6 +29,7 @@ __all__ = [
     "SecretKey",
     "fleet_name",
     "has_budgets",
+    "hold_ends_s",
     "object_name",
     "plan",
     "read_levels",

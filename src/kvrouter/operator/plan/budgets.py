@@ -110,6 +110,12 @@ def zone_budgets(
     return found
 
 
+def hold_ends_s(budgets: Sequence[Manifest], now: datetime, hold_s: float) -> float | None:
+    """Return in how many seconds the first of these budgets comes down; None when none is held."""
+    since = [held.fewer_since for held in map(_read, budgets) if held.fewer_since is not None]
+    return max(hold_s - (now - min(since)).total_seconds(), 0.0) if since else None
+
+
 def budget_name(deployment: str, component: str, value: str) -> str:
     """Return the name of a zone's budget: ``<deployment>-<component>.<zone>``, which no component's is."""
     if _NAME.fullmatch(value):

@@ -31,8 +31,8 @@ class Listener(Protocol):
 class Definition:
     """Looks at the definition, and lets work run only while it is kvrouter's.
 
-    While the API server cannot be asked, or answers with an error of its own, what was seen last holds. Before
-    the first look nothing is done.
+    While the API server cannot be asked, or answers with an error of its own, what was seen last holds.
+    Before the first look nothing is done.
     """
 
     def __init__(self, cluster: Cluster, listener: Listener, *, look_s: float = LOOK_S) -> None:

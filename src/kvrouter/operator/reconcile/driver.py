@@ -185,12 +185,13 @@ class Driver:
             began_s = loop.time()
             error: Exception | None = None
             retry_s = 0.0
+            again_s: float | None = None
             try:
                 if not await self._is_anothers(key):
                     await self._know_topology(key)
                     await self._write_bindings()
                     refused = self._bindings.refused.get(key, "")
-                    await self._reconciler.reconcile(key, self._facts, policy_refused=refused)
+                    again_s = await self._reconciler.reconcile(key, self._facts, policy_refused=refused)
             except StatusRefused as failed:
                 error = failed
                 with suppress(ClusterError):  # the log has the refused status, which explains more
@@ -199,6 +200,8 @@ class Driver:
                 error = failed
             if error is None:
                 self._backlog.done(key)
+                if again_s is not None:
+                    self._add(key, again_s)
             else:
                 self._applied.forget(key)
                 retry_s = self._backlog.failed(key, loop.time())

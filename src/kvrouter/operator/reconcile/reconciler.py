@@ -26,6 +26,7 @@ from kvrouter.operator.plan import (
     PlanDefaults,
     fleet_name,
     has_budgets,
+    hold_ends_s,
     object_name,
     plan,
     read_levels,
@@ -123,8 +124,9 @@ class Reconciler:
         self._name = name
         self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
-    async def reconcile(self, key: Key, facts: ClusterFacts, *, policy_refused: str = "") -> None:
-        """Look at the deployment at ``key``. Raises ClusterError when it is to be looked at again.
+    async def reconcile(self, key: Key, facts: ClusterFacts, *, policy_refused: str = "") -> float | None:
+        """Look at the deployment at ``key``; return in how many seconds it is to be looked at again though
+        nothing changes, None when it need not. Raises ClusterError when it is to be looked at again at once.
 
         ``policy_refused`` is what the API server says where it refuses the binding policy of its workers.
         """
@@ -133,7 +135,7 @@ class Reconciler:
             self._applied.forget(key)  # what it owns goes with it: Kubernetes sees to that
             self._recorder.forget(key)
             self._written.pop(key, None)
-            return
+            return None
         reading = read_deployment(found)
         before = self._status_before(found)
         if reading.deployment is None:
@@ -141,13 +143,15 @@ class Reconciler:
             now = datetime.now(UTC)
             status = unreadable_status(generation, reading.problems, previous=before, now=now)
             await self._write(found, before, status)
-            return
+            return None
         deployment = reading.deployment
         planned = plan(deployment, facts, self._defaults, last_levels=last_levels(self._applied, found))
-        changes = Changes()
+        changes, again_s = Changes(), None
         pods = [pod for pod in map(read_pod, self._seen.pods.of_group(key)) if pod is not None]
         if not planned.problems:
-            budgets = self._zone_budgets(found, deployment, planned, pods)
+            now = datetime.now(UTC)
+            budgets = self._zone_budgets(found, deployment, planned, pods, now)
+            again_s = hold_ends_s(budgets, now, self._defaults.disruption_hold_s)
             changes = await self._applied.apply(key, uid_of(found), (*planned.manifests, *budgets))
             if changes.are_any:
                 self._listener.changed(key, changes)
@@ -191,6 +195,7 @@ class Reconciler:
             await self._name_taken(found, changes)
         if refusals.writes or refusals.labels:
             raise WriteRefused("; ".join((*refusals.writes, *refusals.labels)))
+        return again_s
 
     async def report_status_refused(self, key: Key, refused: StatusRefused) -> None:
         """Write the event of a refused status, which is the only place left in the cluster. Raises
@@ -211,7 +216,12 @@ class Reconciler:
             await self._recorder.record_once(found, "OtherOperator", said, warns=True)
 
     def _zone_budgets(
-        self, found: Manifest, deployment: DynamoGraphDeployment, planned: Plan, pods: Sequence[Pod]
+        self,
+        found: Manifest,
+        deployment: DynamoGraphDeployment,
+        planned: Plan,
+        pods: Sequence[Pod],
+        now: datetime,
     ) -> list[Manifest]:
         """What a drain leaves of the workers that are Ready in each of the policy's domains."""
         if planned.policy is None or planned.resolution is None or not has_budgets(deployment):
@@ -229,7 +239,7 @@ class Reconciler:
                     and pod.is_ready
                     and not pod.is_over
                 )
-                now, hold_s = datetime.now(UTC), self._defaults.disruption_hold_s
+                hold_s = self._defaults.disruption_hold_s
                 budgets += zone_budgets(deployment, component, label, ready, there, now, hold_s)
         return budgets
 
