@@ -1,5 +1,6 @@
 """Calls that go to engines as clients wrote them, and answers that come as engines wrote them."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import CallRoute, EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
 from tests.support.fleets import MODEL, card
-from tests.support.front import House, mock_text, open_house, token_ids
+from tests.support.front import House, error_of, metrics_of, mock_text, open_house, token_ids
 from tests.support.parsed import parse_passed
 from tests.support.planes import ScriptedStream
+from tests.support.waits import until
 
 HEAD = {"id": "chatcmpl-theirs", "object": "chat.completion.chunk", "created": 7, "model": "their-name"}
 DONE = b"data: [DONE]\n\n"
@@ -180,6 +183,61 @@ async def test_text_that_the_lost_engine_kept_back_is_written_once() -> None:
         answer = await streamed(house, stop="ENDLESS")
     assert text_of(answer) == "one END two"
     assert events_of(answer)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+SMALL_BUDGET = KvRouterConfig(retry_bodies_max_bytes=2_000)
+
+
+async def kept_bytes(house: House) -> float:
+    return (await metrics_of(house))["kvrouter_retry_body_bytes",]
+
+
+async def test_the_largest_body_gives_way_and_its_request_is_not_sent_again() -> None:
+    async with open_house(taking(1), taking(2), config=SMALL_BUDGET) as house, asyncio.TaskGroup() as tasks:
+        large = tasks.create_task(house.chat(stream=True, user="u" * 1_500))
+        first = await house.plane.wait_for(Leg.AGGREGATED)
+        assert 1_500 < await kept_bytes(house) < 2_000
+        small = tasks.create_task(house.chat(stream=True, user="u" * 1_000))
+        second = await house.plane.wait_for(Leg.AGGREGATED, nth=1)
+        assert 1_000 < await kept_bytes(house) < 1_500
+        assert first.request.call is not None
+        assert len(first.request.call.body) > 1_500
+        first.die()
+        error = error_of(await large)
+        assert error["code"] == "worker_failed"
+        assert "retry_bodies_full" in str(error["message"])
+        second.die()
+        again = await house.plane.wait_for(Leg.AGGREGATED, nth=2)
+        assert again.request.call == second.request.call
+        streams("Paris")(again)
+        assert text_of((await small).content) == "Paris"
+        assert await kept_bytes(house) == 0
+        assert (await metrics_of(house))["kvrouter_retry_bodies_dropped_total", MODEL] == 1
+
+
+async def test_a_body_over_the_whole_budget_is_refused_before_it_is_sent() -> None:
+    async with open_house(taking(1), script=streams("Paris"), config=SMALL_BUDGET) as house:
+        response = await house.chat(stream=True, user="u" * 2_500)
+        assert (response.status_code, error_of(response)["code"]) == (503, "retry_bodies_full")
+        assert response.headers["retry-after"]
+        assert not house.plane.opened
+        assert await streamed(house) == event("") + event("Paris") + STOP
+        assert await kept_bytes(house) == 0
+
+
+@pytest.mark.parametrize(("fields", "is_kept"), [({}, True), ({"logprobs": True}, False)])
+async def test_a_body_is_kept_after_the_first_output_where_another_engine_may_go_on(
+    fields: dict[str, object], is_kept: bool
+) -> None:
+    def script(stream: ScriptedStream) -> None:
+        stream.feed(piece("Par"))
+
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True, **fields}
+    async with open_house(taking(1), script=script) as house:
+        async with house.http.stream("POST", "/v1/chat/completions", json=body) as response:
+            assert await anext(response.aiter_raw()) == event("Par")
+            assert (await kept_bytes(house) > 0) is is_kept
+        await until(lambda: house.bench.service.retry_body_bytes == 0)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.frontend.http import AsgiBridge, Handler, HttpEvent, Limits, Request, Responder
-from kvrouter.frontend.http.uploads import Uploads
 from tests.support.http_serving import (
     GET,
     LOOPS,
@@ -41,17 +41,17 @@ def head(n_bytes: int) -> bytes:
 class Held:
     """An upload of a test."""
 
-    def __init__(self, uploads: Uploads) -> None:
+    def __init__(self, uploads: ByteBudget) -> None:
         self._uploads = uploads
         self.gave_way = False
 
-    def shed_upload(self) -> None:
+    def shed(self) -> None:
         self.gave_way = True
         self._uploads.hold(self, 0)
 
 
 def test_the_largest_gives_way() -> None:
-    uploads = Uploads(100)
+    uploads = ByteBudget(100)
     small, large, grown = (Held(uploads) for _ in range(3))
     uploads.hold(small, 10)
     uploads.hold(large, 60)

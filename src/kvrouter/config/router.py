@@ -311,6 +311,19 @@ class KvRouterConfig(Section):
     """How often a request may be sent elsewhere after a worker failed it. Low, so that one poisonous prompt
     cannot take a fleet down."""
 
+    retry_bodies_max_bytes: Annotated[
+        PositiveCount,
+        Setting(
+            flag="--retry-bodies-max-bytes",
+            variable="KVROUTER_RETRY_BODIES_MAX_BYTES",
+            group=Group.RECOVERY,
+            unit="bytes",
+        ),
+    ] = 512 * 1024 * 1024
+    """What the bodies of running requests may hold together that engines get as they were written, and that
+    are kept to be sent again. When it is full the largest one is dropped: its request is not sent again, and
+    one that was not sent yet is answered with 503 `retry_bodies_full`."""
+
     ttft_timeout_s: Annotated[
         Positive | None,
         Setting(

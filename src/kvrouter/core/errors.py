@@ -14,6 +14,7 @@
     │   │   ├── NoEligibleWorker     no worker passes; counts per reason
     │   │   └── AllWorkersBusy       workers pass, and each one is busy
     │   ├── ModelNotReady            the model is on its way, or nobody knows yet whether it is
+    │   ├── RetryBodiesFull          the bodies kept for retries hold as much as they may
     │   └── ShuttingDown             this router drains
     ├── WorkerFailed            502  engines failed; the tries are used up
     ├── DeadlineExceeded        504
@@ -151,6 +152,12 @@ class ModelNotReady(Unavailable):
     """
 
     code = "model_not_ready"
+
+
+class RetryBodiesFull(Unavailable):
+    """The bodies that are kept for retries hold as many bytes as they may together."""
+
+    code = "retry_bodies_full"
 
 
 class ShuttingDown(Unavailable):

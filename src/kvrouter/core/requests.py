@@ -103,10 +103,11 @@ class CallRoute(StrEnum):
     COMPLETION = "/v1/completions"
 
 
-class ClientCall(msgspec.Struct, frozen=True):
+class ClientCall(msgspec.Struct):
     """A call as the client wrote it: ``body`` is the JSON of ``route``, without what is for the router alone.
 
     ``resumable`` tells whether its answer is plain text, one of it, that another worker could go on with.
+    The router empties ``body``, which may be long, when it keeps it for no retry any more.
     """
 
     route: CallRoute

@@ -37,6 +37,7 @@ class Gauges:
             leases[name,] = len(model.ledger)
             queued[name,] = model.waiting_for_load
             parted[name,] = sum(1 for _ in model.circuits.pairs())
+        telemetry.retry_body_bytes.set(self._service.retry_body_bytes)
         telemetry.index_blocks.replace(index_blocks)
         telemetry.index_bytes.replace(index_bytes)
         telemetry.ledger_leases.replace(leases)

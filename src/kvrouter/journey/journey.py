@@ -63,6 +63,7 @@ class Journey:
         "_redispatches_max",
         "_sampling",
         "attempt",
+        "can_be_sent",
         "generated",
         "is_plain",
         "resumes",
@@ -75,6 +76,8 @@ class Journey:
         self.state = State.ROUTING
         self.is_plain = is_plain
         """Whether the client gets nothing but the text of ``generated``; set to False once it got more."""
+        self.can_be_sent = True
+        """Whether another attempt can be made: False once the client's call is no longer kept."""
         self.attempt = 0
         self.resumes = 0
         self.generated: list[int] = []
@@ -89,6 +92,11 @@ class Journey:
     def remaining_tokens(self) -> int:
         """How many output tokens are still wanted: ``max_tokens`` counts over all attempts."""
         return self._sampling.max_tokens - len(self.generated)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether another worker could go on with the answer, once there are tokens to go on from."""
+        return self.is_plain and self._sampling.resumable
 
     def begin(self) -> list[Command]:
         """The first command."""
@@ -174,6 +182,13 @@ class Journey:
                     f"it was try {self.attempt + 1} of {self._redispatches_max + 1}"
                 )
             )
+        if not self.can_be_sent:
+            return self._fail(
+                WorkerFailed(
+                    f"worker {event.worker_id} failed ({event.why}); the request cannot be sent again: its "
+                    "body was dropped to keep the bodies of others (retry_bodies_full)"
+                )
+            )
         self.attempt += 1
         self.state = State.ROUTING
         return [Abandon(event.why), self._place()]
@@ -199,7 +214,7 @@ class Journey:
         if self.remaining_tokens <= 0 and self.is_plain:
             self.state = State.DONE
             return [Abandon(event.why), End(FinishReason.LENGTH)]
-        if not (self.is_plain and self._sampling.resumable and self.generated):
+        if not (self.may_resume and self.generated):
             return self._fail(
                 WorkerFailed(
                     f"worker {event.worker_id} failed after {len(self.generated)} tokens ({event.why}), and "
@@ -210,7 +225,7 @@ class Journey:
         return self._lost(event)
 
     def _why_not_resumable(self) -> str:
-        if self.is_plain and self._sampling.resumable:
+        if self.may_resume:
             return "its answer has begun, and brought no token to go on from"
         return f"it has {'a seed, penalties, a grammar or logprobs' if self.is_plain else _MORE_THAN_TEXT}"
 

@@ -112,6 +112,21 @@ class Dispatch:
         self._abandon(reason)
         self.watch.stop()
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether all legs of the current attempt have been sent."""
+        attempt = self.attempt
+        if attempt is None or attempt.decode is None:
+            return False
+        task = attempt.prefill_task
+        return task is None or task.done() or attempt.prefill is not None
+
+    def drop_call(self) -> None:
+        """Empty the client's call: no leg can be made of it any more. Idempotent."""
+        if self._request.call is not None:
+            self._request.call.body = b""
+            self.journey.can_be_sent = False
+
     async def lose(self, attempt: Attempt, why: str, *, full: bool = False) -> None:
         """The last leg is lost; the sibling's own failure, when there is one, is the better reason. ``full``:
         its worker takes no more for now.

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from kvrouter.core.errors import InvalidRequest, KvrouterError
+from kvrouter.core.byte_budget import ByteBudget
+from kvrouter.core.errors import InvalidRequest, KvrouterError, RetryBodiesFull
 from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, Usage
 from kvrouter.journey.words import Finished, FirstTokens, LegRefused, State
 from kvrouter.planes.requests.port import (
@@ -47,6 +48,7 @@ class Generation:
         patience: Patience,
         redispatches_max: int,
         observed: ServiceObserved,
+        retry_bodies: ByteBudget,
         on_end: Callable[["Generation"], None],
         received_s: float | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class Generation:
         self._watch = self._dispatch.watch
         self._output = self._dispatch.output
         self._observed = observed
+        self._retry_bodies = retry_bodies
         self._on_end = on_end
         self._closed = False
         self._counted_tokens = 0
@@ -173,6 +176,22 @@ class Generation:
         finally:
             watch.is_reading = False
 
+    def keep_call(self) -> None:
+        """Count the body of the client's call in the budget, for as long as a leg may be made of it."""
+        if self.request.call is not None:
+            self._retry_bodies.hold(self, len(self.request.call.body))
+
+    def shed(self) -> None:
+        """Drop the body of the client's call: it is the largest of a full budget. A request that is sent is
+        not sent again; one that is not ends.
+        """
+        self._observed.retry_body_dropped(self.request)
+        if not self._dispatch.is_sent:
+            self.abort(
+                RetryBodiesFull("the bodies of running requests hold too many bytes; this one had most")
+            )
+        self._drop_call()
+
     def abort(self, error: KvrouterError) -> None:
         """End now, with ``error`` for whoever reads."""
         if not self._closed:
@@ -185,6 +204,7 @@ class Generation:
             return
         self._closed = True
         self._dispatch.stop(reason)
+        self._drop_call()
         self.times.ended_s = time.monotonic()
         self._observed.request_ended(
             self.request,
@@ -217,6 +237,8 @@ class Generation:
         if chunk.token_ids or chunk.raw:
             if self._journey.state is State.DECODING:
                 self._dispatch.tell(FirstTokens())
+                if not self._journey.may_resume:
+                    self._drop_call()
                 self._output.first(chunk.token_ids)
             else:
                 self._output.more(chunk.token_ids)
@@ -224,6 +246,10 @@ class Generation:
             attempt.decode = None
             self._dispatch.tell(Finished(chunk.finish))
             self.close(FINISHED)
+
+    def _drop_call(self) -> None:
+        self._dispatch.drop_call()
+        self._retry_bodies.hold(self, 0)
 
     def _end(self) -> EngineChunk:
         """There is nothing more to read: tell the error once, or the end that no engine told."""

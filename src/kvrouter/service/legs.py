@@ -169,5 +169,5 @@ def _leg(
         cache_namespace=request.cache_namespace,
         time_left_s=time_left_s,
         intake=request.intake,
-        call=request.call,
+        call=None if request.call is None else replace(request.call),  # the router may empty its own
     )

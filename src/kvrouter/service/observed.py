@@ -294,6 +294,10 @@ class ServiceObserved:
         event = Event.RESUME if streaming else Event.RETRY
         _log_request(event, request, worker=str(lost.worker_id), stage=lost.leg.value, reason=lost.why)
 
+    def retry_body_dropped(self, request: GenerateRequest) -> None:
+        """The body of a client's call is kept for no retry any more: the budget is full."""
+        self._telemetry.retry_bodies_dropped.inc(request.model)
+
     def kv_lost(self, request: GenerateRequest, lost: KvLost) -> None:
         """A decode worker did not get a prefill worker's KV."""
         prefill, decode = str(lost.prefill_worker_id), str(lost.decode_worker_id)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from kvrouter.config.router import KvRouterConfig
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError, ModelNotReady, ShuttingDown, UnknownModel
 from kvrouter.core.events import KvBatch
@@ -55,6 +56,7 @@ class RouterService:
         self._running: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._retry_bodies = ByteBudget(parts.config.retry_bodies_max_bytes)
         self._is_draining = False
         self._stops: list[Callable[[], None]] = []
         self._store_lost: str | None = None
@@ -187,13 +189,20 @@ class RouterService:
             patience=self._patience_with(request),
             redispatches_max=self._parts.config.retries_max,
             observed=self._parts.observed,
+            retry_bodies=self._retry_bodies,
             on_end=self._ended,
             received_s=received_s,
         )
         self._running.add(generation)
         self._idle.clear()
         self._parts.observed.request_begun(request.model)
+        generation.keep_call()
         return generation
+
+    @property
+    def retry_body_bytes(self) -> int:
+        """What the bodies of client calls hold that are kept to be sent again."""
+        return self._retry_bodies.bytes
 
     def _patience_with(self, request: GenerateRequest) -> Patience:
         """An engine that answers at once says nothing before its last token; its prefill leg has but one."""

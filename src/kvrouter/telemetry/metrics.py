@@ -54,6 +54,16 @@ class Telemetry(MetricsPage):
         "model",
         "cause",
     )
+    retry_body_bytes = gauge(
+        "kvrouter_retry_body_bytes",
+        "What the bodies hold that are kept to be sent again, by --retry-bodies-max-bytes.",
+    )
+    retry_bodies_dropped = counter(
+        "kvrouter_retry_bodies_dropped",
+        "Bodies that were dropped because the kept ones held more than --retry-bodies-max-bytes: their "
+        "requests are not sent again, or end with retry_bodies_full.",
+        "model",
+    )
     resumes = counter(
         "kvrouter_resumes", "Requests that went on elsewhere in the middle of their answer.", "model"
     )

@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import BodyTooLarge, KvrouterError
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
@@ -27,7 +28,6 @@ from kvrouter.frontend.http.messages import (
 )
 from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
 from kvrouter.frontend.http.response import CONTINUE, PROCESSING, error_body, refusal_bytes
-from kvrouter.frontend.http.uploads import Uploads
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
 
@@ -65,7 +65,7 @@ class ServerSide(Protocol):
         """The limits of every connection."""
 
     @property
-    def uploads(self) -> Uploads:
+    def uploads(self) -> ByteBudget:
         """The budget of requests that no handler has yet."""
 
     @property
@@ -278,7 +278,7 @@ class HttpProtocol(asyncio.Protocol):
             self._responder.tell(reason)
         self._transport.abort()
 
-    def shed_upload(self) -> None:
+    def shed(self) -> None:
         """Refuses what was received and has not begun: the server's budget of uploads is full."""
         self._held_bytes = 0
         self._requests.clear()

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 
+from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import (
     CONNECTIONS_FULL,
@@ -20,7 +21,6 @@ from kvrouter.frontend.http.messages import (
 from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
 from kvrouter.frontend.http.responder import Disconnect, Responder
 from kvrouter.frontend.http.response import DateHeader, refusal_bytes
-from kvrouter.frontend.http.uploads import Uploads
 from kvrouter.planes.listener import NO_DESCRIPTOR, Listener
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
@@ -81,7 +81,7 @@ class HttpServer:
         self._refused_connections: set[HttpProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._unflushed: list[HttpProtocol] = []
-        self._uploads = Uploads(self._limits.uploads_bytes)
+        self._uploads = ByteBudget(self._limits.uploads_bytes)
         self._throttle = Seldom()
         self._date = DateHeader()
         self._sweep: asyncio.TimerHandle | None = None
@@ -164,7 +164,7 @@ class HttpServer:
         return self._limits
 
     @property
-    def uploads(self) -> Uploads:
+    def uploads(self) -> ByteBudget:
         """The budget of requests that no handler has yet."""
         return self._uploads
 
