@@ -1,5 +1,6 @@
 """Pages for whoever runs or watches the router: models, health, readiness, metrics."""
 
+import asyncio
 import math
 import time
 from itertools import starmap
@@ -22,6 +23,46 @@ SETTLE_S = 10.0
 """How long a door may wait for a first worker or a tokenizer before it takes requests without."""
 
 
+METRICS_TIME_SHARE = 0.1
+"""How much of the event loop's time goes into ``/metrics`` at most, however often it is asked for."""
+
+
+class MetricsRenderer:
+    """Renders ``/metrics`` for all who ask at the same time: single-flight, in steps, rate-limited.
+
+    A page is never older than the request that it answers. The next one is begun once the last one's time
+    on the loop is no more than :data:`METRICS_TIME_SHARE` of what has passed.
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._next: asyncio.Task[bytes] | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._not_before_s = -math.inf
+
+    async def render(self) -> bytes:
+        """Return a page that is begun from now on."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._render())
+        return await asyncio.shield(self._next)
+
+    async def _render(self) -> bytes:
+        async with self._one_at_a_time:
+            await asyncio.sleep(self._not_before_s - time.monotonic())
+            self._next = None  # who asks from here on gets the page after this one
+            parts: list[bytes] = []
+            busy_s = 0.0
+            began_s = time.monotonic()
+            for part in self._telemetry.render_steps():
+                parts.append(part)
+                ended_s = time.monotonic()
+                busy_s += ended_s - began_s
+                await asyncio.sleep(0)
+                began_s = time.monotonic()
+            self._not_before_s = began_s + busy_s / METRICS_TIME_SHARE - busy_s
+            return b"".join(parts)
+
+
 def json_page(value: object, *, status: int = 200) -> Response:
     """An answer in JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
@@ -41,7 +82,7 @@ class Pages:
     ) -> None:
         self._service = service
         self._hall = hall
-        self._telemetry = telemetry
+        self._metrics = MetricsRenderer(telemetry)
         self._awaited = awaited
         self._created_s = int(time.time())
         self._settled_at = time.monotonic() + settle_s
@@ -131,7 +172,7 @@ class Pages:
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``, in Prometheus' text format."""
-        return Response(self._telemetry.render(), headers={"content-type": METRICS_CONTENT_TYPE})
+        return Response(await self._metrics.render(), headers={"content-type": METRICS_CONTENT_TYPE})
 
     def _model_json(self, name: str, named: Named) -> dict[str, object]:
         parent = {} if named.adapter is None else {"parent": named.model}

@@ -1,6 +1,6 @@
 """Counters, gauges and histograms that cost the hot path a dictionary entry, and nothing for a token.
 
-They are collectors of ``prometheus_client``, which keeps the registry and writes the text. One thread writes
+They are collectors of ``prometheus_client``, which writes the text. One thread writes
 them and renders them: the event loop's. Each family holds a bounded number of label sets.
 """
 

@@ -1,10 +1,11 @@
 """Rows of the table of metrics: what becomes a family, and a line of the documentation page."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar, overload
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
 from kvrouter.telemetry.families import CounterFamily, Family, GaugeFamily, HistogramFamily, Labels
 
@@ -70,17 +71,17 @@ def histogram(name: str, meaning: str, *labels: str, bounds: tuple[float, ...]) 
 
 
 class MetricsPage:
-    """What ``/metrics`` shows: the rows that a subclass has as attributes, in a registry of its own."""
+    """What ``/metrics`` shows: the rows that a subclass has as attributes, and the process."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self._collectors: list[Collector] = []
         self._before_scrape: list[Callable[[], None]] = []
         for attribute, metric in vars(type(self)).items():
             if isinstance(metric, Metric):
                 family = metric.make()
                 vars(self)[attribute] = family
-                self.registry.register(family)
-        ProcessCollector(registry=self.registry)
+                self._collectors.append(family)
+        self._collectors.append(ProcessCollector(registry=None))
 
     def before_scrape(self, refresh: Callable[[], None]) -> Callable[[], None]:
         """Call ``refresh`` before each rendering, to set gauges that nobody keeps; return what ends that."""
@@ -89,9 +90,16 @@ class MetricsPage:
 
     def render(self) -> bytes:
         """Return the page of ``/metrics`` in Prometheus' text format."""
-        for refresh in self._before_scrape:
+        return b"".join(self.render_steps())
+
+    def render_steps(self) -> Iterator[bytes]:
+        """Yield the page of ``/metrics`` in parts, a family each, so that others may run in between; first
+        an empty part, once the gauges are set.
+        """
+        for refresh in tuple(self._before_scrape):
             refresh()
-        return generate_latest(self.registry)
+        yield b""
+        yield from map(generate_latest, self._collectors)
 
 
 def specs_of(page: type[MetricsPage]) -> tuple[MetricSpec, ...]:

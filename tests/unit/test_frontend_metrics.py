@@ -1,0 +1,70 @@
+"""GET /metrics: rendered in steps, once for all who ask meanwhile, and for a bounded share of the time."""
+
+import asyncio
+import time
+from itertools import pairwise
+
+from kvrouter.frontend.pages import METRICS_TIME_SHARE, MetricsRenderer
+from kvrouter.telemetry import Telemetry
+
+
+async def test_who_asks_meanwhile_shares_the_next_page_which_is_fresh() -> None:
+    telemetry = Telemetry()
+    renderer = MetricsRenderer(telemetry)
+    began = asyncio.Event()
+    rendered: list[None] = []
+
+    def on_begin() -> None:
+        rendered.append(None)
+        began.set()
+
+    telemetry.before_scrape(on_begin)
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(renderer.render())
+        await began.wait()
+        telemetry.resumes.inc("m")
+        later = [tasks.create_task(renderer.render()) for _ in range(20)]
+    assert len(rendered) == 2
+    for asked in later:
+        assert b'kvrouter_resumes_total{model="m"} 1.0' in asked.result()
+    assert first.result().count(b"# TYPE") == later[0].result().count(b"# TYPE")
+
+
+async def test_others_run_between_the_families_of_a_page() -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    task = asyncio.create_task(others())
+    await MetricsRenderer(Telemetry()).render()
+    task.cancel()
+    assert turns >= len(Telemetry.SPECS)
+
+
+async def test_however_often_it_is_asked_for_a_page_takes_its_share_of_the_time() -> None:
+    refresh_s = 0.02
+    telemetry = Telemetry()
+    renderer = MetricsRenderer(telemetry)
+    rendered: list[float] = []
+
+    def slow_refresh() -> None:
+        rendered.append(time.monotonic())
+        time.sleep(refresh_s)
+
+    telemetry.before_scrape(slow_refresh)
+    while len(rendered) < 4:
+        await renderer.render()
+    waits_s = [later - earlier for earlier, later in pairwise(rendered)]
+    assert min(waits_s) >= refresh_s / METRICS_TIME_SHARE
+
+
+async def test_a_page_whose_asker_left_is_there_for_the_others() -> None:
+    renderer = MetricsRenderer(Telemetry())
+    leaves, stays = asyncio.create_task(renderer.render()), asyncio.create_task(renderer.render())
+    await asyncio.sleep(0)
+    leaves.cancel()
+    assert b"# TYPE kvrouter_requests_total counter" in await stays
