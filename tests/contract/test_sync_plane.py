@@ -147,6 +147,32 @@ async def test_nothing_is_heard_after_the_end_and_last_words_leave(make_plane: M
     await end_c()
 
 
+@pytest.mark.parametrize("turns", range(1, 5))
+async def test_a_subscription_that_is_cancelled_midway_hears_nothing(
+    make_plane: MakePlane, turns: int
+) -> None:
+    a, b, c = [await make_plane() for _ in range(3)]
+    ear_b, ear_c = Ear(B), Ear(C)
+    subscribing = asyncio.create_task(b.subscribe(B, ear_b))
+    await gives_up(subscribing, turns)
+    end_b, end_c = await b.subscribe(B, Ear(B)), await c.subscribe(C, ear_c)
+    a.publish(Goodbye(A))
+    assert await ear_c.wait_for(1) == [Goodbye(A)]
+    await end_b()  # what came before it was read
+    assert ear_b.heard == []
+    await end_c()
+
+
+async def gives_up(subscribing: "asyncio.Task[Callable[[], Awaitable[None]]]", turns: int) -> None:
+    """Cancel after so many turns of the loop; what is complete by then is ended."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    subscribing.cancel()
+    await asyncio.wait({subscribing})
+    if not subscribing.cancelled():
+        await subscribing.result()()
+
+
 async def test_a_stranger_on_nats_is_refused_unread(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
     namespace = f"ns-{uuid4().hex}"

@@ -262,8 +262,8 @@ async def _lanes(
         on_malformed=on_malformed,
         on_foreign=foreign_on("nats", telemetry),
     )
-    await core.start()
     stack.push_async_callback(core.close)
+    await core.start()
     lanes[EventLane.NATS] = core
     return lanes
 

@@ -104,7 +104,11 @@ class ReplicaSync:
     async def start(self) -> None:
         """Begin to tell and to listen; ask all that are there for what they run."""
         self._loop = asyncio.get_running_loop()
-        self._end = await self._plane.subscribe(self._router_id, self._on_message)
+        try:
+            self._end = await self._plane.subscribe(self._router_id, self._on_message)
+        except BaseException:
+            self._loop = None
+            raise
         self._send(StateQuestion(self._router_id))
         self._beat = go_on(self._beat_on(), name="sync: beat")
 

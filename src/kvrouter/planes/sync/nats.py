@@ -15,12 +15,14 @@ from typing import Final
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
 from kvrouter.planes.background import go_on
 from kvrouter.planes.names import subject_name
+from kvrouter.planes.nats_flush import flush, flush_subscriptions
 from kvrouter.planes.seal import SEAL_BYTES, Newest, Seal
 from kvrouter.planes.sync.port import MessageSink
 from kvrouter.planes.sync.wire import MESSAGE_MAX_BYTES, VERSION, decode_message, encode_message
@@ -94,17 +96,7 @@ class NatsSyncPlane:
             if message is not None and frame.subject.endswith(f".{message.router_id}"):
                 on_message(message)
 
-        subscriptions = [
-            await self._client.subscribe(
-                f"{self._subject}.{whom}.*",
-                cb=on_frame,
-                pending_msgs_limit=self._inbox_max_messages,
-                pending_bytes_limit=self._inbox_max_bytes,
-            )
-            for whom in ("all", f"to.{router_id}")
-        ]
-        for _ in range(2):  # the client's first ping may overtake the subscriptions; the second cannot
-            await self._client.flush()
+        subscriptions: list[Subscription] = []
 
         async def end() -> None:
             try:
@@ -113,10 +105,23 @@ class NatsSyncPlane:
                         await self._sender
                     for subscription in subscriptions:
                         await subscription.unsubscribe()
-                    await self._client.flush()
+                    await flush(self._client)
             except (TimeoutError, nats.errors.Error, OSError):
                 pass  # the connection is gone, and with it the subscriptions and whom we could tell
 
+        try:
+            for whom in ("all", f"to.{router_id}"):
+                subscription = await self._client.subscribe(
+                    f"{self._subject}.{whom}.*",
+                    cb=on_frame,
+                    pending_msgs_limit=self._inbox_max_messages,
+                    pending_bytes_limit=self._inbox_max_bytes,
+                )
+                subscriptions.append(subscription)
+            await flush_subscriptions(self._client)
+        except BaseException:
+            await end()
+            raise
         return end
 
     def _read(self, frame: Msg) -> SyncMessage | None:

@@ -127,12 +127,16 @@ class FileDiscovery:
             on_refused=self._on_refused,
         )
         self._watches.add(watch)
-        await watch.start()
 
         def end() -> None:
             self._watches.discard(watch)
             watch.end()
 
+        try:
+            await watch.start()
+        except BaseException:
+            end()
+            raise
         return end
 
     async def close(self) -> None:

@@ -108,12 +108,16 @@ class KubernetesDiscovery:
             on_trouble=self._on_trouble,
         )
         self._watches.add(watch)
-        await watch.start()
 
         def end() -> None:
             self._watches.discard(watch)
             watch.end()
 
+        try:
+            await watch.start()
+        except BaseException:
+            end()
+            raise
         return end
 
     async def close(self) -> None:

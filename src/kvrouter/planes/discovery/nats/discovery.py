@@ -107,12 +107,16 @@ class NatsDiscovery:
             refusals=self._refusals,
         )
         self._watches.add(watch)
-        await watch.start()
 
         def end() -> None:
             self._watches.discard(watch)
             watch.end()
 
+        try:
+            await watch.start()
+        except BaseException:
+            end()
+            raise
         return end
 
     async def close(self) -> None:

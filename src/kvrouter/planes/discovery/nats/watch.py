@@ -59,7 +59,11 @@ class BucketWatch:
 
     async def start(self) -> None:
         """Deliver what is there, and go on watching; a store that does not answer is told, and waited for."""
-        await self._look()
+        try:
+            await self._look()
+        except BaseException:
+            await self._hear_no_more()
+            raise
         self._task = go_on(self._run(), name="discovery: watch a bucket")
         await asyncio.sleep(0)
 

@@ -14,6 +14,7 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk
 from kvrouter.planes.background import go_on
 from kvrouter.planes.names import subject_name
+from kvrouter.planes.nats_flush import flush_subscriptions
 from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import LegName, Place
 from kvrouter.planes.requests.nats.frames import (
@@ -250,8 +251,7 @@ class _NatsPlace(Place):
         """Return once NATS knows that the worker listens; raise ConfigError when it does not answer."""
         try:
             await asyncio.shield(self.subscribing)
-            for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
-                await self.client.flush()
+            await flush_subscriptions(self.client)
         except (NatsError, OSError) as error:
             raise ConfigError(f"NATS: {self.address} cannot be served: {error}", param="client") from error
 
