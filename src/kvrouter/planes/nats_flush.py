@@ -1,7 +1,7 @@
 """Flushing a NATS connection in a way that may be cancelled.
 
-The client's own ``flush``, when it is cancelled, leaves a cancelled future for the server's answer. The answer
-ends the client's reading, and the connection receives nothing until it is found to be stale.
+The client's own ``flush``, when it is cancelled, leaves a cancelled future for the server's answer. The
+answer ends the client's reading, and the connection receives nothing until it is found to be stale.
 """
 
 import asyncio
