@@ -7,10 +7,13 @@ from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker
-from kvrouter.core.ids import WorkerId
+from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.planes.discovery.port import Gone
+from kvrouter.service import router
+from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.event_pump import EventPump
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
 from tests.support.planes import ScriptedPlane, address_of
 
@@ -107,6 +110,48 @@ async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_le
     assert bench.model.fleet.block_size == OTHER
     assert settings.active_decode_blocks_threshold == 0.75
     assert settings.active_prefill_tokens_threshold == 4096
+
+
+@pytest.mark.parametrize("all_leave", [False, True])
+async def test_the_index_of_the_old_block_size_is_closed(
+    all_leave: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[EventPump] = []
+
+    def close(pump: EventPump) -> None:
+        closed.append(pump)
+
+    monkeypatch.setattr(EventPump, "close", close)
+    bench = bench_of_streams()
+    await bench.start(card(1))
+    old = bench.model.cache
+    assert isinstance(old, EventCacheView)
+    if all_leave:
+        bench.discovery.drop(1)
+    bench.discovery.put(odd(2), odd(3))
+    assert bench.model.fleet.block_size == OTHER
+    assert closed == [old.pump]
+
+
+async def test_where_models_are_too_many_those_whose_thresholds_were_set_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of(model: str, worker_id: int) -> WorkerCard:
+        return structs.replace(card(worker_id), model=ModelName(model))
+
+    def known(bench: Bench) -> list[str]:
+        return [model.fleet.model for model in bench.service.models()]
+
+    monkeypatch.setattr(router, "MODELS_MAX", 2)
+    bench = bench_of_streams()
+    await bench.start(of("set", 1), of("plain", 2))
+    bench.service.model(ModelName("set")).set_busy_thresholds(decode_blocks=0.75, prefill_tokens=None)
+    bench.discovery.drop(1)
+    bench.discovery.drop(2)
+    bench.discovery.put(of("third", 3))
+    assert known(bench) == ["set", "third"]
+    bench.discovery.put(of("fourth", 4))
+    assert known(bench) == ["third", "fourth"], "there was no other"
 
 
 async def test_requests_on_their_way_come_to_an_end_when_the_block_size_changes() -> None:

@@ -153,6 +153,25 @@ async def test_deleting_a_booking_frees_it_whatever_it_is_called(path: str) -> N
         assert here.is_clean
 
 
+async def test_an_id_with_slashes_may_end_in_the_word_of_another_route() -> None:
+    async with open_router(card(1)) as here:
+        await here.route(request_id="a/renew")
+        assert (await here.post("/v1/route/a/renew/renew"))[1]["request_id"] == "a/renew"
+        assert (await here.http.delete("/v1/route/a/renew")).status_code == 200
+        assert here.is_clean
+
+
+@pytest.mark.parametrize("request_id", ["a/free", "a//b", "/a", "a/", "a/../b", ".", ".."])
+async def test_an_id_whose_path_is_another_ones_is_refused(request_id: str) -> None:
+    async with open_router(card(1)) as here:
+        status, answer = await here.route(request_id=request_id)
+        assert (status, answer["error"]["param"]) == (400, "request_id")
+        headed = await here.http.post("/v1/route", json=TOKENS, headers={"x-request-id": request_id})
+        assert headed.json()["request_id"] != request_id
+        await here.http.delete(f"/v1/route/{headed.json()['request_id']}")
+        assert here.is_clean
+
+
 async def test_a_pair_is_told_with_its_meeting_place_and_its_constraint() -> None:
     async with open_router(*pair()) as here:
         _, answer = await here.route()

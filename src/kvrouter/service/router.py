@@ -247,6 +247,9 @@ class RouterService:
                 self._other_block_size[card.worker_id] = card
                 self._follow_majority(card.model)
             return
+        replaced = self._models.get(card.model)
+        if replaced is not None and replaced is not model:
+            replaced.cache.close()
         self._models[card.model] = model
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
@@ -309,13 +312,22 @@ class RouterService:
             self._on_card(card)
 
     def _forget_a_model(self) -> None:
-        """Make room: the model whose workers all left, and that has been known the longest, is forgotten."""
-        for name, model in self._models.items():
-            if not len(model.fleet) and not model.waiting:
-                model.cache.close()
-                del self._models[name]
-                return
-        raise ConfigError(f"model: {MODELS_MAX} models have workers here already", param="model")
+        """Make room: of the models whose workers all left, the one that has been known the longest is
+        forgotten; one whose busy thresholds were set only where there is no other.
+        """
+        empty = [model for model in self._models.values() if not len(model.fleet) and not model.waiting]
+        if not empty:
+            raise ConfigError(f"model: {MODELS_MAX} models have workers here already", param="model")
+        forgotten = min(empty, key=self._has_set_thresholds)
+        forgotten.cache.close()
+        del self._models[forgotten.fleet.model]
+
+    def _has_set_thresholds(self, model: ModelRouter) -> bool:
+        config, settings = self._parts.config, model.settings
+        return (
+            settings.active_decode_blocks_threshold != config.active_decode_blocks_threshold
+            or settings.active_prefill_tokens_threshold != config.active_prefill_tokens_threshold
+        )
 
     def _refuse(self, card: WorkerCard, why: str) -> None:
         """A card that cannot be used. What the worker was before is gone all the same."""

@@ -62,6 +62,12 @@ def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> Wanted:
         raise InvalidRequest(
             "request_id: must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ / -", param="request_id"
         )
+    if body.request_id is not None and not has_own_path(body.request_id):
+        raise InvalidRequest(
+            "request_id: its path would be another one's: a part between slashes is empty, . or .., or the "
+            "last one is free",
+            param="request_id",
+        )
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     call = call_of(body, nvext, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
     if call.nvext.token_data is not None:
@@ -82,6 +88,14 @@ def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> Wanted:
         token_ids, _ = read_token_ids(scanned.data, scanned.fields["token_ids"][0], at="token_ids")
         parsed = CompletionCall(call, token_ids)
     return Wanted(parsed, body.request_id, body.lora_name, cache_namespace)
+
+
+def has_own_path(request_id: str) -> bool:
+    """Whether the paths below ``/v1/route/`` with this id are no other id's: clients take empty parts and
+    dots out of a path, and ``DELETE /v1/route/x/free`` frees ``x``.
+    """
+    *before, last = request_id.split("/")
+    return {"", ".", ".."}.isdisjoint((*before, last)) and not (before and last == "free")
 
 
 def parse_output(scanned: ScannedBody) -> int:

@@ -10,7 +10,7 @@ from kvrouter.frontend.contradictions import refuse_contradictions
 from kvrouter.frontend.openai.parse import Call, CompletionCall
 from kvrouter.frontend.prepare import CalledModel, Hall, answer_tokens
 from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
-from kvrouter.frontend.standalone.bodies import Wanted
+from kvrouter.frontend.standalone.bodies import Wanted, has_own_path
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.text.model import TextModel
 
@@ -68,6 +68,6 @@ def id_of(wanted: Wanted, header: str | None) -> RequestId:
     """What the request is called: as its body says, else as its header, else a new id."""
     if wanted.request_id is not None:
         return RequestId(wanted.request_id)
-    if header is not None and USABLE_REQUEST_ID.fullmatch(header):
+    if header is not None and USABLE_REQUEST_ID.fullmatch(header) and has_own_path(header):
         return RequestId(header)
     return RequestId(uuid4().hex)
