@@ -174,7 +174,7 @@ async def there(frontend: Frontend) -> list[tuple[int, str, str, bool]]:
 
 
 async def until_there(frontend: Frontend, n: int) -> None:
-    """Wait until a frontend has so many workers, and tokenizers for them."""
+    """Wait until a frontend serves so many workers."""
     await eventually(partial(frontend.serves, n))
 
 

@@ -97,11 +97,13 @@ class Frontend(Running):
         return (await self.http.get("/v1/fleet")).raise_for_status().json()
 
     async def serves(self, workers: int) -> bool:
-        """Whether it knows so many workers and has the tokenizers of their models: a model whose tokenizer is
-        still being read has workers already, and its calls are answered 503.
+        """Whether it knows so many workers, each may take requests, and their models' tokenizers are here: a
+        model whose tokenizer is still being read has workers already, and its calls are answered 503.
         """
         known = (await self.fleet())["workers"]
-        return len(known) == workers and not await self.models_without_tokenizer(known)
+        if len(known) != workers or not all(each["alive"] and not each["draining"] for each in known):
+            return False
+        return not await self.models_without_tokenizer(known)
 
     async def models_without_tokenizer(self, workers: Sequence[Mapping[str, Any]]) -> set[str]:
         """The models of these workers that cannot be asked for yet."""
