@@ -10,12 +10,13 @@ import pytest
 
 from kvrouter.operator.plan import plan, zone_budgets
 from kvrouter.operator.reconcile.applied import BUDGETS
-from kvrouter.operator.reconcile.cluster import Change, Cluster, Found
+from kvrouter.operator.reconcile.cluster import Change, Cluster, Found, Refused
 from kvrouter.operator.reconcile.driver import Driver
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     NODES,
     PODS,
+    TOPOLOGIES,
     Key,
     Kind,
     Manifest,
@@ -87,13 +88,16 @@ class Looks:
 
     def __init__(self) -> None:
         self.done: asyncio.Queue[Key] = asyncio.Queue()
+        self.losses: list[Kind] = []
 
     def looked(self, key: Key, _duration_s: float, _error: Exception | None, _retry_s: float) -> None:
         self.done.put_nowait(key)
 
     def stood_back(self, _key: Key, _holder: str | None) -> None: ...
     def waiting(self, _deployments: int) -> None: ...
-    def lost(self, _kind: Kind, _error: object) -> None: ...
+    def lost(self, kind: Kind, _error: object) -> None:
+        self.losses.append(kind)
+
     def changed(self, _key: Key, _changes: object) -> None: ...
     def labelled(self, _pod: Key) -> None: ...
 
@@ -123,6 +127,57 @@ class Zoned(QuietCluster):
 
     async def delete(self, kind: Kind, key: Key, *, uid: str) -> None:
         self.deleted.put_nowait(key)
+
+
+class Overloaded(QuietCluster):
+    """A deployment by a topology, which is refused from the second time on."""
+
+    def __init__(self, status: int) -> None:
+        document = deployment(policy=REQUIRED, types=("frontend", "prefill", "decode"))
+        graph = cast(Manifest, document.model_dump(mode="json", by_alias=True, exclude_none=True))
+        super().__init__({DEPLOYMENTS_OF_GRAPHS: [graph]})
+        self.status = status
+        self.asked = 0
+        self.refused: asyncio.Queue[None] = asyncio.Queue()
+
+    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
+        if kind == TOPOLOGIES[0]:
+            self.asked += 1
+            if self.asked > 1:
+                self.refused.put_nowait(None)
+                raise Refused("no", status=self.status)
+        return await super().find(kind, namespace=namespace, labels=labels)
+
+    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        return manifest
+
+    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+        return manifest
+
+
+@pytest.mark.parametrize(("status", "looks_again"), [(429, 0), (500, 0), (503, 0), (403, 1)])
+async def test_topologies_that_were_read_last_hold_while_the_api_server_has_no_answer(
+    status: int, looks_again: int
+) -> None:
+    cluster, looks = Overloaded(status), Looks()
+    leading = Driver(
+        cluster,
+        defaults=DEFAULTS,
+        identity="one",
+        lease=Key("kvrouter-system", "kvrouter-operator"),
+        namespace="",
+        listener=looks,
+        facts_s=0.05,
+    )
+    task = asyncio.create_task(leading.run())
+    async with asyncio.timeout(30.0):
+        assert await looks.done.get() == Key("fleet", "llm")
+        for _ in range(5):
+            await cluster.refused.get()
+    assert looks.done.qsize() == looks_again
+    assert looks.losses == ([] if looks_again else [TOPOLOGIES[0]])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_budget_that_is_held_comes_down_when_its_time_is_over_though_nothing_happens() -> None:

@@ -300,11 +300,12 @@ class Driver:
         """Read topologies; while they cannot be read, those that were read last hold."""
         while True:
             try:
-                facts = await read_facts(self._cluster)
+                facts = await read_facts(self._cluster, is_first=is_first)
                 facts = replace(facts, nodes_unread_because=self._facts.nodes_unread_because)
             except ClusterError as error:
-                self._facts_lost = True
-                self._listener.lost(TOPOLOGIES[0], error)
+                if not self._facts_lost:
+                    self._facts_lost = True
+                    self._listener.lost(TOPOLOGIES[0], error)
                 if not is_first:
                     return
                 await asyncio.sleep(RETRY_S)

@@ -2,7 +2,7 @@
 
 from kvrouter.operator.api import read_topology
 from kvrouter.operator.facts import ClusterFacts, Grove, by_name
-from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, ClusterError, Refused
+from kvrouter.operator.reconcile.cluster import FORBIDDEN, NOT_FOUND, Cluster, ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import TOPOLOGIES, Manifest
 
 POLICIES = "mutatingadmissionpolicies"
@@ -10,11 +10,11 @@ COPIES_SINCE = (1, 35)
 """From this version on a Binding's labels reach its pod, unless somebody turned that off."""
 
 
-async def read_facts(cluster: Cluster) -> ClusterFacts:
-    """Return the facts of now.
+async def read_facts(cluster: Cluster, *, is_first: bool = True) -> ClusterFacts:
+    """Return the facts of now. Topologies that may not be read are unread, with the reason.
 
-    Raises ClusterLost when the cluster cannot be asked. Topologies that may not be read are unread, with the
-    reason.
+    Raises ClusterError when the cluster cannot be asked; unless this ``is_first``, also where it answers with
+    an error of its own (429, 5xx): the topologies that were read before hold.
     """
     policies = await cluster.served("admissionregistration.k8s.io/v1")
     version = await cluster.version()
@@ -23,6 +23,8 @@ async def read_facts(cluster: Cluster) -> ClusterFacts:
         try:
             found += (await cluster.find(kind)).objects
         except Refused as refused:
+            if not is_first and refused.status not in (NOT_FOUND, FORBIDDEN):
+                raise
             if refused.status != NOT_FOUND:
                 grove, why = Grove.UNREAD, refused.message
         else:

@@ -119,7 +119,7 @@ class Places:
     async def _read_facts(self) -> None:
         """Read topologies; while they cannot be read, those that were read last hold."""
         try:
-            facts = await read_facts(self._cluster)
+            facts = await read_facts(self._cluster, is_first=self._facts is None)
         except ClusterError as error:
             if not self._facts_lost:
                 self._facts_lost = True
