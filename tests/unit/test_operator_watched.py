@@ -4,13 +4,15 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.config import ConfigException
 
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
 from kvrouter.operator.reconcile.kinds import NODES, PODS, Kind, Manifest, metadata_of
 from kvrouter.operator.reconcile.watched import Watched
 
@@ -88,6 +90,28 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
     assert len(losses) == 1
 
 
+@pytest.mark.parametrize("error", [OSError("no such file"), ConfigException("Token file exists but empty.")])
+async def test_a_token_that_cannot_be_read_is_read_again(error: Exception) -> None:
+    async def watching(told: web.StreamResponse) -> None:
+        await told.write(line("ADDED", pod("one")))
+        await asyncio.Event().wait()
+
+    failures = [error, error]
+
+    def signing(_configuration: Configuration) -> None:
+        if failures:
+            raise failures.pop()
+
+    losses: list[ClusterError | None] = []
+    async with (
+        asyncio.timeout(30.0),
+        api_server(watching, signing=signing) as cluster,
+        watched(cluster, PODS, losses.append) as (_, changed),
+    ):
+        assert metadata_of(await changed.get())["name"] == "one"
+    assert isinstance(losses[0], ClusterLost)
+
+
 async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
     accepted: list[str] = []
 
@@ -129,8 +153,11 @@ async def api_server(
     watching: Watching,
     there: bytes = b"",
     taking: Callable[[web.Request], Awaitable[None]] = nothing,
+    signing: Callable[[Configuration], None] = lambda _: None,
 ) -> AsyncIterator[Cluster]:
-    """Lists what is ``there``, as JSON; ``watching`` tells on each watch, and ``taking`` may refuse it."""
+    """Lists what is ``there``, as JSON; ``watching`` tells on each watch, and ``taking`` may refuse it.
+    ``signing`` is asked for the token of each call.
+    """
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:
@@ -146,8 +173,11 @@ async def api_server(
 
     app = web.Application()
     app.router.add_get("/api/v1/{plural}", answer)
-    async with TestServer(app) as server, ApiClient(Configuration(host=str(server.make_url("")))) as api:
-        yield Cluster(api)
+    async with TestServer(app) as server:
+        configuration = Configuration(host=str(server.make_url("")), api_key={"BearerToken": "token"})
+        cast(Any, configuration).refresh_api_key_hook = signing
+        async with ApiClient(configuration) as api:
+            yield Cluster(api)
 
 
 @asynccontextmanager

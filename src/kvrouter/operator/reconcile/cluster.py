@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 
 import aiohttp
 from kubernetes.aio.client import ApiClient
+from kubernetes.aio.config import ConfigException
 from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
@@ -253,23 +254,22 @@ class Cluster:
         accept: str = JSON,
     ) -> aiohttp.ClientResponse:
         given = [(key, value) for key, value in query if value]
-        signed = await self._api.param_serialize(
-            method,
-            path,
-            query_params=given,
-            header_params={"Accept": accept, "Content-Type": content_type},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
-        method, url, headers, content, _ = signed
         try:
+            method, url, headers, content, _ = await self._api.param_serialize(
+                method,
+                path,
+                query_params=given,
+                header_params={"Accept": accept, "Content-Type": content_type},
+                body=body,
+                auth_settings=["BearerToken"],
+            )
             answered = await self._api.call_api(
                 method, url, header_params=headers, body=content, _request_timeout=limits
             )
             response = cast(aiohttp.ClientResponse, answered.response)
             if response.status >= 400:
                 raise _refusal(response.status, f"{method} {path}", await response.read())
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, ConfigException, OSError) as error:  # also what the token's file raises
             raise ClusterLost(f"{method} {path}: {_told(error)}") from error
         return response
 
