@@ -173,6 +173,20 @@ async def test_what_was_orphaned_is_adopted_by_the_next_of_that_name_and_no_pod_
             assert owners == ([] if each["metadata"]["name"] == "default" else [dgd])
 
 
+async def test_one_that_is_deleted_and_written_again_waits_for_what_kubernetes_still_deletes(
+    plane: ControlPlane, namespace: str
+) -> None:
+    spec = graph(namespace, "llm")
+    async with operator(plane, namespace, "one"):
+        for _ in range(3):
+            plane.apply(spec)
+            wait_for(plane, namespace, "Ready=True")
+            plane.kubectl("delete", "dgd", "llm", "--namespace", namespace)
+        plane.apply(spec)
+        wait_for(plane, namespace, "Ready=True")
+        assert "NameTaken" not in reasons(plane, namespace)
+
+
 async def test_what_is_somebody_elses_is_left_alone_and_told(plane: ControlPlane, namespace: str) -> None:
     ports = {"ports": [{"port": 1}]}
     metadata = {"namespace": namespace, "name": "llm-frontend"}

@@ -148,6 +148,23 @@ async def test_what_a_deployment_of_the_same_name_left_behind_is_adopted() -> No
     assert (await applied.apply(Key("team", "llm"), UID, [decode()])).done == {}
 
 
+async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is_waited_for() -> None:
+    owner: JsonValue = {"apiVersion": "nvidia.com/v1beta1", "kind": KIND, "name": "llm", "controller": True}
+    before: JsonValue = {**cast(dict[str, JsonValue], owner), "uid": "of-the-one-before"}
+    now: JsonValue = {**cast(dict[str, JsonValue], owner), "uid": UID}
+    wanted = decode()
+    metadata_of(wanted)["ownerReferences"] = [now]
+    cluster = Objects(left_behind(ownerReferences=[before]))
+    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    changes = await applied.apply(Key("team", "llm"), UID, [wanted])
+    assert [str(place) for place in changes.leaving] == ["Deployment llm-decode"]
+    assert (changes.taken, changes.done) == ([], {})
+    cluster.there.clear()
+    changes = await applied.apply(Key("team", "llm"), UID, [wanted])
+    assert [str(place) for place in changes.created] == ["Deployment llm-decode"]
+    assert changes.leaving == []
+
+
 @pytest.mark.parametrize(
     "metadata",
     [

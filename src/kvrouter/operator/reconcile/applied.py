@@ -55,16 +55,17 @@ class RefusedWrite(NamedTuple):
 
 @dataclass(slots=True)
 class Changes:
-    """What was done. ``adopted`` are objects that a deployment of the same name had left behind, ``taken``
-    are places where something is that this deployment does not own, ``refused`` are writes that the API
-    server did not take, ``set_back`` workloads that somebody else had scaled though the plan, the same as
-    before, states their number.
+    """What was done. ``adopted`` are objects that a deployment of the same name had left behind, ``leaving``
+    those of one that was deleted, which Kubernetes deletes after it; ``taken`` are places where something is
+    that this deployment does not own, ``refused`` are writes that the API server did not take, ``set_back``
+    workloads that somebody else had scaled though the plan, the same as before, states their number.
     """
 
     created: list[Place] = field(default_factory=list)
     adopted: list[Place] = field(default_factory=list)
     changed: list[Place] = field(default_factory=list)
     removed: list[Place] = field(default_factory=list)
+    leaving: list[Place] = field(default_factory=list)
     taken: list[Place] = field(default_factory=list)
     refused: list[RefusedWrite] = field(default_factory=list)
     set_back: list[Place] = field(default_factory=list)
@@ -135,7 +136,7 @@ class Applied:
             there = await self._cluster.read(kind, place.key)  # a watch may be behind
             is_adopted = there is not None and is_orphan(there, manifest)
             if there is not None and owner_uid_of(there) != owner_uid and not is_adopted:
-                changes.taken.append(place)
+                (changes.leaving if _is_of_predecessor(there, manifest) else changes.taken).append(place)
                 return
         if kind.name == "RoleBinding" and Place("ServiceAccount", place.key) in changes.taken:
             return  # somebody else's account gets no rights
@@ -190,11 +191,27 @@ def _collecting_refusals(changes: Changes, place: Place) -> Iterator[None]:
 
 def owner_uid_of(manifest: Manifest) -> str:
     """Return the uid of the object that controls this one; empty when none does."""
+    owner = _controller_of(manifest)
+    return "" if owner is None else str(owner.get("uid"))
+
+
+def _controller_of(manifest: Manifest) -> Manifest | None:
     owners = metadata_of(manifest).get("ownerReferences")
     for owner in owners if isinstance(owners, list) else []:
         if isinstance(owner, dict) and owner.get("controller"):
-            return str(owner.get("uid"))
-    return ""
+            return owner
+    return None
+
+
+def _is_of_predecessor(there: Manifest, manifest: Manifest) -> bool:
+    """Whether an object's owner has the name of that of ``manifest`` and another uid: it was deleted, since a
+    name is given once, and its objects are deleted after it.
+    """
+    was, is_now = _controller_of(there), _controller_of(manifest)
+    if was is None or is_now is None or not was.get("name"):
+        return False
+    groups = [str(owner.get("apiVersion")).partition("/")[0] for owner in (was, is_now)]
+    return groups[0] == groups[1] and all(was.get(part) == is_now.get(part) for part in ("kind", "name"))
 
 
 def is_orphan(there: Manifest, manifest: Manifest) -> bool:

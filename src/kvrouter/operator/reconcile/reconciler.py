@@ -77,6 +77,12 @@ class NameTaken(ClusterError):
     code = "name_taken"
 
 
+class ObjectsLeaving(ClusterError):
+    """Objects of a deleted deployment of the same name are still there."""
+
+    code = "objects_leaving"
+
+
 class WriteRefused(ClusterError):
     """The API server did not take an object of a deployment."""
 
@@ -195,6 +201,9 @@ class Reconciler:
             await self._name_taken(found, changes)
         if refusals.writes or refusals.labels:
             raise WriteRefused("; ".join((*refusals.writes, *refusals.labels)))
+        if changes.leaving:
+            there = ", ".join(map(str, changes.leaving))
+            raise ObjectsLeaving(f"{there}: still there of a deployment of this name that was deleted")
         return again_s
 
     async def report_status_refused(self, key: Key, refused: StatusRefused) -> None:
