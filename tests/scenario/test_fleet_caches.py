@@ -4,15 +4,20 @@ import asyncio
 import random
 
 import pytest
+from msgspec import structs
 
 from kvrouter.config import FleetFile, KvRouterConfig
+from kvrouter.core.columns import pack_hashes
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.events import Cleared
-from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.events import Cleared, KvBatch, Stored
+from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, TokenBuffer
+from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
 from kvrouter.feed.words import FeedState
 from kvrouter.service import index_check
 from kvrouter.service.cache_view import EventCacheView, NoCacheView, PredictedCacheView
+from tests.support.fleets import Bench
+from tests.support.fleets import card as worker_card
 from tests.support.logged import events_of
 from tests.support.mock_fleets import (
     BLOCK,
@@ -26,6 +31,7 @@ from tests.support.mock_fleets import (
     pairs,
     prompt,
 )
+from tests.support.planes import ScriptedPlane
 from tests.support.waits import until
 
 SMALL = "{total_kv_blocks: 64, engine_hashing: opaque}"
@@ -250,3 +256,31 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
         assert bench.telemetry.index_wrong.value(*labels) == 1
         assert bench.telemetry.feed_events.value(MOCK, "doubts") == 1
         assert events_of(caplog.records).count("index_wrong") == 1
+
+
+@pytest.mark.parametrize("is_card_published_again", [False, True])
+@pytest.mark.parametrize(("reported", "state"), [(9_000, FeedState.LIVE), (3_000, FeedState.OVER_LIMIT)])
+async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what_is_believed(
+    reported: int, state: FeedState, is_card_published_again: bool
+) -> None:
+    """A worker may register before its engine knows how many blocks it has."""
+    bench = Bench(ScriptedPlane(lambda _stream: None))
+    known = structs.replace(
+        worker_card(1),
+        publishes_kv_events=True,
+        runtime_config=ModelRuntimeConfig(total_kv_blocks=1_000),
+    )
+    await bench.start(known)
+    view, rank = bench.model.cache, WorkerRank(WorkerId(1), DpRank(0))
+    assert isinstance(view, EventCacheView)
+    ((_, feed),) = view.pump.feeds()
+    await until(lambda: feed.state is FeedState.LIVE)
+    bench.load(LoadReport(rank, active_blocks=0, total_blocks=reported))
+    if is_card_published_again:
+        bench.discovery.put(structs.replace(known, cache_is_partial=True))
+    blocks = pack_hashes(range(1, 10_001))
+    bench.events.batch(KvBatch(rank, Epoch(1), EventId(0), (Stored(None, blocks, blocks),)))
+    settled = (FeedState.LIVE, FeedState.OVER_LIMIT)
+    await until(lambda: dict(view.pump.feed_readings())[Slot(0)].state in settled)
+    assert feed.state is state
+    bench.service.stop()

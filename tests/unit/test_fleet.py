@@ -148,6 +148,17 @@ def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
             column[0] = 0
 
 
+def test_a_rank_has_the_larger_number_of_blocks_of_its_card_and_its_latest_report(fleet: Fleet) -> None:
+    fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
+    fleet.join(card(2))
+    assert [fleet.kv_blocks(Slot(n)) for n in range(3)] == [100, None, None]
+    for reported, expected in ((300, 300), (0, 300), (90, 100)):
+        fleet.report(LoadReport(rank(1), active_blocks=5, total_blocks=reported))
+        assert fleet.kv_blocks(Slot(0)) == expected
+    fleet.report(LoadReport(rank(2), active_blocks=5, total_blocks=300))
+    assert fleet.kv_blocks(Slot(1)) is None
+
+
 def test_a_report_is_the_latest_value_and_goes_with_its_rank(fleet: Fleet) -> None:
     fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
     fleet.join(card(2))

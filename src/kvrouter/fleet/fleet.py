@@ -113,6 +113,15 @@ class Fleet:
         rank = self.rank_at(slot)
         return None if rank is None else self._members[rank.worker_id].card
 
+    def kv_blocks(self, slot: Slot) -> int | None:
+        """How many KV blocks the rank at ``slot`` has: the larger of its card's number and its latest load
+        report's. None when the card does not say, or the slot is free.
+        """
+        card = self.card_at(slot)
+        if card is None or not card.runtime_config.total_kv_blocks:
+            return None
+        return max(card.runtime_config.total_kv_blocks, int(self.columns.total_blocks[slot]))
+
     @property
     def has_open_circuits(self) -> bool:
         """Whether some worker is passed over because its circuit is open."""

@@ -33,7 +33,7 @@ class CacheView(Protocol):
         """A worker rank that publishes KV events is at the slot."""
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
-        """So many blocks the slot's rank can hold, by its card; None where that does not tell."""
+        """So many blocks the slot's rank can hold on its GPU, as far as it says; None where it does not."""
 
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone, and its cache with it."""

@@ -44,10 +44,10 @@ class Waiting:
 
 
 GPU_SLACK = 2
-"""An engine may count its blocks otherwise than its events: so many times what its card says are believed."""
+"""An engine may count its blocks otherwise than its events: so many times what it says are believed."""
 
 OTHER_MEDIA_SLACK = 64
-"""No card tells what fits into host memory or on a disk: so many times what the GPU holds is believed."""
+"""No worker says what fits into host memory or on a disk: so many times what the GPU holds is believed."""
 
 CAPACITY_MIN_BLOCKS = 2048
 """As much is believed of any rank."""
@@ -62,7 +62,7 @@ class Capacity:
 
     @classmethod
     def of(cls, total_blocks: int | None, *, blocks_max: int) -> "Capacity":
-        """By what its card says of its GPU, where 0 tells nothing; ``blocks_max`` holds in any case."""
+        """By what its worker says of its GPU, where 0 tells nothing; ``blocks_max`` holds in any case."""
         if total_blocks is None or total_blocks <= 0:
             return cls(blocks_max, blocks_max)
         return cls(
@@ -85,8 +85,8 @@ class Entrance:
     """One rank's feed, and what runs for it.
 
     ``idle`` is set unless the index is at work for the rank: then the feed is handed nothing, and batches
-    wait. ``capacity``: what the rank can hold, by its card; of what was stored ``unchecked_blocks`` were not
-    compared with it. ``is_behind``: the index is not yet where the feed is, so nothing of it scores.
+    wait. ``capacity``: what the rank can hold, as its worker says; of what was stored ``unchecked_blocks``
+    were not compared with it. ``is_behind``: the index is not yet where the feed is, so nothing of it scores.
     ``is_scoring``: what the pump's mask says.
     """
 

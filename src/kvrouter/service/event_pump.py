@@ -71,7 +71,8 @@ class EventPump:
     for one step of it at most, however much a rank holds.
 
     ``scores`` tells per slot whether its blocks count now: a rank whose feed recovers scores nothing. One
-    that tells of more blocks than its card's with some slack, or than ``rank_blocks_max``, is emptied.
+    that tells of more blocks than its worker says it has, with some slack, or than ``rank_blocks_max``, is
+    emptied.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class EventPump:
         self._run(entrance, self._begin(entrance, epoch))
 
     def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
-        """So many blocks the rank at the slot can hold on its GPU, by its card; None: that does not tell."""
+        """So many blocks the rank at the slot can hold on its GPU; None where its worker does not say."""
         entrance = self._by_slot.get(slot)
         if entrance is not None:
             entrance.capacity = Capacity.of(total_blocks, blocks_max=self._rank_blocks_max)

@@ -308,6 +308,7 @@ class ModelRouter:
         if slot is None:
             return False
         self.fleet.report(report)
+        self.cache.set_total_blocks(slot, self.fleet.kv_blocks(slot))
         self.accounts.reported(report)
         if self._at_report is not None:
             self.ledger.ensure_slots(self.fleet.n_slots)
