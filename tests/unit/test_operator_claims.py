@@ -4,7 +4,7 @@ from typing import cast
 
 import pytest
 
-from kvrouter.operator.reconcile.claims import GONE_S, Claims, takeover_instructions
+from kvrouter.operator.reconcile.claims import AGAIN_S, GONE_S, Claims, takeover_instructions
 from kvrouter.operator.reconcile.cluster import Cluster, Refused
 from kvrouter.operator.reconcile.kinds import LEASES, Key, Kind, Manifest, metadata_of, version_of
 
@@ -22,9 +22,11 @@ class Server:
         }
         self.leases: dict[Key, int | None] = {ONE: 1, TWO: 1}
         self.now_s = 0.0
+        self.reads = 0
 
     async def read(self, kind: Kind, key: Key) -> Manifest | None:
         assert kind == LEASES
+        self.reads += 1
         if key not in self.leases:
             return None
         if self.leases[key] is None:
@@ -57,6 +59,18 @@ async def test_the_first_one_keeps_it_while_its_lease_is_renewed() -> None:
         server.leases[ONE], server.now_s = renewals, server.now_s + 10.0
         assert await two.other(server.deployment) == "one/kvrouter-operator"
         assert await one.other(server.deployment) is None
+
+
+async def test_the_lease_of_another_is_read_once_for_all_of_its_deployments() -> None:
+    server = Server()
+    two = server.claims(TWO)
+    for number in range(200):
+        metadata: Manifest = {"namespace": "team", "name": f"llm-{number}", "uid": str(number)}
+        assert await two.other({"metadata": metadata, "status": {"operator": str(ONE)}}) == str(ONE)
+    assert server.reads == 1
+    server.now_s += AGAIN_S
+    assert await two.other({"metadata": metadata, "status": {"operator": str(ONE)}}) == str(ONE)
+    assert server.reads == 2
 
 
 @pytest.mark.parametrize("is_there", [True, False])

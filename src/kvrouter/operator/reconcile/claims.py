@@ -1,6 +1,7 @@
 """Which operator looks after a deployment, where several could: the first one, until it is gone."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvrouter.operator.api import API_VERSION, KIND
 from kvrouter.operator.classes import DEFAULT_CLASS
@@ -28,6 +29,14 @@ class StatusRefused(ClusterError):
     code = "status_refused"
 
 
+class _SeenLease(NamedTuple):
+    """Another operator's lease: its version, None without one, since when, and when it was read last."""
+
+    version: str | None
+    since_s: float
+    read_s: float
+
+
 class Claims:
     """An operator is known by its lease, which its replicas share, and its class. It writes that into the
     status of each deployment before anything else, and leaves those alone that name another of its class.
@@ -41,7 +50,7 @@ class Claims:
         self._cluster, self._clock = cluster, clock
         self.name = str(lease) if class_name == DEFAULT_CLASS else f"{class_name}:{lease}"
         self._held: dict[Key, str] = {}
-        self._seen: dict[str, tuple[str | None, float]] = {}
+        self._seen: dict[str, _SeenLease] = {}
 
     async def other(self, found: Manifest) -> str | None:
         """Return which operator looks after a deployment instead of this one; None when this one does, from
@@ -76,17 +85,18 @@ class Claims:
 
         One whose lease may not be read is there.
         """
+        now_s, seen = self._clock(), self._seen.get(holder)
+        if seen is not None and now_s < min(seen.read_s + AGAIN_S / 2, seen.since_s + GONE_S):
+            return False  # it was read for another of its deployments
         namespace, _, name = holder.rpartition(":")[2].rpartition("/")
         try:
             lease = await self._cluster.read(LEASES, Key(namespace, name))
         except Refused:
             return False
-        stamp = None if lease is None else version_of(lease)
-        known, since_s = self._seen.get(holder, ("", 0.0))
-        if holder not in self._seen or known != stamp:
-            self._seen[holder] = (stamp, self._clock())
-            return False
-        return self._clock() - since_s >= GONE_S
+        version = None if lease is None else version_of(lease)
+        since_s = now_s if seen is None or seen.version != version else seen.since_s
+        self._seen[holder] = _SeenLease(version, since_s, now_s)
+        return now_s - since_s >= GONE_S
 
 
 async def write_status(cluster: Cluster, found: Manifest, status: Manifest, *, version: str = "") -> None:
