@@ -48,7 +48,7 @@ async def bound(plane: ControlPlane, api: ApiClient, manifest: Mapping[str, Any]
     async with asyncio.timeout(BOUND_WITHIN_S), aclosing(watch):
         async for _, told in watch:
             seen: dict[str, Any] = told
-            if key_of(told) == (namespace, name) and "nodeName" in seen["spec"]:
+            if key_of(told) == (namespace, name) and seen.get("spec"):
                 return seen
     raise ConnectionError("the watch ended before the pod was bound")
 

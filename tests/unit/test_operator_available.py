@@ -10,7 +10,7 @@ from kvrouter.operator.api import ConditionStatus
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import registers_elsewhere
 from kvrouter.operator.reconcile.cards import FLEET_LABEL, WORKERS, Cards, fleet_of
-from kvrouter.operator.reconcile.kinds import Key, Manifest
+from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest
 from kvrouter.operator.status import Refusals, Registered, Workers, events_of, role_mistakes
 from kvrouter.planes.discovery.kubernetes import objects
 from kvrouter.topology import Fallback, Required
@@ -121,7 +121,7 @@ def test_a_frontend_that_looks_elsewhere_is_known(main: Manifest, told: str | No
 
 
 def test_the_kind_is_the_one_that_workers_write() -> None:
-    assert (f"{objects.GROUP}/{objects.VERSION}", objects.KIND, objects.PLURAL, True, False) == WORKERS
+    assert Kind(f"{objects.GROUP}/{objects.VERSION}", objects.KIND, objects.PLURAL) == WORKERS
     assert FLEET_LABEL == objects.FLEET_LABEL
 
 

@@ -136,6 +136,29 @@ async def test_of_nodes_their_metadata_alone_is_asked_for_and_kept() -> None:
     ]
 
 
+async def test_of_pods_what_nothing_is_decided_by_is_not_kept() -> None:
+    whole = {
+        **pod("listed", labels={"a": "b"}, annotations={"note": "x"}),
+        "spec": {"nodeName": "n", "containers": [{"name": "main"}]},
+        "status": {"phase": "Running", "conditions": [], "containerStatuses": [], "podIP": "10.0.0.1"},
+    }
+
+    async def watching(told: web.StreamResponse) -> None:
+        await told.write(line("ADDED", {**whole, "metadata": pod("seen")["metadata"]}))
+        await asyncio.Event().wait()
+
+    async with (
+        asyncio.timeout(30.0),
+        api_server(watching, json.dumps(whole).encode()) as cluster,
+        watched(cluster, PODS) as (_, changed),
+    ):
+        for name in ("listed", "seen"):
+            found = await changed.get()
+            assert metadata_of(found)["name"] == name
+            assert found["spec"] == {"nodeName": "n"}
+            assert found["status"] == {"phase": "Running", "conditions": [], "containerStatuses": []}
+
+
 def pod(name: str, **metadata: object) -> dict[str, object]:
     return {"metadata": {"name": name, "resourceVersion": "2", **metadata}}
 

@@ -13,6 +13,7 @@ from kubernetes.aio.config import ConfigException
 from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
+from kvrouter.operator.plan.manifest import mapping
 from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, version_of
 
 MANAGER = "kvrouter-operator"
@@ -132,7 +133,7 @@ class Cluster:
             page = await self._call("GET", kind.path(namespace), query=query, accept=accept)
             items = page.get("items")
             objects += [
-                _unmanaged({**item, "apiVersion": kind.api_version, "kind": kind.name})
+                _reduced(kind, {**item, "apiVersion": kind.api_version, "kind": kind.name})
                 for item in (items if isinstance(items, list) else [])
                 if isinstance(item, dict)
             ]
@@ -169,7 +170,7 @@ class Cluster:
         opened()
         try:
             async for line in response.content:
-                yield _change(_loaded(line))
+                yield _change(kind, _loaded(line))
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             raise ClusterLost(f"watch of {kind.plural}: {_told(error)}") from error
         finally:
@@ -297,7 +298,7 @@ def _loaded(text: bytes) -> JsonValue:
     return found
 
 
-def _change(told: JsonValue) -> tuple[Change, Manifest]:
+def _change(kind: Kind, told: JsonValue) -> tuple[Change, Manifest]:
     """Return one line of a watch; raises Refused for an error in it, and ValueError for what is none."""
     event = told if isinstance(told, dict) else {}
     thing = event.get("object")
@@ -310,14 +311,23 @@ def _change(told: JsonValue) -> tuple[Change, Manifest]:
             status=code if isinstance(code, int) else 500,
             reason=str(thing.get("reason") or ""),
         )
-    return Change(str(event.get("type"))), _unmanaged(thing)
+    return Change(str(event.get("type"))), _reduced(kind, thing)
 
 
-def _unmanaged(manifest: Manifest) -> Manifest:
-    """Without the record of who wrote which field: nothing is decided by it, and thousands are kept."""
-    metadata = metadata_of(manifest)
-    metadata.pop("managedFields", None)
-    return manifest
+def _reduced(kind: Kind, manifest: Manifest) -> Manifest:
+    """Without what nothing is decided by, such as the record of who wrote which field: thousands are kept."""
+    metadata_of(manifest).pop("managedFields", None)
+    if not kind.kept:
+        return manifest
+    reduced: Manifest = {
+        part: manifest[part] for part in ("apiVersion", "kind", "metadata") if part in manifest
+    }
+    for path in kind.kept:
+        part, _, name = path.partition(".")
+        fields = manifest.get(part)
+        if isinstance(fields, dict) and name in fields:
+            reduced[part] = {**mapping(reduced.get(part)), name: fields[name]}
+    return reduced
 
 
 def _told(error: Exception) -> str:

@@ -13,7 +13,8 @@ Manifest = dict[str, JsonValue]
 class Kind(NamedTuple):
     """One kind: what manifests call it, and what paths do.
 
-    ``is_metadata_enough``: lists and watches bring nothing but metadata.
+    ``is_metadata_enough``: lists and watches bring nothing but metadata. ``kept`` are the parts, such as
+    ``spec.nodeName``, that are kept beside metadata of what they bring; everything where none is named.
     """
 
     api_version: str
@@ -21,6 +22,7 @@ class Kind(NamedTuple):
     plural: str
     is_namespaced: bool = True
     is_metadata_enough: bool = False
+    kept: tuple[str, ...] = ()
 
     def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
         """Return the path of all objects, of those of a namespace, of one, or of a part of one."""
@@ -48,7 +50,18 @@ TOPOLOGIES = tuple(
     Kind(f"{GROVE_GROUP}/{GROVE_VERSION}", name, plural, is_namespaced=False)
     for name, plural in GROVE_PLURALS.items()
 )
-PODS = Kind("v1", "Pod", "pods")
+PODS = Kind(
+    "v1",
+    "Pod",
+    "pods",
+    kept=(
+        "spec.nodeName",
+        "status.phase",
+        "status.conditions",
+        "status.initContainerStatuses",
+        "status.containerStatuses",
+    ),
+)
 NODES = Kind("v1", "Node", "nodes", is_namespaced=False, is_metadata_enough=True)
 EVENTS = Kind("v1", "Event", "events")
 LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
