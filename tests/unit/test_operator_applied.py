@@ -109,6 +109,37 @@ async def test_what_passes_by_itself_is_no_refusal_of_the_object(status: int) ->
         await applied.apply(Key("team", "llm"), UID, [owned("Deployment", "llm-a", api="apps/v1")])
 
 
+class Generations(Objects):
+    """A cluster that counts how often the spec of an object changed."""
+
+    async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
+        return self.put(manifest)
+
+    def put(self, manifest: Manifest) -> Manifest:
+        place = str(manifest["kind"]), key_of(manifest)
+        before = self.there.get(place, {})
+        count = cast(int, metadata_of(before).get("generation", 0)) + (before.get("spec") != manifest["spec"])
+        self.there[place] = {**manifest, "metadata": {**metadata_of(manifest), "generation": count}}
+        return self.there[place]
+
+
+def scaled_to(replicas: int) -> Manifest:
+    return {**owned("Deployment", "llm-decode", api="apps/v1"), "spec": {"replicas": replicas}}
+
+
+async def test_a_watch_that_is_behind_does_not_look_like_somebody_who_scales() -> None:
+    server, shown = Generations(), Generations()
+    applied = Applied(cast(Cluster, server), shown.watched())
+    for replicas in (3, 4):
+        await applied.apply(Key("team", "llm"), UID, [scaled_to(replicas)])
+    shown.put(scaled_to(3))
+    assert (await applied.apply(Key("team", "llm"), UID, [scaled_to(4)])).set_back == []
+    shown.put(scaled_to(4))
+    shown.put(scaled_to(7))
+    changes = await applied.apply(Key("team", "llm"), UID, [scaled_to(4)])
+    assert [str(place) for place in changes.set_back] == ["Deployment llm-decode"]
+
+
 LABELS: JsonValue = {
     "app.kubernetes.io/managed-by": "kvrouter-operator",
     "kvrouter.dev/deployment": "llm",

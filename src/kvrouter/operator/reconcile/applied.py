@@ -141,7 +141,7 @@ class Applied:
         if kind.name == "RoleBinding" and Place("ServiceAccount", place.key) in changes.taken:
             return  # somebody else's account gets no rights
         digest = _digest(manifest)
-        if there is not None and known == _Written(digest, uid_of(there), _stamp(there)):
+        if there is not None and known is not None and known.digest == digest and _shows(there, known):
             self._written[owner][place] = known
             return
         if kind == WORKLOADS and there is not None and stated_replicas(manifest) is None:
@@ -300,6 +300,15 @@ def _stamp(manifest: Manifest) -> str:
     """What changes with an object's spec and, where the server can tell it apart, not with its status."""
     generation = metadata_of(manifest).get("generation")
     return version_of(manifest) if generation is None else str(generation)
+
+
+def _shows(there: Manifest, known: _Written) -> bool:
+    """Whether an object is as it was written, or a watch has not shown that yet."""
+    if uid_of(there) != known.uid:
+        return False
+    generation = metadata_of(there).get("generation")
+    is_behind = isinstance(generation, int) and known.stamp.isdigit() and generation < int(known.stamp)
+    return is_behind or _stamp(there) == known.stamp
 
 
 def _digest(manifest: Manifest) -> bytes:
