@@ -14,6 +14,7 @@ from kvrouter.operator.reconcile.cluster import Change, Cluster, Found, Refused
 from kvrouter.operator.reconcile.driver import Driver
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
+    EVENTS,
     NODES,
     PODS,
     TOPOLOGIES,
@@ -89,8 +90,11 @@ class Looks:
     def __init__(self) -> None:
         self.done: asyncio.Queue[Key] = asyncio.Queue()
         self.losses: list[Kind] = []
+        self.errors: list[Exception | None] = []
+        self.refused_events: list[Refused] = []
 
-    def looked(self, key: Key, _duration_s: float, _error: Exception | None, _retry_s: float) -> None:
+    def looked(self, key: Key, _duration_s: float, error: Exception | None, _retry_s: float) -> None:
+        self.errors.append(error)
         self.done.put_nowait(key)
 
     def stood_back(self, _key: Key, _holder: str | None) -> None: ...
@@ -100,6 +104,8 @@ class Looks:
 
     def changed(self, _key: Key, _changes: object) -> None: ...
     def labelled(self, _pod: Key) -> None: ...
+    def event_refused(self, error: Refused) -> None:
+        self.refused_events.append(error)
 
 
 class Zoned(QuietCluster):
@@ -176,6 +182,39 @@ async def test_topologies_that_were_read_last_hold_while_the_api_server_has_no_a
             await cluster.refused.get()
     assert looks.done.qsize() == looks_again
     assert looks.losses == ([] if looks_again else [TOPOLOGIES[0]])
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class WithoutEvents(Overloaded):
+    """A namespace in which no event may be written."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status=503)
+        self.of_event = status
+
+    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+        if kind == EVENTS:
+            raise Refused("no", status=self.of_event)
+        return manifest
+
+
+@pytest.mark.parametrize(("status", "fails"), [(403, False), (422, False), (429, True), (503, True)])
+async def test_an_event_that_is_refused_fails_no_look(status: int, *, fails: bool) -> None:
+    cluster, looks = WithoutEvents(status), Looks()
+    leading = Driver(
+        cluster,
+        defaults=DEFAULTS,
+        identity="one",
+        lease=Key("kvrouter-system", "kvrouter-operator"),
+        namespace="",
+        listener=looks,
+    )
+    task = asyncio.create_task(leading.run())
+    async with asyncio.timeout(30.0):
+        await looks.done.get()
+    assert [error is not None for error in looks.errors] == [fails]
+    assert bool(looks.refused_events) is not fails
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.health import Health
 from kvrouter.operator.reconcile.applied import Changes
-from kvrouter.operator.reconcile.cluster import ClusterError
+from kvrouter.operator.reconcile.cluster import ClusterError, Refused
 from kvrouter.operator.reconcile.kinds import Key, Kind
 from kvrouter.telemetry import Event, OperatorTelemetry, log_event
 from kvrouter.telemetry.seldom import Seldom
@@ -79,6 +79,11 @@ class Observed:
         """A pod got the labels of its node late."""
         self.telemetry.labelled_late.inc()
         log_event(log, Event.POD_LABELLED, pod=str(pod))
+
+    def event_refused(self, error: Refused) -> None:
+        """An event was refused, and dropped."""
+        if self._seldom.allows(f"event: {error.message}"):
+            log_event(log, Event.EVENT_REFUSED, detail=error.message)
 
     def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
         """A deployment was looked at."""

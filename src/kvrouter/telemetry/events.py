@@ -106,6 +106,7 @@ class Event(StrEnum):
     CLUSTER_BACK = "cluster_back"
     DEPLOYMENT_APPLIED = "deployment_applied"
     DEPLOYMENT_FAILED = "deployment_failed"
+    EVENT_REFUSED = "event_refused"
     POD_LABELLED = "pod_labelled"
     ADMISSION_REFUSED = "admission_refused"
     ADMISSION_UNANSWERED = "admission_unanswered"
@@ -410,6 +411,9 @@ EVENTS: dict[Event, EventSpec] = {
     Event.DEPLOYMENT_APPLIED: EventSpec(logging.INFO, "Objects of a deployment were written, or removed."),
     Event.DEPLOYMENT_FAILED: EventSpec(
         logging.WARNING, "A look at a deployment failed; it is looked at again after so many seconds."
+    ),
+    Event.EVENT_REFUSED: EventSpec(
+        logging.WARNING, "The API server refused an event about a deployment, and it is dropped."
     ),
     Event.POD_LABELLED: EventSpec(
         logging.INFO, "A pod got its node's labels after it was bound, or other ones."

@@ -60,6 +60,9 @@ class Listener(ReconcilerListener, Protocol):
     def stood_back(self, key: Key, holder: str | None) -> None:
         """Another operator looks after a deployment; with None this one does, or nobody has to any more."""
 
+    def event_refused(self, error: Refused) -> None:
+        """The API server refused an event, which is dropped."""
+
     def waiting(self, deployments: int) -> None:
         """So many deployments wait to be looked at."""
 
@@ -140,7 +143,7 @@ class Driver:
             Seen(self._deployments, self._pods, self._nodes, self._workers_of),
             self._applied,
             defaults=defaults,
-            recorder=Recorder(cluster, identity),
+            recorder=Recorder(cluster, identity, listener.event_refused),
             listener=listener,
             name=self._claims.name,
         )

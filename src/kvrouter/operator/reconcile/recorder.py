@@ -1,10 +1,12 @@
 """Events: what ``kubectl describe`` tells of a deployment."""
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 from kvrouter.operator.api import API_VERSION, KIND
-from kvrouter.operator.reconcile.cluster import MANAGER, Cluster
+from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, Refused
 from kvrouter.operator.reconcile.kinds import EVENTS, Key, Manifest, key_of, metadata_of, uid_of
 
 MESSAGE_CHARS_MAX = 1024
@@ -13,26 +15,32 @@ NORMAL, WARNING = "Normal", "Warning"
 
 
 class Recorder:
-    """Writes events about deployments. The same one again is counted, not written anew."""
+    """Writes events about deployments. The same one again is counted, not written anew.
 
-    def __init__(self, cluster: Cluster, identity: str) -> None:
+    ``on_refused`` is called for one that the API server refuses (no right, a quota), which is dropped: what
+    has to be known is in the status.
+    """
+
+    def __init__(self, cluster: Cluster, identity: str, on_refused: Callable[[Refused], None]) -> None:
         self._cluster = cluster
         self._identity = identity
+        self._on_refused = on_refused
         self._told: dict[Key, tuple[str, set[str]]] = {}
 
     async def record(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
         """Tell ``reason``, a stable word in CamelCase, and a sentence. Raises ClusterError."""
         place = _place(about, reason, message)
-        there = await self._cluster.read(EVENTS, place)
-        if there is None:
-            await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
-            return
-        count = there.get("count")
-        again: Manifest = {
-            "count": (count if isinstance(count, int) else 0) + 1,
-            "lastTimestamp": _written(datetime.now(UTC)),
-        }
-        await self._cluster.merge(EVENTS, place, again)
+        with self._dropping_refused():
+            there = await self._cluster.read(EVENTS, place)
+            if there is None:
+                await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
+                return
+            count = there.get("count")
+            again: Manifest = {
+                "count": (count if isinstance(count, int) else 0) + 1,
+                "lastTimestamp": _written(datetime.now(UTC)),
+            }
+            await self._cluster.merge(EVENTS, place, again)
 
     async def record_once(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
         """Tell it once for each generation of the spec, however often it is found. Raises ClusterError."""
@@ -43,13 +51,23 @@ class Recorder:
         place = _place(about, reason, message, generation)
         if place.name in told:
             return
-        if await self._cluster.read(EVENTS, place) is None:
-            await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
+        with self._dropping_refused():
+            if await self._cluster.read(EVENTS, place) is None:
+                await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
         self._told[key_of(about)] = (generation, told | {place.name})
 
     def forget(self, key: Key) -> None:
         """The deployment at ``key`` is gone."""
         self._told.pop(key, None)
+
+    @contextmanager
+    def _dropping_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except Refused as refused:
+            if refused.is_passing:
+                raise
+            self._on_refused(refused)
 
     def _event(self, about: Manifest, place: Key, reason: str, message: str, warns: bool) -> Manifest:
         key, now = key_of(about), _written(datetime.now(UTC))
