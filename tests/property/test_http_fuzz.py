@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrouter.frontend.http.chunks import ChunkWalk
+from kvrouter.frontend.http.chunks import ChunkScanner
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import BadRequest, ConnectionClosed, Event, Request, RequestHead
@@ -122,7 +122,7 @@ def test_the_end_of_a_chunked_body_is_found(
             zeros, extension = lines[nth % len(lines)]
             data += b"0" * zeros + b"%x%b\r\n" % (len(chunk), extension) + chunk + b"\r\n" * bool(chunk)
         data += b"Trailer: 0\r\n" * (len(body) % 3) + b"\r\n"
-        walk, done = ChunkWalk(), 0
+        walk, done = ChunkScanner(), 0
         for part in pieces(data + b"GET / HTTP/1.1\r\n", cuts):
             end = walk.end(b"1\r\n" + part, 3) - 3
             done += end

@@ -1,7 +1,7 @@
 """Counters, gauges and histograms that cost the hot path a dictionary entry, and nothing for a token.
 
-They are collectors of ``prometheus_client``, which writes the text. One thread writes
-them and renders them: the event loop's. Each family holds a bounded number of label sets.
+They are collectors of ``prometheus_client``, which writes the text. One thread writes them and renders
+them: the event loop's. Each family holds a bounded number of label sets.
 """
 
 from bisect import bisect_left

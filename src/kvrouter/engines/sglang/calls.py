@@ -39,7 +39,7 @@ _SAME_NAME = (
 """What a client's call and SGLang's own sampling parameters call the same."""
 
 
-_ROUTERS = (
+_DECIDED_BY_ROUTER = (
     "extra_key",
     "session_params",
     "routed_dp_rank",
@@ -107,7 +107,7 @@ def _tokens(request: EngineRequest, n_ranks: int) -> EngineCall:
 
 
 def _put_common(body: Body, request: EngineRequest, n_ranks: int) -> None:
-    drop(body, *_ROUTERS)
+    drop(body, *_DECIDED_BY_ROUTER)
     # No two calls have one rid: SGLang refuses the second, and 2 s after that aborts the first by its rid.
     put(body, rid=f"{request.engine_key}#{request.leg}#{uuid4().hex[:8]}")
     if n_ranks > 1:

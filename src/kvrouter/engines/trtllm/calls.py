@@ -102,8 +102,10 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
 
 def _prefill(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
     body, path = _body_of(request)
-    for name in ("n", "best_of", "prompt"):
-        if has_several_prompts(body) if name == "prompt" else says_other_than(body, name, b"1"):
+    several = {name: says_other_than(body, name, b"1") for name in ("n", "best_of")}
+    several["prompt"] = has_several_prompts(body)
+    for name, is_several in several.items():
+        if is_several:
             raise InvalidRequest(
                 f"{name}: TensorRT-LLM hands one answer over to a decode worker, not several", param=name
             )

@@ -1,4 +1,4 @@
-"""Where a chunked body ends, found without a look at what its chunks hold.
+"""Chunked transfer coding: where a chunked body ends, found without a look at what its chunks hold.
 
 This is a second reading of the framing beside llhttp's, which judges it. It is read only to hand llhttp one
 message at a time: where the two disagree, the message that begins inside a piece is refused.
@@ -6,7 +6,7 @@ message at a time: where the two disagree, the message that begins inside a piec
 
 import re
 
-__all__ = ["ChunkWalk"]
+__all__ = ["ChunkScanner"]
 
 _SHORT = re.compile(b"(?s:%b)*+" % b"|".join(rb"%x\r\n.{%d}\r\n" % (size, size) for size in range(1, 16)))
 _LINE = re.compile(rb"0{0,40}+([0-9A-Fa-f]{1,16})(?:;[^\r\n]*+)?\r\n")
@@ -15,8 +15,8 @@ _LINE_BYTES_KEPT = 64
 _LINE_END_BYTES = 2
 
 
-class ChunkWalk:
-    """Takes one body in whatever parts it comes."""
+class ChunkScanner:
+    """Finds the end of one chunked body, whatever parts it comes in."""
 
     def __init__(self) -> None:
         self._skip_bytes = 0  # what is left of a chunk and of the line end behind it

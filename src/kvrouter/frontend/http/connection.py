@@ -17,11 +17,10 @@ A body has ``body_s`` to arrive. Each byte puts the deadline off by the time tha
 much of it is there.
 """
 
-import re
 from collections import deque
 from enum import Enum, auto
 
-from kvrouter.frontend.http.chunks import ChunkWalk
+from kvrouter.frontend.http.chunks import ChunkScanner
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.messages import (
     UPLOAD_TOO_SLOW,
@@ -30,12 +29,11 @@ from kvrouter.frontend.http.messages import (
     ConnectionClosed,
     Event,
 )
-from kvrouter.frontend.http.parsing import MessageParser
+from kvrouter.frontend.http.parsing import MessageParser, after_empty_lines
 
 __all__ = ["ServerConnection"]
 
 _HEAD_END = b"\r\n\r\n"
-_EMPTY_LINES = re.compile(rb"[\r\n]*+")
 # A chunk of one byte costs five bytes of framing; a client that needs more than eight is padding.
 _FRAMING_PER_BODY_BYTE = 8
 
@@ -66,7 +64,7 @@ class ServerConnection:
         self._tail = b""  # the last three bytes fed: a head's end may straddle two reads
         self._head_bytes = 0
         self._framing_bytes = 0
-        self._chunks = ChunkWalk()
+        self._chunks = ChunkScanner()
         self._waiting_bytes: deque[int] = deque()  # bodies of the requests not answered yet
 
     @property
@@ -172,8 +170,7 @@ class ServerConnection:
             return self._chunks.end(self._unfed, at) if left is None else min(size, at + left)
         straddling, begin = -1, at
         if self._parser.awaits_line:
-            empty = _EMPTY_LINES.match(self._unfed, at)
-            begin = at if empty is None else empty.end()
+            begin = after_empty_lines(self._unfed, at)
         else:
             straddling = (self._tail + self._unfed[at : at + 3]).find(_HEAD_END)
         if straddling >= 0:
@@ -221,7 +218,7 @@ class ServerConnection:
         if self._phase is not phase:
             self._phase, self._since_s = phase, now_s
             self._body_due_s, self._body_seen_bytes = now_s + self._limits.body_s, 0
-            self._chunks = ChunkWalk()
+            self._chunks = ChunkScanner()
 
     def _put_off(self, now_s: float) -> None:
         body_bytes, body_s = self._parser.body_bytes, self._limits.body_s

@@ -26,13 +26,19 @@ _AUTHORITY = rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?"
 _HOST = re.compile(rb"(?:" + _AUTHORITY + rb")?")
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _ABSOLUTE_FORM = re.compile(rb"https?://" + _AUTHORITY + rb"(?=[/?]|$)", re.IGNORECASE)
-_EMPTY_LINES = re.compile(rb"[\r\n]*+")
+_EMPTY_LINES = re.compile(rb"[\r\n]++")
 _CR = 13
 _UNKNOWN_METHOD = "Invalid method"
 
 
 class _Fault(Exception):
     """Raised inside a parser callback: the one way to stop the parser there."""
+
+
+def after_empty_lines(data: bytes | bytearray, at: int) -> int:
+    """Return the position behind the empty lines at ``at``; a request may begin with some (RFC 9112 §2.2)."""
+    found = _EMPTY_LINES.match(data, at)
+    return at if found is None else found.end()
 
 
 class MessageParser:
@@ -96,8 +102,7 @@ class MessageParser:
 
     def _has_line(self, line: bytearray) -> bool:
         """Whether the request line is whole, and may be parsed; sets ``fault`` when it may not."""
-        empty = _EMPTY_LINES.match(line, self._line_begin)  # before it (RFC 9112 §2.2)
-        begin = self._line_begin = self._line_begin if empty is None else empty.end()
+        begin = self._line_begin = after_empty_lines(line, self._line_begin)
         seen, end = max(self._line_seen, begin), line.find(b"\n", max(self._line_seen, begin))
         until = end - 1 if end > begin else len(line) - line.endswith(b"\r")
         self._line_seen = max(until, begin)

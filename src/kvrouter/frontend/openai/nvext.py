@@ -64,7 +64,6 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
 FIELDS_MAX = 64
 """Far more than there are: each unknown one is compared with all known ones, and logged."""
 
-_PRECEDENCE = {header: place for place, header in enumerate(HEADERS)}
 _NULL = Raw(b"null")
 _KNOWN = frozenset(NvExt.__struct_fields__)
 _FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
@@ -134,9 +133,9 @@ class NvextReader:
             elif header in HEADERS_WITHOUT_EFFECT:
                 self.on_header(header.decode(), f"has no effect here: {HEADERS_WITHOUT_EFFECT[header]}")
         found: dict[str, object] = {}
-        for header in sorted(sent, key=_PRECEDENCE.__getitem__):
-            if sent[header] is not None:
-                found.setdefault(HEADERS[header], sent[header])
+        for header, field in HEADERS.items():
+            if sent.get(header) is not None:
+                found.setdefault(field, sent[header])
         return found
 
     def _decoded(self, raw: Raw) -> NvExt:

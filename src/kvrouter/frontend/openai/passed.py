@@ -109,6 +109,8 @@ _HARMLESS: Mapping[str, Sequence[bytes]] = {
 }
 """The values, beside null, with which other fields change nothing."""
 
+_HARMLESS_BYTES_MAX = max(len(value) for values in _HARMLESS.values() for value in values)
+
 _BETWEEN_ENGINES = (
     "kv_transfer_params",
     "ec_transfer_params",
@@ -119,7 +121,7 @@ _BETWEEN_ENGINES = (
 )
 """What tells engines where to fetch KV: hosts that they connect to, and blocks that may be anybody's."""
 
-_ROUTERS: Mapping[str, str] = {
+_DECIDED_BY_ROUTER: Mapping[str, str] = {
     "extra_key": "keeps KV apart as the tenant's salt does, and is joined to it: use cache_salt",
     "session_params": "goes on from the KV of a session, which may be anybody's: send the whole conversation",
     "routed_dp_rank": "which rank serves is the router's to say: use nvext.dp_rank",
@@ -149,7 +151,7 @@ def parse_passed(route: CallRoute, scanned: ScannedBody, reader: NvextReader = R
     data = scanned.data
     fields = {name: Raw(memoryview(data)[begin:end]) for name, (begin, end, _, _) in scanned.fields.items()}
     _refuse_between_engines(fields)
-    for name, why in _ROUTERS.items():
+    for name, why in _DECIDED_BY_ROUTER.items():
         if _is_set(fields, name):
             raise InvalidRequest(f"{name}: {why}", param=name)
     written = {name: value for name, value in fields.items() if name != "nvext"}
@@ -235,7 +237,7 @@ def _is_resumable(fields: Mapping[str, Raw]) -> bool:
     for name, raw in fields.items():
         if name in _PLAIN:
             continue
-        value = bytes(raw)
+        value = bytes(memoryview(raw)[: _HARMLESS_BYTES_MAX + 1])  # the whole may be megabytes
         if value == b"null" or value in _HARMLESS.get(name, ()):
             continue
         if name == "seed" and bytes(fields.get("temperature", b"")) in (b"0", b"0.0"):
