@@ -248,6 +248,13 @@ def test_what_is_no_object_is_the_clients_mistake(field: str) -> None:
     assert caught.value.param == field
 
 
+def test_an_object_that_is_no_utf_8_is_the_clients_mistake() -> None:
+    body = b'{"model":"m","messages":[],"vllm_xargs":{"\xff":1}}'
+    with pytest.raises(InvalidRequest) as caught:
+        asked(leg(ClientCall(CallRoute.CHAT, body, stream=False, resumable=False)))
+    assert caught.value.param == "vllm_xargs"
+
+
 @pytest.mark.parametrize("kind", [Leg.AGGREGATED, Leg.DECODE])
 def test_where_kv_is_only_the_router_says(kind: Leg) -> None:
     smuggled = {"kv_transfer_params": "x", "ec_transfer_params": [1]}

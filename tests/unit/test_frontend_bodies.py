@@ -4,6 +4,7 @@ import asyncio
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -17,8 +18,9 @@ from kvrouter.frontend import bodies
 from kvrouter.frontend.bodies import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_LOOP_BYTES, PAGE_BYTES_MAX
 from kvrouter.frontend.openai import parse
 from kvrouter.frontend.openai.scanned import BodyBounds, ScannedBody, scanned
+from kvrouter.text.encode_pool import EncodeLimits, EncodePool, PromptOverBudget
 from tests.support.fleets import MODEL, card
-from tests.support.front import CONTEXT_TOKENS, House, error_of, open_house, says, token_ids
+from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
 from tests.support.planes import ScriptedStream
 from tests.support.waits import until
 
@@ -158,7 +160,17 @@ async def test_of_a_prompt_that_is_too_long_nothing_is_built(
     monkeypatch.setattr(parse, "decode_body", no_decode)
     async with open_house(own(1), settings=FrontendSettings(body_max_bytes=BODY_BYTES_MAX)) as house:
         error = error_of(await house.http.post(f"/v1/{path}", json={"model": MODEL, **fields}))
+        counted = house.bench.telemetry.prompts_refused.value(code)
     assert (error["param"], error["code"]) == (param, code)
+    assert counted == (param != "model")
+
+
+def test_a_prompt_that_is_tokenized_on_the_loop_takes_no_part_of_the_budget() -> None:
+    pool = EncodePool(EncodeLimits(off_loop_chars=10, bytes_max=1))
+    text = replace(mock_text(), pool=pool)
+    text.refuse_prompt_size(10, 10)
+    with pytest.raises(PromptOverBudget):
+        text.refuse_prompt_size(11, 11)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import pytest
+from msgspec import structs
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
@@ -49,6 +50,14 @@ async def answers(
     else:
         assert explained.status_code == 200
     return response.status_code, error.get("param"), error.get("message", "")
+
+
+async def test_a_call_that_its_engine_gets_as_written_may_contradict_no_more() -> None:
+    takes_calls = structs.replace(card(1, Role.PREFILL), takes_calls=True)
+    async with open_house(takes_calls) as house:
+        response = await house.chat(nvext={"worker_id": 1})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == PIN
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,31 @@ async def leave_in_the_answer(served: Served) -> None:
     writer.transport.abort()
 
 
+def test_a_page_has_the_body_alone(run: Run) -> None:
+    """What a page read of a body is not held until its answer ends."""
+    left: list[bytes] = []
+    read: list[bytes] = []
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        read.append((await receive())["body"])  # type: ignore[operator]
+        await _app(scope, receive, send)
+
+    async def handler(request: Request, responder: Responder) -> None:
+        await AsgiBridge(app)(request, responder)
+        left.append(request.body)
+
+    async def scenario() -> None:
+        async with serving(handler, QUICK) as served:
+            reader, writer = await served.connect()
+            writer.write(head(3) + b"abc")
+            await reader.readuntil(b"page")
+            writer.close()
+            await until(lambda: bool(left))
+
+    run(scenario())
+    assert (read, left) == ([b"abc"], [b""])
+
+
 async def _app(scope: object, receive: object, send: object) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
     await send({"type": "http.response.body", "body": b"page"})  # type: ignore[operator]

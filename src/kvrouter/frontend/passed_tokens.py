@@ -89,6 +89,6 @@ def _texts(messages: Sequence[Mapping[str, object]]) -> Iterator[str]:
             yield content
         elif isinstance(content, list):
             for part in content:
-                text = part.get("text") if isinstance(part, dict) else part
+                text = part.get("text") if isinstance(part, dict) else None
                 if isinstance(text, str):
                     yield text

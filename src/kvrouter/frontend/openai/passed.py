@@ -228,7 +228,7 @@ def _fields_inside(raw: Raw | None) -> Mapping[str, Raw]:
         return {}
     try:
         return _OBJECT.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except msgspec.MsgspecError as error:
         raise InvalidRequest(f"{_EXTRA}: {error}", param=_EXTRA) from None
 
 

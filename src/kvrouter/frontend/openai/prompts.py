@@ -90,7 +90,7 @@ def read_token_ids(data: bytes, begin: int, *, at: str) -> tuple[TokenBuffer, in
 def _decoded(decoder: "msgspec.json.Decoder[Content]", data: memoryview, at: str) -> "Content":
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.DecodeError as error:
         raise named_error(str(error), at=at) from None
 
 
