@@ -188,12 +188,12 @@ async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is
     cluster = Objects(left_behind(ownerReferences=[before]))
     applied = Applied(cast(Cluster, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [wanted])
-    assert [str(place) for place in changes.leaving] == ["Deployment llm-decode"]
+    assert [str(place) for place in changes.awaiting_gc] == ["Deployment llm-decode"]
     assert (changes.taken, changes.done) == ([], {})
     cluster.there.clear()
     changes = await applied.apply(Key("team", "llm"), UID, [wanted])
     assert [str(place) for place in changes.created] == ["Deployment llm-decode"]
-    assert changes.leaving == []
+    assert changes.awaiting_gc == []
 
 
 @pytest.mark.parametrize(

@@ -55,17 +55,18 @@ class RefusedWrite(NamedTuple):
 
 @dataclass(slots=True)
 class Changes:
-    """What was done. ``adopted`` are objects that a deployment of the same name had left behind, ``leaving``
-    those of one that was deleted, which Kubernetes deletes after it; ``taken`` are places where something is
-    that this deployment does not own, ``refused`` are writes that the API server did not take, ``set_back``
-    workloads that somebody else had scaled though the plan, the same as before, states their number.
+    """What was done. ``adopted`` are objects that a deployment of the same name had left behind,
+    ``awaiting_gc`` those of one that was deleted, which Kubernetes deletes after it; ``taken`` are places
+    where something is that this deployment does not own, ``refused`` are writes that the API server did not
+    take, ``set_back`` workloads that somebody else had scaled though the plan, the same as before, states
+    their number.
     """
 
     created: list[Place] = field(default_factory=list)
     adopted: list[Place] = field(default_factory=list)
     changed: list[Place] = field(default_factory=list)
     removed: list[Place] = field(default_factory=list)
-    leaving: list[Place] = field(default_factory=list)
+    awaiting_gc: list[Place] = field(default_factory=list)
     taken: list[Place] = field(default_factory=list)
     refused: list[RefusedWrite] = field(default_factory=list)
     set_back: list[Place] = field(default_factory=list)
@@ -93,6 +94,14 @@ class _Written(NamedTuple):
     digest: bytes
     uid: str
     stamp: str
+
+    def is_current(self, there: Manifest, digest: bytes) -> bool:
+        """Whether an object is as it was written, or a watch has not shown that yet."""
+        if (self.digest, self.uid) != (digest, uid_of(there)):
+            return False
+        generation = metadata_of(there).get("generation")
+        is_behind = isinstance(generation, int) and self.stamp.isdigit() and generation < int(self.stamp)
+        return is_behind or _stamp(there) == self.stamp
 
 
 class Applied:
@@ -136,12 +145,12 @@ class Applied:
             there = await self._cluster.read(kind, place.key)  # a watch may be behind
             is_adopted = there is not None and is_orphan(there, manifest)
             if there is not None and owner_uid_of(there) != owner_uid and not is_adopted:
-                (changes.leaving if _is_of_predecessor(there, manifest) else changes.taken).append(place)
+                (changes.awaiting_gc if _is_of_predecessor(there, manifest) else changes.taken).append(place)
                 return
         if kind.name == "RoleBinding" and Place("ServiceAccount", place.key) in changes.taken:
             return  # somebody else's account gets no rights
         digest = _digest(manifest)
-        if there is not None and known is not None and known.digest == digest and _shows(there, known):
+        if there is not None and known is not None and known.is_current(there, digest):
             self._written[owner][place] = known
             return
         if kind == WORKLOADS and there is not None and stated_replicas(manifest) is None:
@@ -300,15 +309,6 @@ def _stamp(manifest: Manifest) -> str:
     """What changes with an object's spec and, where the server can tell it apart, not with its status."""
     generation = metadata_of(manifest).get("generation")
     return version_of(manifest) if generation is None else str(generation)
-
-
-def _shows(there: Manifest, known: _Written) -> bool:
-    """Whether an object is as it was written, or a watch has not shown that yet."""
-    if uid_of(there) != known.uid:
-        return False
-    generation = metadata_of(there).get("generation")
-    is_behind = isinstance(generation, int) and known.stamp.isdigit() and generation < int(known.stamp)
-    return is_behind or _stamp(there) == known.stamp
 
 
 def _digest(manifest: Manifest) -> bytes:

@@ -77,10 +77,10 @@ class NameTaken(ClusterError):
     code = "name_taken"
 
 
-class ObjectsLeaving(ClusterError):
+class AwaitingGarbageCollection(ClusterError):
     """Objects of a deleted deployment of the same name are still there."""
 
-    code = "objects_leaving"
+    code = "awaiting_garbage_collection"
 
 
 class WriteRefused(ClusterError):
@@ -201,9 +201,11 @@ class Reconciler:
             await self._name_taken(found, changes)
         if refusals.writes or refusals.labels:
             raise WriteRefused("; ".join((*refusals.writes, *refusals.labels)))
-        if changes.leaving:
-            there = ", ".join(map(str, changes.leaving))
-            raise ObjectsLeaving(f"{there}: still there of a deployment of this name that was deleted")
+        if changes.awaiting_gc:
+            there = ", ".join(map(str, changes.awaiting_gc))
+            raise AwaitingGarbageCollection(
+                f"{there}: still there of a deployment of this name that was deleted"
+            )
         return again_s
 
     async def report_status_refused(self, key: Key, refused: StatusRefused) -> None:

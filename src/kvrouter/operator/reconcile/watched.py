@@ -46,7 +46,7 @@ class Watched(Generic[G]):
         self._groups: dict[G, dict[Key, Manifest]] = {}
         self._version = ""
         self._is_lost = False
-        self._has_lived = False
+        self._has_watched = False
         """Whether a watch has lasted since the last list."""
         self._delay_s = retry_s
         self.synced = asyncio.Event()
@@ -74,7 +74,7 @@ class Watched(Generic[G]):
             except ClusterError as error:
                 if not isinstance(error, ClusterLost):
                     self._version = ""  # what a watch was refused for, a new list may mend
-                if isinstance(error, Refused) and error.status == GONE and self._has_lived:
+                if isinstance(error, Refused) and error.status == GONE and self._has_watched:
                     continue
                 if not self._is_lost:
                     self._lost(error)
@@ -84,7 +84,7 @@ class Watched(Generic[G]):
 
     def _found(self) -> None:
         """It is watched."""
-        self._has_lived = True
+        self._has_watched = True
         if self._is_lost:
             self._is_lost, self._delay_s = False, self._retry_s
             self._lost(None)
@@ -98,7 +98,7 @@ class Watched(Generic[G]):
             known = self._objects.get(key)
             if known is None or version_of(known) != version_of(manifest):
                 self._put(manifest)
-        self._version, self._has_lived = found.version, False
+        self._version, self._has_watched = found.version, False
         self.synced.set()
 
     async def _follow(self) -> None:
