@@ -98,6 +98,30 @@ async def test_such_a_card_in_a_workers_place_lets_those_take_over_who_are_more_
     assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {2})
 
 
+async def test_a_worker_that_dies_after_its_lease_lets_those_take_over_who_are_more_now() -> None:
+    plane = ScriptedPlane(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    bench = await bench_of(plane, card(1), odd(2))
+    bench.discovery.drop(1, why=Gone.EXPIRED)
+    assert ids(bench) == {1}, "it answers"
+    plane.followers[address_of(1)](False)
+    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {2})
+
+
+async def test_a_worker_that_takes_another_model_lets_those_take_over_who_are_more_now() -> None:
+    bench = bench_of_streams()
+    await bench.start(card(1), odd(2))
+    bench.discovery.put(structs.replace(card(1, incarnation=2), model=ModelName("other")))
+    assert (bench.model.fleet.block_size, ids(bench)) == (OTHER, {2})
+
+
+async def test_a_refused_worker_counts_until_its_own_start_is_gone() -> None:
+    bench = bench_of_streams()
+    await bench.start(card(1), odd(2))
+    bench.discovery.drop(2, incarnation=7)
+    bench.discovery.put(odd(3))
+    assert ids(bench) == {2, 3}
+
+
 @pytest.mark.parametrize("all_leave", [False, True])
 async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_leave: bool) -> None:
     bench = bench_of_streams()

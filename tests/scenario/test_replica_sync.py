@@ -11,9 +11,11 @@ from nats.aio.client import Client
 
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import SyncMessage
 from kvrouter.planes.sync.memory import MemorySyncPlane
 from kvrouter.planes.sync.nats import NatsSyncPlane
-from kvrouter.planes.sync.port import SyncPlane
+from kvrouter.planes.sync.port import MessageSink, SyncPlane
 from tests.support.nats_server import NatsServer
 from tests.support.replicas import ReplicaRouter
 from tests.support.waits import until
@@ -170,3 +172,28 @@ async def test_a_broker_that_never_returns_does_not_hold_up_the_end(own_nats: Na
         await a.sync.stop()
     with suppress(OSError):  # the client passes on how its last connection ended
         await client.close()
+
+
+class Refusing(MemorySyncPlane):
+    """A wire that takes messages and no listeners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.published: list[SyncMessage] = []
+
+    def publish(self, message: SyncMessage, *, to: RouterId | None = None) -> bool:
+        self.published.append(message)
+        return super().publish(message, to=to)
+
+    async def subscribe(self, router_id: RouterId, on_message: MessageSink) -> Callable[[], Awaitable[None]]:
+        raise OSError("not connected")
+
+
+async def test_a_router_whose_start_failed_publishes_nothing() -> None:
+    plane = Refusing()
+    router = ReplicaRouter("a", plane)
+    with pytest.raises(OSError, match="not connected"):
+        await router.sync.start()
+    await router.place()
+    await asyncio.sleep(0.1)
+    assert plane.published == []

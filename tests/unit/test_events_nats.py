@@ -209,7 +209,9 @@ async def test_a_followed_worker_counts_on_the_subjects_of_its_own_component_alo
     async with two_ends(shared_nats) as ends:
         heard: list[object] = []
         ends.subscriber.subscribe(heard.append, heard.append)
+        unfollow_older = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventLane.NATS)))
         unfollow = ends.subscriber.follow(card(RANK.worker_id, EventSource(EventLane.NATS)))
+        unfollow_older()
         client = ends.worker
         other = NatsEventPublisher(client, namespace=ends.namespace, component="prefill", token=TOKEN)
         report = LoadReport(RANK, 1, 100)
