@@ -109,6 +109,32 @@ async def test_what_passes_by_itself_is_no_refusal_of_the_object(status: int) ->
         await applied.apply(Key("team", "llm"), UID, [owned("Deployment", "llm-a", api="apps/v1")])
 
 
+class Uids(Objects):
+    """A cluster that takes no write about an object of another uid, as an API server does."""
+
+    async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
+        there = self.there.get((kind.name, key_of(manifest)))
+        if metadata_of(manifest).get("uid") not in (None, there and metadata_of(there)["uid"]):
+            raise Refused("uid mismatch", status=409)
+        return await super().apply(kind, manifest)
+
+
+async def test_what_took_the_place_of_an_object_since_the_watch_showed_it_is_not_written_over() -> None:
+    mine = owned("Service", "llm-frontend", api="v1")
+    strangers: Manifest = {**mine, "metadata": {"namespace": "team", "name": "llm-frontend", "uid": "other"}}
+    wanted: Manifest = {**mine, "metadata": {**metadata_of(mine), "labels": {"a": "b"}}}
+    del metadata_of(wanted)["uid"]
+    server = Uids(strangers)
+    applied = Applied(cast(Cluster, server), Objects(mine).watched())
+    with pytest.raises(Refused):
+        await applied.apply(Key("team", "llm"), UID, [wanted])
+    assert list(server.there.values()) == [strangers]
+    server = Uids(mine)
+    applied = Applied(cast(Cluster, server), server.watched())
+    assert len((await applied.apply(Key("team", "llm"), UID, [wanted])).refused) == 0
+    assert metadata_of(next(iter(server.there.values())))["labels"] == {"a": "b"}
+
+
 class Generations(Objects):
     """A cluster that counts how often the spec of an object changed."""
 

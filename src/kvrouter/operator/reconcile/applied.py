@@ -157,7 +157,9 @@ class Applied:
             await release_replicas(self._cluster, kind, manifest)
         if known is not None and known.digest == digest and _is_scaled(there, manifest):
             changes.set_back.append(place)
-        now = await self._cluster.apply(kind, manifest)
+        now = await self._cluster.apply(
+            kind, manifest if there is None else _with_uid(manifest, uid_of(there))
+        )
         self._written[owner][place] = _Written(digest, uid_of(now), _stamp(now))
         if there is None:
             changes.created.append(place)
@@ -309,6 +311,11 @@ def _stamp(manifest: Manifest) -> str:
     """What changes with an object's spec and, where the server can tell it apart, not with its status."""
     generation = metadata_of(manifest).get("generation")
     return version_of(manifest) if generation is None else str(generation)
+
+
+def _with_uid(manifest: Manifest, uid: str) -> Manifest:
+    """``manifest`` for the object of this uid alone: the API server refuses it (409) for another one."""
+    return {**manifest, "metadata": {**metadata_of(manifest), "uid": uid}}
 
 
 def _digest(manifest: Manifest) -> bytes:
