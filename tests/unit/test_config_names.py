@@ -365,3 +365,11 @@ def test_a_process_is_not_handed_the_other_names_of_what_a_flag_overruled() -> N
     handed = environment_with(own, settings, "router", "frontend")
     assert load_settings(flags={}, environ=handed).settings == settings
     assert handed["PATH"] == "/bin"
+
+
+def test_what_dynamo_sets_elsewhere_is_no_field_of_the_router() -> None:
+    names = [foreign.name for foreign in FOREIGN if foreign.section != "router"]
+    assert names
+    for name in names:
+        with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+            KvRouterConfig.model_validate({name: None})
