@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
@@ -68,6 +69,16 @@ def test_a_worker_joins_whole_or_not_at_all(wrong: WorkerCard) -> None:
         assert list(fleet.leave(wrong.worker_id, wrong.incarnation)) == list(change.joined)
     assert list(fleet) == [card(1)]
     assert (fleet.n_slots, int(fleet.columns.present.sum())) == (1, 1)
+
+
+@pytest.mark.parametrize("field", ["worker_id", "dp_start", "context_length"])
+@pytest.mark.parametrize("number", [-1, 2**63])
+def test_a_card_with_a_number_that_no_column_holds_is_refused_by_name(field: str, number: int) -> None:
+    fleet = Fleet(MODEL, 16)
+    with pytest.raises(ConfigError) as refused:
+        fleet.join(structs.replace(card(7), **{field: number}))
+    assert refused.value.param == ("dp_size" if (field, number) == ("dp_start", -1) else field)
+    assert list(fleet) == []
 
 
 @given(wrong=cards())

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
@@ -210,6 +210,41 @@ def test_a_connection_that_a_mistake_of_ours_meets_is_closed_and_the_mistake_tol
         await server.wait_closed()
 
     run(scenario())
+
+
+def resolves_to(*addresses: tuple[str, int]) -> Callable[..., Awaitable[list[object]]]:
+    """A name's addresses, in the place of the event loop's ``getaddrinfo``."""
+
+    async def found(*_: object, **__: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+
+    return found
+
+
+async def test_an_address_that_this_host_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    not_ours = ("192.0.2.1", 0)
+    loop = asyncio.get_running_loop()
+    server = TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append)
+    monkeypatch.setattr(loop, "getaddrinfo", resolves_to(not_ours, ("127.0.0.1", 0)))
+    port = await server.start("a-name", 0)
+    for caller in callers_at(port, 1):
+        caller.close()
+    server.close()
+    monkeypatch.setattr(loop, "getaddrinfo", resolves_to(not_ours))
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        await TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append).start("a-name", 0)
+
+
+async def test_a_start_that_fails_at_one_address_listens_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = ("127.0.0.1", free_ports(1))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = ("127.0.0.1", other.getsockname()[1])
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolves_to(free, taken))
+        server = TcpServer(asyncio.Protocol, answer=bytes, on_refused=Refused().append)
+        with pytest.raises(OSError, match="Address already in use"):
+            await server.start("a-name", 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(free)
 
 
 def test_a_probe_is_answered_when_no_descriptor_is_left(run: Run) -> None:
