@@ -1,8 +1,9 @@
 """One request id again and again, as of a proxy that sends it twice: one worker answers them all."""
 
 import asyncio
+from functools import partial
 
-from tests.support.processes import fleet
+from tests.support.processes import eventually, fleet
 from tests.support.served import words
 
 ASKED_AGAIN = {"x-request-id": "of-the-proxy"}
@@ -13,6 +14,8 @@ async def test_a_request_id_that_another_request_has_or_had_is_answered_too() ->
     async with fleet() as processes:
         await processes.worker()
         first, second = await processes.frontend(), await processes.frontend()
+        for frontend in (first, second):
+            await eventually(partial(frontend.serves, 1))
         slow = {**BODY, "max_tokens": 4096, "stream": True}
         async with first.http.stream("POST", "/v1/completions", json=slow, headers=ASKED_AGAIN) as running:
             assert running.status_code == 200
