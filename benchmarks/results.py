@@ -76,9 +76,13 @@ def new_result(
 
 
 def write_result(result: Result, folder: Path = RESULTS) -> Path:
-    """Write ``<name>-<commit>.json``; return its path."""
+    """Write ``<name>-<commit>.json``, or ``<name>-<commit>-2.json`` for a second run; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{re.sub(r'[^a-z0-9-]', '-', result.name)}-{result.commit.id}.json"
+    stem = f"{re.sub(r'[^a-z0-9-]', '-', result.name)}-{result.commit.id}"
+    path, run = folder / f"{stem}.json", 1
+    while path.exists():
+        run += 1
+        path = folder / f"{stem}-{run}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     return path
 

@@ -34,6 +34,8 @@ REFUSED_CALLS: list[tuple[str, bytes, str]] = [
         MODEL,
     ),
     ("/v1/route/explain", b"{", "unknown"),
+    ("/v1/route/explain", b'{"model":"mock","prompt":"a","temperature":-1}', MODEL),
+    ("/v1/route/explain", b'{"model":"mock","prompt":"a","nvext":{"worker_id":99}}', MODEL),
 ]
 OTHER_REQUESTS = [
     ("GET", "/v1/completions"),
@@ -66,7 +68,7 @@ async def test_every_error_answer_is_counted_once_under_its_code_and_model() -> 
         assert metrics.value("errors_total") == wanted.total()
         answered = sum(1 for path, _, _ in REFUSED_CALLS if path != "/v1/route/explain")
         assert metrics.value("requests_total") == answered
-        named = sum(1 for path, _, model in REFUSED_CALLS if model == MODEL)
+        named = sum(1 for path, _, model in REFUSED_CALLS if model == MODEL and path != "/v1/route/explain")
         assert metrics.value("requests_total", model=MODEL) == named
 
 

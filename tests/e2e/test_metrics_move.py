@@ -107,9 +107,12 @@ OF_ENGINES_TO_COME = {"kvrouter_engines_awaited"}
 OF_CIRCUITS = {"kvrouter_worker_circuit", "kvrouter_circuits_opened_total", "kvrouter_pairs_parted"}
 """Asserted where workers fail again and again."""
 
+OF_CALLS_AS_WRITTEN = {"kvrouter_retry_body_bytes", "kvrouter_retry_bodies_dropped_total"}
+"""Asserted where engines get calls as clients wrote them."""
+
 
 def test_no_metric_is_left_out_here() -> None:
-    elsewhere = OF_LOSSES | OF_TRANSFERS | OF_CUSTOMS | OF_ENGINES_TO_COME | OF_CIRCUITS
+    elsewhere = OF_LOSSES | OF_TRANSFERS | OF_CUSTOMS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
     asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | elsewhere
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 

@@ -2,11 +2,12 @@
 
 import asyncio
 import itertools
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 from tests.support.clients import Client
-from tests.support.processes import Frontend
+from tests.support.processes import Frontend, eventually
 
 STREAMS = 12
 HUNG_S = 20.0
@@ -16,7 +17,9 @@ ASK_EVERY_S = 0.02
 
 
 class Bystanders:
-    """Twelve streams and a health check. Use as ``async with Bystanders(frontend) as others``.
+    """Twelve streams and a health check, where there is one worker.
+
+    Use as ``async with Bystanders(frontend) as others``.
 
     When the block ends, every stream must go on and have nothing but the right text so far, and nobody may
     have waited :data:`HUNG_S`. Then its client leaves: the streams outlast any attack, on a slow machine too.
@@ -30,6 +33,7 @@ class Bystanders:
         """How long the slowest answer of ``/health`` took so far."""
 
     async def __aenter__(self) -> Self:
+        await eventually(partial(self._frontend.serves, 1))
         self._clients = [Client(self._frontend, max_tokens=self._max_tokens) for _ in range(self._n)]
         for client in self._clients:
             await client.until(2)

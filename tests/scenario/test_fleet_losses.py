@@ -28,8 +28,8 @@ from tests.support.mock_fleets import (
 )
 
 HANDOFFS = pytest.mark.parametrize("handoff", ["bootstrap", "synchronous"])
-SLOW_LINK_S = 50.0
-"""Simulated: KV is still on its way when the prefill leg's answer is read."""
+SLOW_LINK_S = 1_000.0
+"""Simulated, a second of the clock: KV is still on its way when the prefill leg's answer is read."""
 
 
 async def undisturbed(fleet: FleetFile, *, max_tokens: int = LONG_TOKENS) -> list[int]:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import comparison
 from benchmarks.comparison import SidesDisagree, measure_alone, measure_beside
-from benchmarks.markdown import markdown_of
+from benchmarks.markdown import markdown_of, markdown_of_runs
 from benchmarks.measure import quantile, time_awaits, time_calls, time_fresh
 from benchmarks.ours.__main__ import BENCHES
 from benchmarks.report import open_console, print_result
@@ -118,6 +118,8 @@ def test_a_result_is_written_and_read(tmp_path: Path) -> None:
     path = write_result(result, tmp_path)
     assert path.name == f"peers-{result.commit.id}.json"
     assert read_result(path) == result
+    again = write_result(result, tmp_path)
+    assert (again.name, path.exists()) == (f"peers-{result.commit.id}-2.json", True)
     assert list(result.versions) == ["a", "b"]
     assert line.ours.p50 == 2.0
     console = open_console()
@@ -192,3 +194,20 @@ def test_a_result_is_a_markdown_table() -> None:
     assert "| row | alone | µs | 1.00 |  |  |  |  |  |  |" in text
     assert "| row | beside | µs | 1.00 | 3.00 | peer | 4.00 |  | 0.250 | ≤ 0.6 |" in text
     assert result.commit.id in text
+
+
+def test_several_runs_are_their_median_and_their_spread() -> None:
+    runs = [
+        new_result("peers", versions={}, lines=[_beside(ours, ratio)], load_average=(0.1, 0.2, 0.3))
+        for ours, ratio in ((1.0, 0.25), (9.0, 0.3), (2.0, 0.5))
+    ]
+    text = markdown_of_runs(runs)
+    row = "| row | beside | µs | 2.00 (1.00–9.00) | peer | 4.00 (4.00–4.00) | 0.300 (0.250–0.500) | ≤ 0.6 |"
+    assert row in text
+    other = new_result("peers", versions={}, lines=[_beside(1.0, 0.1, row="other")], load_average=(0, 0, 0))
+    with pytest.raises(ValueError, match="the runs differ"):
+        markdown_of_runs([runs[0], other])
+
+
+def _beside(ours: float, ratio: float, *, row: str = "row") -> Line:
+    return Line(row, "beside", "µs", measured([[ours]]), "peer", measured([[4.0]]), ratio, 0.6)

@@ -1,4 +1,6 @@
-"""No pod that the repository renders is told of the Services there: some may be called as we are."""
+"""No pod that the repository renders is told of the Services there: some may be called as we are. Where one
+opens a front door to others, its admin routes are closed, or ask for a token.
+"""
 
 from pathlib import Path
 
@@ -29,6 +31,20 @@ def test_pods_of_other_manifests_are_told_of_none() -> None:
     assert sum(len(found) for found in pods.values()) == 8
     for file, found in pods.items():
         assert [pod for pod in found if pod.get("enableServiceLinks") is not False] == [], file
+
+
+def test_front_doors_of_manifests_close_their_admin_routes() -> None:
+    doors = [
+        {each["name"]: each for each in container.get("env", [])}
+        for file in FILES
+        for pod in pods_of([each for each in _documents(file) if "kind" in each])
+        for container in pod["containers"]
+        if {"up", "frontend", "router"} & {*container.get("command", ()), *container.get("args", ())}
+    ]
+    assert len(doors) == 1
+    for environ in doors:
+        assert environ["DYN_ADMIN_ROUTES"]["value"] == "closed"
+        assert environ["KVROUTER_ADMIN_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"] is True
 
 
 def _documents(file: str) -> list[dict[str, object]]:

@@ -137,3 +137,9 @@ def _has(values: object, path: list[str]) -> bool:
     if not path:
         return True
     return isinstance(values, Mapping) and path[0] in values and _has(values[path[0]], path[1:])
+
+
+def test_no_page_takes_over_definitions_of_others() -> None:
+    """The API server refuses that by itself, and only preflight, which looked, may say how to go on."""
+    files = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*")]
+    assert [str(path) for path in files if path.is_file() and "--force-conflicts" in path.read_text()] == []

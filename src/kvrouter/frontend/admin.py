@@ -108,6 +108,7 @@ class AdminRoutes:
         try:
             body = await self._bodies.scan(await request.body())
             called = self._hall.called_model(body)
+            request.state.model = called.name
             text = self._hall.text_of(called, body)
             reader = self._hall.nvext_reader(request.headers.raw)
             parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader))

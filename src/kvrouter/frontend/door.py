@@ -95,7 +95,7 @@ def _page_app(routes: list[Route], observed: FrontObserved) -> Starlette:
     def answering(error_of: _ErrorOf) -> _Answer:
         async def answer(request: PageRequest, exc: Exception) -> Response:
             error = error_of(request, exc)
-            observed.failed(error)
+            observed.failed(error, model=getattr(request.state, "model", None))
             headers = {name.decode(): value.decode() for name, value in error_headers(error)}
             return Response(error_body(error), error.status_hint, headers=headers)
 

@@ -38,7 +38,7 @@ class Telemetry(MetricsPage):
     errors = counter(
         "kvrouter_errors",
         "Requests that were answered with an error, whatever refused them, by the error's code. `model` is "
-        "`unknown` where the request names none that is served.",
+        "`unknown` where the request names none that is served, or was refused before its model was read.",
         "model",
         "code",
     )
