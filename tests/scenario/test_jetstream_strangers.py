@@ -2,15 +2,22 @@
 
 import base64
 from collections.abc import AsyncIterator
+from uuid import uuid4
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import DpRank, EventId, WorkerId, WorkerRank
-from kvrouter.planes.events.jetstream import shelf
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.workers import LoadReport
+from kvrouter.planes.events.jetstream import JetStreamPublisher, shelf
 from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.planes.events.port import DropReason
 from kvrouter.planes.events.wire import encode_batch
+from tests.support.event_ends_jetstream import jetstream_ends
+from tests.support.event_ends_nats import TOKEN
+from tests.support.event_waits import card, until_heard
 from tests.support.jetstream_fleet import Fleet, Worker, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until
@@ -46,6 +53,33 @@ async def test_what_is_no_batch_is_told_and_let_go_live_and_in_a_replay(fleet: F
     assert len(live.notes.refusals) >= len(GARBAGE)
     late = await fleet.knows("late", worker, refused=True)
     assert len(late.notes.refusals) >= len(GARBAGE)
+
+
+async def test_a_followed_worker_counts_in_the_stream_of_its_own_component_alone(
+    shared_nats: NatsServer,
+) -> None:
+    async with jetstream_ends(shared_nats.url, f"other-{uuid4().hex}") as ends:
+        heard: list[object] = []
+        ends.subscriber.subscribe(heard.append, heard.append)
+        other = JetStreamPublisher(
+            ends.worker, namespace=ends.namespace, component="prefill", token=TOKEN, observer=ends.notes
+        )
+        somebody = structs.replace(card(WorkerId(6), other.source), component="prefill")
+        ends.subscriber.follow(somebody)
+        await until_heard(other, ends.subscriber, somebody.worker_id)
+        heard.clear()
+        rank = WorkerRank(WorkerId(4), DpRank(0))
+        lie = KvBatch(rank, Epoch(1), EventId(7), ())
+        other.publish(lie)
+        other.publish_load(LoadReport(rank, 1, 100))
+        await until(lambda: len(ends.foreign) == 2)
+        assert {error.reason for error in ends.foreign} == {DropReason.OTHER_COMPONENT}
+        assert all(str(rank) in error.message for error in ends.foreign)
+        truth = KvBatch(rank, Epoch(1), EventId(8), ())
+        ends.publisher.publish(truth)
+        await until(lambda: bool(heard))
+        assert heard == [truth]
+        await other.close()
 
 
 @pytest.mark.parametrize("body", [b"", b"no JSON", b"[]", b'{"snapshot": 5}'])

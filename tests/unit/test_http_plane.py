@@ -18,6 +18,7 @@ from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
+from tests.support.waits import until
 
 TOKEN = "t0p"
 LAST = EngineChunk(token_ids=(4, 5), finish=FinishReason.STOP)
@@ -210,6 +211,24 @@ async def test_a_connection_too_many_is_closed_and_a_silent_one_too() -> None:
         async with asyncio.timeout(IN_TIME_S):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_a_connection_that_has_not_shown_the_token_in_time_is_closed_and_a_younger_one_is_not() -> None:
+    async with both_ends() as ends:
+        old = await asyncio.open_connection("127.0.0.1", ends.port)
+        connections, clock = ends.acceptor._connections, ends.acceptor._clock
+        await until(lambda: len(connections.connections) == 1)
+        clock.now_s += 10.0
+        young = await asyncio.open_connection("127.0.0.1", ends.port)
+        await until(lambda: len(connections.connections) == 2)
+        connections.close_unauthenticated(clock.now_s - 5.0)
+        async with asyncio.timeout(IN_TIME_S):
+            assert await old[0].read() == b""
+        assert not young[0].at_eof()
+        assert len(connections.connections) == 1
+        assert connections._unauthenticated.older_than(clock.now_s) == []
+        for _, writer in (old, young):
+            writer.close()
 
 
 async def test_legs_share_a_connection_one_after_the_other() -> None:

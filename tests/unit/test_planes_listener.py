@@ -5,6 +5,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import ClassVar
 
 import pytest
 import trustme
@@ -269,3 +270,32 @@ def test_a_workers_connections_fit_the_limit_of_open_files(
     monkeypatch.setattr("kvrouter.assembly.lifetime.allow_many_files", lambda: files_max)
     room = share_descriptors(wanted)
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
+
+
+async def test_a_connection_that_was_given_up_before_it_was_accepted_is_passed_over() -> None:
+    accepted, peer = socket.socketpair()
+
+    class Scripted(socket.socket):
+        """Its first connection was reset while it waited; a second one waits behind that."""
+
+        waiting: ClassVar[list[BaseException | socket.socket]] = [
+            ConnectionAbortedError(),
+            accepted,
+            BlockingIOError(),
+        ]
+
+        def accept(self) -> tuple[socket.socket, object]:
+            first = self.waiting.pop(0)
+            if isinstance(first, BaseException):
+                raise first
+            return first, None
+
+    taken: list[socket.socket] = []
+    listener = Listener(
+        Scripted(), loop=asyncio.get_running_loop(), take=taken.append, answer=lambda _sock: None
+    )
+    listener._accept()
+    assert taken == [accepted]
+    listener.close()
+    accepted.close()
+    peer.close()
