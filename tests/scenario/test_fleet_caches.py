@@ -259,7 +259,7 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
 
 
 @pytest.mark.parametrize("is_card_published_again", [False, True])
-@pytest.mark.parametrize(("reported", "state"), [(9_000, FeedState.LIVE), (3_000, FeedState.OVER_LIMIT)])
+@pytest.mark.parametrize(("reported", "state"), [(9_000, FeedState.LIVE), (2_600, FeedState.OVER_LIMIT)])
 async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what_is_believed(
     reported: int, state: FeedState, is_card_published_again: bool
 ) -> None:
@@ -268,7 +268,7 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     known = structs.replace(
         worker_card(1),
         publishes_kv_events=True,
-        runtime_config=ModelRuntimeConfig(total_kv_blocks=1_000),
+        runtime_config=ModelRuntimeConfig(total_kv_blocks=2_500),
     )
     await bench.start(known)
     view, rank = bench.model.cache, WorkerRank(WorkerId(1), DpRank(0))
@@ -283,4 +283,17 @@ async def test_a_load_report_that_tells_of_more_blocks_than_the_card_raises_what
     settled = (FeedState.LIVE, FeedState.OVER_LIMIT)
     await until(lambda: dict(view.pump.feed_readings())[Slot(0)].state in settled)
     assert feed.state is state
+    bench.service.stop()
+
+
+async def test_a_card_of_many_ranks_gives_each_an_equal_share() -> None:
+    bench = Bench(ScriptedPlane(lambda _stream: None))
+    known = structs.replace(
+        worker_card(1, dp_size=16), publishes_kv_events=True, runtime_config=ModelRuntimeConfig()
+    )
+    await bench.start(known)
+    view = bench.model.cache
+    assert isinstance(view, EventCacheView)
+    capacities = [view.pump._by_slot[Slot(at)].capacity for at in range(16)]
+    assert sum(each.gpu for each in capacities) == sum(each.other for each in capacities) == 4 * 2**24
     bench.service.stop()

@@ -420,3 +420,15 @@ async def test_what_waits_for_the_index_is_bounded_in_blocks_too() -> None:
     large = KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 200_000),))
     n_kept = sum(waiting.add(large) for _ in range(60))
     assert 1 <= n_kept <= 5
+
+
+@pytest.mark.parametrize(("n_ranks", "share"), [(1, 1_000_000), (4, 1_000_000), (16, 250_000)])
+async def test_the_ranks_of_a_worker_have_equal_shares_of_what_is_believed_of_it(
+    n_ranks: int, share: int
+) -> None:
+    bench = Bench(rank_blocks_max=1_000_000)
+    bench.pump.joined(RANK, SLOT, EPOCH)
+    bench.pump.set_total_blocks(SLOT, None, n_ranks=n_ranks)
+    await until(lambda: len(bench.subscriber.snapshots) == 1)
+    assert bench.subscriber.blocks_max == 4 * share
+    bench.pump.close()

@@ -148,11 +148,13 @@ def test_columns_follow_and_cannot_be_written(fleet: Fleet) -> None:
             column[0] = 0
 
 
-def test_a_rank_has_the_larger_number_of_blocks_of_its_card_and_its_latest_report(fleet: Fleet) -> None:
+def test_a_rank_has_the_larger_number_of_blocks_of_its_card_and_its_report_up_to_four_cards(
+    fleet: Fleet,
+) -> None:
     fleet.join(card(1, config=ModelRuntimeConfig(total_kv_blocks=100)))
     fleet.join(card(2))
     assert [fleet.kv_blocks(Slot(n)) for n in range(3)] == [100, None, None]
-    for reported, expected in ((300, 300), (0, 300), (90, 100)):
+    for reported, expected in ((300, 300), (0, 300), (90, 100), (400, 400), (12_000_000, 400)):
         fleet.report(LoadReport(rank(1), active_blocks=5, total_blocks=reported))
         assert fleet.kv_blocks(Slot(0)) == expected
     fleet.report(LoadReport(rank(2), active_blocks=5, total_blocks=300))

@@ -16,7 +16,7 @@ from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.planes.events.port import BatchSink, LoadSink
 from kvrouter.service import event_pump
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_pump import EventPump
+from kvrouter.service.event_pump import RANK_BLOCKS_MAX, EventPump
 from kvrouter.service.observed import ModelObserved
 from kvrouter.telemetry import Telemetry
 from tests.support.waits import until
@@ -55,11 +55,16 @@ class AskedSubscriber:
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, *, rank_blocks_max: int = RANK_BLOCKS_MAX) -> None:
         self.subscriber = AskedSubscriber()
         self.index = BlockIndex()
         self.telemetry = Telemetry()
-        self.pump = EventPump(self.index, self.subscriber, ModelObserved(self.telemetry, "mock"))
+        self.pump = EventPump(
+            self.index,
+            self.subscriber,
+            ModelObserved(self.telemetry, "mock"),
+            rank_blocks_max=rank_blocks_max,
+        )
         self.view = EventCacheView(self.index, self.pump, ApproximateIndex())
 
     def overlap(self) -> list[int]:

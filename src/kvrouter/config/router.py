@@ -280,8 +280,9 @@ class KvRouterConfig(Section):
     ] = 2**24
     """How many blocks are believed of one rank in one medium, from its KV events. Where its worker's card
     tells how many blocks it has, twice as many are believed on the GPU and 64 times as many in each other
-    medium, at most this; a load report that tells of more blocks than the card counts instead. A rank that
-    tells of more is emptied, scores nothing (``over_limit``) and is asked again after a minute."""
+    medium, at most this; a load report that tells of more blocks than the card counts instead, up to four
+    times the card's number. All ranks of one worker together have four times this, each an equal share. A
+    rank that tells of more is emptied, scores nothing (``over_limit``) and is asked again after a minute."""
 
     router_prune_target_ratio: Annotated[
         Annotated[Finite, Interval(gt=0, le=1)],

@@ -24,6 +24,9 @@ from kvrouter.topology.validation import validate_runtime_config
 MAX_SLOTS: Final = 65_536
 """Worker ranks in one model's fleet."""
 
+REPORTED_BLOCKS_FACTOR: Final = 4
+"""How many times the blocks of a worker's card its load reports may raise what is believed of a rank."""
+
 Key = TypeVar("Key")
 Built = TypeVar("Built")
 
@@ -115,12 +118,14 @@ class Fleet:
 
     def kv_blocks(self, slot: Slot) -> int | None:
         """How many KV blocks the rank at ``slot`` has: the larger of its card's number and its latest load
-        report's. None when the card does not say, or the slot is free.
+        report's, at most :data:`REPORTED_BLOCKS_FACTOR` times the card's. None when the card does not say,
+        or the slot is free.
         """
         card = self.card_at(slot)
         if card is None or not card.runtime_config.total_kv_blocks:
             return None
-        return max(card.runtime_config.total_kv_blocks, int(self.columns.total_blocks[slot]))
+        in_card, reported = card.runtime_config.total_kv_blocks, int(self.columns.total_blocks[slot])
+        return min(max(in_card, reported), REPORTED_BLOCKS_FACTOR * in_card)
 
     @property
     def has_open_circuits(self) -> bool:

@@ -32,8 +32,10 @@ class CacheView(Protocol):
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """A worker rank that publishes KV events is at the slot."""
 
-    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
-        """So many blocks the slot's rank can hold on its GPU, as far as it says; None where it does not."""
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
+        """So many blocks the slot's rank can hold on its GPU, as far as it says; None where it does not.
+        Its worker has ``n_ranks``.
+        """
 
     def freed(self, slot: Slot) -> None:
         """The slot's worker rank is gone, and its cache with it."""
@@ -64,7 +66,7 @@ class NoCacheView:
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Nothing to ask."""
 
-    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
         """Nothing is held."""
 
     def freed(self, slot: Slot) -> None:
@@ -117,9 +119,9 @@ class EventCacheView:
         """Its feed begins."""
         self.pump.joined(rank, slot, epoch)
 
-    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
         """Of more than that nothing is believed."""
-        self.pump.set_total_blocks(slot, total_blocks)
+        self.pump.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
 
     def freed(self, slot: Slot) -> None:
         """The pump drops the slot's blocks with its feed."""
@@ -169,7 +171,7 @@ class PredictedCacheView:
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
         """Events are not followed."""
 
-    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
         """What is predicted has a limit of its own."""
 
     def freed(self, slot: Slot) -> None:

@@ -48,6 +48,9 @@ SILENT_AFTER_S = 15.0
 RANK_BLOCKS_MAX = 1 << 24
 """The most blocks that are believed of one rank in one medium, whatever its card says."""
 
+WORKER_BLOCKS_FACTOR = 4
+"""All ranks of one worker together are believed as many times the blocks of one rank in one medium."""
+
 SNAPSHOTS_ASKED_MAX = 32
 """Workers that are asked for their whole state at once; the next is asked when the index has an answer."""
 
@@ -141,11 +144,15 @@ class EventPump:
         self._watch_silence()
         self._run(entrance, self._begin(entrance, epoch))
 
-    def set_total_blocks(self, slot: Slot, total_blocks: int | None) -> None:
-        """So many blocks the rank at the slot can hold on its GPU; None where its worker does not say."""
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int = 1) -> None:
+        """So many blocks the rank at the slot can hold on its GPU; None where its worker does not say.
+
+        The ``n_ranks`` of its worker have equal shares of what is believed of all of them together.
+        """
         entrance = self._by_slot.get(slot)
         if entrance is not None:
-            entrance.capacity = Capacity.of(total_blocks, blocks_max=self._rank_blocks_max)
+            share = WORKER_BLOCKS_FACTOR * self._rank_blocks_max // n_ranks
+            entrance.capacity = Capacity.of(total_blocks, blocks_max=min(self._rank_blocks_max, share))
 
     def freed(self, slot: Slot) -> None:
         """A slot has no worker rank any more: its blocks go, and so does what runs for it."""

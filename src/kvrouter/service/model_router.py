@@ -302,13 +302,19 @@ class ModelRouter:
         self.cache.freed(slot)
         self.accounts.freed(slot)
 
+    def capacity_changed(self, slot: Slot) -> None:
+        """A card or a load report told how many KV blocks the rank at the slot has."""
+        card = self.fleet.card_at(slot)
+        if card is not None:
+            self.cache.set_total_blocks(slot, self.fleet.kv_blocks(slot), n_ranks=card.dp_size)
+
     def reported(self, report: LoadReport) -> bool:
         """A worker rank told its load; False when it is not here."""
         slot = self.fleet.slot_of(report.rank)
         if slot is None:
             return False
         self.fleet.report(report)
-        self.cache.set_total_blocks(slot, self.fleet.kv_blocks(slot))
+        self.capacity_changed(slot)
         self.accounts.reported(report)
         if self._at_report is not None:
             self.ledger.ensure_slots(self.fleet.n_slots)

@@ -349,7 +349,7 @@ class RouterService:
         for rank in card.ranks():
             at = model.fleet.slot_of(rank)
             if at is not None:
-                model.cache.set_total_blocks(at, model.fleet.kv_blocks(at))
+                model.capacity_changed(at)
 
     def _on_gone(self, worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
         refused = self._other_block_size.get(worker_id)
