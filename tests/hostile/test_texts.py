@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kvrouter.text.encode_pool import BYTES_PER_BYTE
 from tests.hostile.bystanders import Bystanders
 from tests.hostile.meter import MIB, Meter
 from tests.support.processes import Frontend, fleet
@@ -44,7 +45,7 @@ async def test_many_long_texts_at_once_hold_no_more_than_the_budget() -> None:
         await here.worker("--context-length", str(CONTEXT_TOKENS), "--total-kv-blocks", "100000")
         frontend = await here.frontend()
         meter = Meter(frontend.pid)
-        text = "1 " * (BUDGET_BYTES // 400 // 2 - 100)
+        text = "1 " * (BUDGET_BYTES // BYTES_PER_BYTE // 2 - 100)
         before_bytes = meter.resident_bytes()
         async with Bystanders(frontend):
             meter.forget_peak()
@@ -52,7 +53,8 @@ async def test_many_long_texts_at_once_hold_no_more_than_the_budget() -> None:
             peak_bytes = meter.peak_bytes() - before_bytes
         assert statuses == [400] * 6, "each is tokenized, and is longer than what the answer leaves it"
         assert peak_bytes < BUDGET_BYTES * 0.7
-        reply = await frontend.http.post(COMPLETION, json=call(COMPLETION, "1 " * (BUDGET_BYTES // 800 + 1)))
+        longer = "1 " * (BUDGET_BYTES // BYTES_PER_BYTE // 2 + 1)
+        reply = await frontend.http.post(COMPLETION, json=call(COMPLETION, longer))
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "prompt_over_budget")
         assert "KVROUTER_TOKENIZE_MAX_BYTES" in reply.text
         assert (await frontend.metrics()).total("tokenize_bytes") == 0

@@ -19,7 +19,7 @@ def byte_level(normalizer: normalizers.Normalizer | None = None) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(MOCK_FOLDER / "tokenizer.json"))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
-    words = pre_tokenizers.Split(Regex(r"\\p{N}{1,3}|\\s+|\\w+"), "isolated")
+    words = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\s+|\w+"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

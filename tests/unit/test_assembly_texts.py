@@ -93,16 +93,16 @@ async def test_a_context_that_tokenizing_has_no_memory_for_is_logged_once(
 
     texts = AnnouncedTexts({}, EncodePool())
     fits, over = (
-        replace(serving("m", 1), context_length=335_544),
-        replace(serving("m", 1), context_length=335_545),
+        replace(serving("m", 1), context_length=262_144),
+        replace(serving("m", 1), context_length=262_145),
     )
     await announce(texts, fits)
     assert logged() == []
     await announce(texts, over, fits, over, replace(serving("n", 2), context_length=10**6))
     first, second = logged()
-    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 536872000" in first
-    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 1600000000" in second
-    pool = EncodePool(EncodeLimits(bytes_max=1_600_000_000))
+    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 536872960" in first
+    assert "set KVROUTER_TOKENIZE_MAX_BYTES to 2048000000" in second
+    pool = EncodePool(EncodeLimits(bytes_max=2_048_000_000))
     AnnouncedTexts({}, pool, dict(texts))
     assert len(logged()) == 2
     AnnouncedTexts({}, EncodePool(), dict(texts))

@@ -333,9 +333,10 @@ class FrontendSettings(Section):
             unit="bytes",
         ),
     ] = 512 * 1024 * 1024
-    """The memory that tokenizing may hold, all threads together, counted as 400 bytes for each byte of text.
-    Longer texts wait for each other; one that needs more by itself is answered with 413. A model whose
-    context holds a longer text, at 4 bytes a token, is logged once: 1,000,000 tokens need 1,600,000,000."""
+    """The memory that tokenizing may hold, all threads together, counted as 512 bytes for each byte of text
+    as the tokenizer normalizes it. Longer texts wait for each other; one that needs more by itself is
+    answered with 413. A model whose context holds a longer text, at 4 bytes a token, is logged once:
+    1,000,000 tokens need 2,048,000,000."""
 
     tokenize_waiting_max: Annotated[
         Count,

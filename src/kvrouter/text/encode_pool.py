@@ -22,18 +22,23 @@ OFF_LOOP_CHARS = 8_192
 TOKEN_CHARS_UNKNOWN = 128
 """What a token is counted on to hold at most, where it could hold any number of characters."""
 
-BYTES_PER_BYTE = 400
-"""What encoding holds for each byte of text: 140 to 190 of prose, code or one letter again and again, 400
-where each character is a token and a word of its own.
+BYTES_PER_BYTE = 512
+"""What encoding holds for each byte of normalized text: 140 to 190 of prose, code or one letter again and
+again, 330 to 460 where each character is a token and a word of its own, by the kind of tokenizer.
 """
 
 TRIMMED_BYTES = 64 * 1024 * 1024
 """After an encoding of this size memory goes back to the system: much of it stays with the allocator else."""
 
-_COUNTED_ON_LOOP_CHARS = 256 * 1024
+_COUNTED_ON_LOOP_CHARS = 16 * 1024
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+def utf8_bytes(text: str) -> int:
+    """Return the bytes of UTF-8 that a text has, half surrogate pairs too."""
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 class EncodePoolFull(Unavailable):
@@ -109,8 +114,16 @@ class EncodePool:
                 param=field,
             )
 
-    async def encode(self, encode: Callable[[str], TokenBuffer], text: str, *, field: str) -> TokenBuffer:
-        """Return ``encode(text)``; ``field`` is where the text came from.
+    async def encode(
+        self,
+        encode: Callable[[str], TokenBuffer],
+        text: str,
+        *,
+        field: str,
+        count_bytes: Callable[[str], int] = utf8_bytes,
+    ) -> TokenBuffer:
+        """Return ``encode(text)``; ``field`` is where the text came from, and ``count_bytes`` says how many
+        bytes of text that is not ASCII the tokenizer's normalizer makes.
 
         Raises PromptOverBudget, which names the field, for a text that can never be encoded here, and
         EncodePoolFull when too many wait, or it waited too long. A caller that is cancelled gives its place
@@ -118,7 +131,7 @@ class EncodePool:
         """
         if not self.leaves_loop(len(text)):
             return encode(text)
-        text_bytes = await self._utf8_bytes(text)
+        text_bytes = await self._count(count_bytes, text)
         self.refuse_over_budget(text_bytes, field=field)
         need_bytes = self.needed_bytes(text_bytes)
         return await self.run(partial(_then_trim, encode, need_bytes), text, need_bytes=need_bytes)
@@ -139,12 +152,12 @@ class EncodePool:
         """Take no more prompts and end the threads once what they hold is encoded."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _utf8_bytes(self, text: str) -> int:
+    async def _count(self, count_bytes: Callable[[str], int], text: str) -> int:
         if text.isascii():
             return len(text)
         if len(text) <= _COUNTED_ON_LOOP_CHARS:
-            return _utf8_bytes(text)
-        return await self.run(_utf8_bytes, text)
+            return count_bytes(text)
+        return await self.run(count_bytes, text)
 
     async def _admit(self, need_bytes: int) -> None:
         limits = self.limits
@@ -195,10 +208,6 @@ class EncodePool:
             if not turn.done():
                 self._take(need_bytes)
                 turn.set_result(None)
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _char_bytes_max(text: str) -> int:

@@ -144,7 +144,8 @@ class TextModel:
 
     async def _encoded(self, encode: Callable[[str], TokenBuffer], text: str, field: str) -> TokenBuffer:
         self._refuse_chars(len(text), self.prompt_max_chars, field)
-        return await self.pool.encode(encode, text, field=field)
+        count_bytes = self.tokenizer.normalized_bytes
+        return await self.pool.encode(encode, text, field=field, count_bytes=count_bytes)
 
     def _refuse_chars(self, chars: int, chars_max: int, field: str) -> None:
         if chars > chars_max:

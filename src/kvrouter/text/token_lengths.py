@@ -1,7 +1,11 @@
-"""How much text one token can stand for: what bounds the text of a prompt before it is tokenized."""
+"""How much text one token can stand for, and how long a normalizer makes a text: what bounds the text of a
+prompt before it is tokenized.
+"""
 
 import json
-from collections.abc import Mapping
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
@@ -9,6 +13,21 @@ from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from kvrouter.text.pieces import byte_alphabet
+
+NormalForm: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
+
+_FORMS: Mapping[str, NormalForm] = {
+    "NFC": "NFC",
+    "NFD": "NFD",
+    "NFKC": "NFKC",
+    "NFKD": "NFKD",
+    "BertNormalizer": "NFD",
+    "Precompiled": "NFKC",
+}
+"""The form that a step of a normalizer brings text into; SentencePiece's own tables are near to NFKC."""
+
+_NORMALIZED_AT_ONCE_CHARS = 16 * 1024
+"""Python normalizes under the interpreter's lock: 1 ms of it, then the event loop has its turn."""
 
 _COMPOSED_CHARS = 4
 """A character that is composed (NFC) stood as no more than four."""
@@ -49,6 +68,24 @@ def longest_token_chars(backend: Backend) -> int | None:
     if not _knows_all(backend, vocabulary, in_bytes=in_bytes):
         return None
     return shortened * max(map(len, vocabulary), default=1)
+
+
+def normal_forms(backend: Backend) -> list[NormalForm]:
+    """Return the Unicode forms that the steps of a tokenizer's normalizer bring a text into."""
+    kinds = {str(part.get("type")) for part in _parts(backend.normalizer)}
+    return sorted({_FORMS[kind] for kind in kinds if kind in _FORMS})
+
+
+def normalized_bytes(text: str, forms: Sequence[NormalForm]) -> int:
+    """Return how many bytes of UTF-8 the longest of a text and its normal forms has: one ligature of 3 bytes
+    becomes 33 in NFKC.
+    """
+    longest = 0
+    for begin in range(0, len(text), _NORMALIZED_AT_ONCE_CHARS):
+        piece = text[begin : begin + _NORMALIZED_AT_ONCE_CHARS]
+        ways = [piece, *(unicodedata.normalize(form, piece) for form in forms)]
+        longest += max(len(way.encode("utf-8", "surrogatepass")) for way in ways)
+    return longest
 
 
 def _knows_all(backend: Backend, vocabulary: Mapping[str, int], *, in_bytes: bool) -> bool:

@@ -11,7 +11,7 @@ from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.text.folder import read_json_object, token_content
 from kvrouter.text.pieces import TokenPieces
-from kvrouter.text.token_lengths import longest_token_chars
+from kvrouter.text.token_lengths import longest_token_chars, normal_forms, normalized_bytes
 
 EOS_FILES = ("generation_config.json", "config.json")
 
@@ -38,6 +38,7 @@ class Tokenizer:
         """Ids that the post-processor puts before a text; usually one or none."""
         self.token_max_chars = longest_token_chars(backend)
         """How many characters of a text one token stands for at most; None where that has no bound."""
+        self._normal_forms = normal_forms(backend)
         self.pieces = None
         """The text of each token, for models whose decoder is byte-level; None for all others."""
         if isinstance(backend.decoder, decoders.ByteLevel):
@@ -81,6 +82,10 @@ class Tokenizer:
         """Return the ids of a plain completion prompt: ``bos_ids``, then those of ``text``."""
         ids = self.encode(text)
         return self.bos_ids + ids if self.bos_ids else ids
+
+    def normalized_bytes(self, text: str) -> int:
+        """Return how many bytes of UTF-8 the normalizer makes of ``text``: what encoding takes memory for."""
+        return normalized_bytes(text, self._normal_forms)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids``; special and unknown ids have none; bad UTF-8 becomes U+FFFD."""
