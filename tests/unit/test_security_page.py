@@ -1,11 +1,14 @@
-"""The page on security names every limit that has a setting, with the default that it has in code."""
+"""The page on security names every limit, with the value that it has in code."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import kvrouter
 from kvrouter.config.planes import KUBERNETES_LEASE_S, LEASE_S
 from kvrouter.config.setting import SettingSpec
 from kvrouter.config.tree import SETTINGS
@@ -96,3 +99,178 @@ def test_the_defaults_on_the_page_are_those_in_code(row: Row) -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_every_limit_says_what_it_is_and_what_happens_when_it_is_full(row: Row) -> None:
     assert all((row.what, row.default, row.when_full))
+
+
+SOURCE = Path(kvrouter.__file__).parent
+LIMIT_CONSTANT = re.compile(r"_?([A-Z0-9]+_)*(MAX|LIMIT)(_[A-Z0-9]+)*")
+
+NO_LIMITS = {
+    "kinds of numbers, formats and names of other systems": """
+        assembly.worker_wires.PORT_MAX config.service_links._PORT_MAX mock.remote.PORT_MAX
+        mock.remote.HOST_CHARS_MAX engines.vllm.loads.FIGURE_MAX fleet.columns.INTEGER_MAX
+        frontend.openai.nvext._NUMBER_DIGITS_MAX operator.plan.serving.PORT_DIGITS_MAX
+        operator.plan.budgets.COUNT_DIGITS_MAX planes.events.port.BLOCKS_MAX planes.events.wire.EVENT_ID_MAX
+        planes.events.wire.COUNT_MAX planes.requests.tcp.address._ID_LIMIT service.model_router.ROOM_LIMIT
+        operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
+        operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
+        operator.api.names.SERVICE_CHARS_MAX operator.api.names.LEVEL_CHARS_MAX
+        operator.labels.places.POD_NAME_STEM_CHARS_MAX operator.labels.places.POD_NAME_CHARS_MAX
+        operator.plan.names.NAME_CHARS_MAX operator.reconcile.bindings.OWNER_CHARS_MAX
+        operator.reconcile.recorder.NAME_CHARS_MAX operator.reconcile.recorder.MESSAGE_CHARS_MAX
+        operator.status.events.NOTE_CHARS_MAX planes.discovery.kubernetes.objects.FLEET_CHARS_MAX
+        planes.discovery.kubernetes.pods.MESSAGE_CHARS_MAX planes.discovery.kubernetes.pods.NAME_CHARS_MAX
+        worker.topology_env.DOMAIN_CHARS_MAX worker.topology_env.VALUE_CHARS_MAX
+        worker.topology_files._BYTES_MAX
+    """,
+    "pauses, ticks and retries": """
+        assembly.family.RESTART_MAX_S assembly.nats.CONNECT_LIMIT_S assembly.nats.PINGS_UNANSWERED_MAX
+        fleet.circuit._DOUBLED_MAX operator.reconcile.backlog.RETRY_MAX_S
+        operator.reconcile.watched.RETRY_MAX_S
+        planes.discovery.kubernetes.discovery.TICK_MAX_S planes.discovery.nats.discovery.TICK_MAX_S
+        planes.events.jetstream.lane.STORED_ANSWER_MAX_S planes.events.jetstream.lane.READS_MAX
+        planes.events.zmq.sockets.RECONNECT_MAX_MS worker.topology_files._READS_MAX
+        planes.discovery.file.discovery.THREADS_MAX
+    """,
+    "how much of a known size is done or remembered at a time": """
+        planes.discovery.memory.REPLACED_MAX planes.events.jetstream.publisher.MERGED_EVENTS_MAX
+        routing.pick.UNSEEN_MAX telemetry.seldom.LINES_MAX text.detokenizer.HELD_TOKENS_MAX
+        frontend.openai.passed._HARMLESS_BYTES_MAX frontend.openai.passed._MODEL_BYTES_MAX
+        operator.reconcile.cluster.NESTED_MAX library.inputs.MAX_TOKENS_DEFAULT
+        operator.admission.certificates.AUTHORITIES_MAX
+    """,
+    "what messages of our own quote": """
+        config.problems._SHOWN_MAX_CHARS frontend.openai.scanned.SHOWN_BYTES_MAX text.chat.ERROR_CHARS_MAX
+        operator.reconcile.reconciler.WARNINGS_TOLD_MAX frontend.openai.decode.SHOWN_CHARS_MAX
+    """,
+    "processes of `kvrouter up` and mock engines, which serve nobody else": """
+        assembly.many.STOP_LIMIT_S assembly.many.NATS_LOG_MAX_BYTES mock.paged_kv.STALE_ENTRIES_MAX
+        mock.remote.REASON_CHARS_MAX engines.mock.cluster.TURN_MAX_S engines.mock.connection.UNSENT_BYTES_MAX
+        engines.mock.connection.TOKEN_BYTES_MAX engines.mock.frames.HELLO_BYTES_MAX
+        engines.mock.frames.FRAME_BYTES_MAX
+    """,
+    "parts of the bounds of one template, whose sums are on the page": """
+        text.chat.TIME_PATTERN_CHARS_MAX text.template_budget.DEPTH_MAX text.template_budget.NUMBER_BITS_MAX
+        text.template_filters.NUMBER_ARGUMENT_MAX text.template_filters.ROUND_DIGITS_MAX
+        text.template_filters.SEPARATOR_CHARS_MAX text.template_filters.JSON_INDENT_MAX
+    """,
+}
+"""Constants that are named as limits are and are not on the page, by the reason."""
+
+WHERE = {
+    "connections": "assembly.lifetime.CONNECTIONS",
+    "body of a request": "frontend.bodies.BODY",
+    "body of an operators' route": "frontend.bodies.PAGE",
+    "what a body may become": "frontend.openai.scanned",
+    "blanks in a list": "frontend.openai.prompts",
+    "requests that wait for a decode": "service.waiting",
+    "a field's name": "frontend.openai.scanned",
+    "messages of a chat": "text.messages text.stops frontend.openai.wishes frontend.openai.nvext",
+    "rendering a chat template": "text.chat text.template_budget",
+    "descriptors that the process": "assembly.lifetime.FILES",
+    "refused connections": "assembly.lifetime.REFUSED",
+    "tokenizer and template": "text.source",
+    "models whose tokenizers": "assembly.texts",
+    "text that a chat template renders": "text.chat.RENDERED",
+    "token ids of a body": "frontend.bodies.NUMBERS",
+    "token ids of `stop`": "frontend.openai.parse frontend.openai.schema",
+    "requests that are booked": "service.bookings service.prefills",
+    "pairs of workers": "service.circuits",
+    "decisions kept of one": "service.decisions frontend.observed telemetry",
+    "values of taints": "fleet.places frontend.placed",
+    "connections to a worker": "planes.requests.unauthenticated",
+    "routers at one listener": "planes.requests.tcp.acceptor",
+    "blocks of a rank": "service.event_pump.RANK",
+    "bytes of a rank's snapshot": "planes.events.wire.SNAPSHOT",
+    "bytes of missed events": "planes.events.wire.RANGE",
+    "events of a rank that wait": "service.entrance",
+    "slots of a ledger": "index.port fleet.fleet",
+    "http connections": "planes.requests.http.connections",
+    "connections of engines": "worker.engine_door",
+    "workers of a fleet": "service.router planes.discovery",
+    "dispatches of one": "journey",
+    "legs that a worker remembers": "planes.requests.legs.ENDED",
+    "what a tcp peer": "planes.requests.tcp.connection",
+    "a request, as a worker": "planes.requests.wire planes.requests.tcp.frames.CHUNK",
+    "legs that one worker runs": "planes.requests.legs",
+    "over http": "planes.requests.http",
+    "over NATS": "planes.requests.nats",
+    "an error's reason": "planes.requests.tcp.frames",
+    "senders whose": "planes.seal",
+    "a record of discovery": "planes.discovery.wire planes.discovery.leases",
+    "files of a discovery": "planes.discovery",
+    "an answer of the API server": "planes.discovery.kubernetes.server",
+    "messages of NATS": "planes.events.nats.UNREAD planes.discovery.nats.bucket",
+    "events that wait to be sent over NATS": "planes.events.nats.QUEUE",
+    "a batch of events": "planes.events.wire",
+    "sockets of one": "planes.events.zmq.subscriber.SOCKETS",
+    "messages that wait for one ZeroMQ": "planes.events.zmq",
+    "a question of recovery": "planes.events service.event_pump.SNAPSHOTS",
+    "events that a worker keeps": "worker.publisher",
+    "over JetStream": "planes.events.jetstream",
+    "replica sync: other": "ledger",
+    "replica sync: deltas": "ledger core.sync planes.sync",
+    "answers of an engine": "engines.openai",
+    "how long an engine": "engines",
+    "KV events of an engine": "engines.customs engines.trtllm",
+    "an answer that `kvrouter`": "cli",
+    "a fleet file": "config",
+    "a leg in a worker": "worker.time_left",
+    "words of the API server": "operator.reconcile.dry_run operator.status",
+    "bodies at admission": "operator.admission.server",
+    "a warning at admission": "operator.admission",
+    "components of a deployment": "operator.api",
+    "nodes whose labels": "operator.labels operator.reconcile.backlog operator.run",
+}
+"""In which row the limits of a module are, by the row's first words."""
+
+
+def constants() -> list[str]:
+    """Return all constants of the package's modules that are named as limits are."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        for statement in ast.parse(path.read_text("utf-8")).body:
+            targets = statement.targets if isinstance(statement, ast.Assign) else []
+            if isinstance(statement, ast.AnnAssign):
+                targets = [statement.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            found += [f"{module}.{name}" for name in names if LIMIT_CONSTANT.fullmatch(name)]
+    return found
+
+
+def forms(name: str, value: float) -> list[str]:
+    """How the page may write a constant's value."""
+    if "CPU_S_" in name and value < 1:
+        return [f"{value * 1000:g} ms"]
+    if re.search(r"_S(_|$)", name):
+        return [f"{value:g} s", f"{value:,.0f} s"]
+    if name.endswith("_MS"):
+        return [f"{value / 1000:g} s"]
+    powers = {"GiB": 30, "MiB": 20, "KiB": 10, "Ki": 10}
+    units = [f"{int(value) >> power} {unit}" for unit, power in powers.items() if not value % (1 << power)]
+    return [f"{value:,}", *units]
+
+
+def stands(words: str, text: str) -> bool:
+    return re.search(rf"(?<![\d,.]){re.escape(text)}(?!\d|[,.]\d| ?[KMG]iB)", words) is not None
+
+
+NOT_LIMITS = {name for names in NO_LIMITS.values() for name in names.split()}
+CONSTANTS = constants()
+
+
+@pytest.mark.parametrize("name", [name for name in CONSTANTS if name not in NOT_LIMITS])
+def test_every_constant_that_is_a_limit_is_on_the_page(name: str) -> None:
+    module, _, constant = name.rpartition(".")
+    value = getattr(importlib.import_module(f"kvrouter.{module}"), constant)
+    texts = [
+        f"{row.what} | {row.default} | {row.when_full}"
+        for first, names in WHERE.items()
+        for row in ROWS
+        if row.what.startswith(first) and any(name.startswith(each) for each in names.split())
+    ]
+    assert any(stands(words, text) for words in texts for text in forms(constant, value))
+
+
+def test_the_constants_that_are_no_limits_exist() -> None:
+    assert set(CONSTANTS) >= NOT_LIMITS

@@ -13,7 +13,7 @@ from kvrouter.planes.requests.awake import AwakeClock
 from kvrouter.planes.requests.legs import Place
 from kvrouter.planes.requests.port import RequestServer
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
-from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
+from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S, UNREAD_MAX_BYTES
 from kvrouter.planes.requests.tcp.frames import goodbye
 from kvrouter.planes.requests.tcp.hello import Secret, greeting, new_nonce
 from kvrouter.planes.requests.tcp.worker_end import Served, WorkerEnd, WorkerLimits
@@ -55,7 +55,7 @@ class TcpRequestAcceptor:
         descriptors_max: int = sys.maxsize,
         unauthenticated_max: int = UNAUTHENTICATED_MAX,
         streams_max: int = 8192,
-        write_max_bytes: int = 128 * 1024 * 1024,
+        write_max_bytes: int = UNREAD_MAX_BYTES,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._advertised = told_host(host, advertise_host)

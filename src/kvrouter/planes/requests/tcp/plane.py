@@ -8,7 +8,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.requests import EngineRequest
 from kvrouter.planes.requests.port import AliveSink, WorkerUnreachable
 from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
-from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S
+from kvrouter.planes.requests.tcp.connection import CLOSE_WITHIN_S, UNREAD_MAX_BYTES
 from kvrouter.planes.requests.tcp.hello import Secret
 from kvrouter.planes.requests.tcp.link import Backoff, Link
 from kvrouter.planes.requests.tcp.router_end import RouterEnd, RouterLimits
@@ -45,7 +45,7 @@ class TcpRequestPlane:
         retry_most_s: float = 5.0,
         stream_credit_tokens: int = 1024,
         streams_max: int = 8192,
-        write_max_bytes: int = 128 * 1024 * 1024,
+        write_max_bytes: int = UNREAD_MAX_BYTES,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         if stream_credit_tokens < 1:
