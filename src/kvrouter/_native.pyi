@@ -33,7 +33,8 @@ class JsonBounds:
     (``nvext.token_data`` is one of an object in it): they count as ``numbers``, and as nothing else.
     ``text_bytes`` bounds all strings that are not plain ASCII, as they are written or as Python holds them,
     whichever is more. ``short_bytes`` bounds each string in the outermost object's ``short_fields``,
-    ``key_bytes`` one name, ``number_bytes`` one number: these as they are written.
+    ``key_bytes`` one name, ``number_bytes`` one number: these as they are written. ``blanks_in_row`` bounds
+    each run of blanks outside of strings, ``blanks`` all of them together.
     """
 
     def __new__(
@@ -47,6 +48,8 @@ class JsonBounds:
         short_bytes: int,
         key_bytes: int,
         number_bytes: int,
+        blanks_in_row: int,
+        blanks: int,
         number_fields: Sequence[str],
         short_fields: Sequence[str],
     ) -> JsonBounds: ...

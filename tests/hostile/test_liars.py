@@ -134,6 +134,11 @@ async def test_a_liars_card_changes_nothing_of_what_clients_may_ask_alive_or_dea
             await liar.grows(context_length=10**9)  # and now it can do everything
             for _ in range(8):
                 assert await status(frontend) == 200, "nothing of what others can do is only its own"
+
+            async def is_too_long() -> bool:
+                return await status(frontend, prompt="a" * 59_000_000) == 413
+
+            await eventually(is_too_long)
         for _ in range(8):
             assert await status(frontend) == 200
         longer = await status(frontend, max_tokens=before["max_model_len"])

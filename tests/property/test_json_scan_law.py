@@ -1,6 +1,8 @@
 """The native scan and Python's own parser agree on what is JSON, and on how much of it there is."""
 
+import itertools
 import json
+import re
 from array import array
 from dataclasses import dataclass
 
@@ -26,13 +28,22 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(KEYS, inner, max_size=5),
     max_leaves=25,
 )
+BLANKS = st.text(alphabet=" \n\r\t", max_size=5)
 LAYOUTS = st.sampled_from([{}, {"indent": 2}, {"separators": (",", ":")}, {"ensure_ascii": False}])
 
 
 MANY = 10**6
 
 
-def bounds(*, depth: int = MANY, values: int = MANY, items: int = MANY, numbers: int = MANY) -> JsonBounds:
+def bounds(
+    *,
+    depth: int = MANY,
+    values: int = MANY,
+    items: int = MANY,
+    numbers: int = MANY,
+    blanks_in_row: int = MANY,
+    blanks: int = MANY,
+) -> JsonBounds:
     return JsonBounds(
         depth=depth,
         values=values,
@@ -42,6 +53,8 @@ def bounds(*, depth: int = MANY, values: int = MANY, items: int = MANY, numbers:
         short_bytes=MANY,
         key_bytes=MANY,
         number_bytes=MANY,
+        blanks_in_row=blanks_in_row,
+        blanks=blanks,
         number_fields=TOKEN_FIELDS,
         short_fields=("nvext",),
     )
@@ -172,6 +185,18 @@ def test_a_bound_is_passed_exactly_when_it_is(
     )
     within = bounds(depth=depth, values=values, items=items, numbers=numbers)
     assert passes(json.dumps(value).encode(), within) == fits
+
+
+@given(VALUES, st.lists(BLANKS, min_size=1), st.integers(0, 4), st.integers(0, 40))
+def test_blanks_are_counted_outside_of_strings_only(
+    value: object, between: list[str], blanks_in_row: int, blanks: int
+) -> None:
+    tokens = re.findall(r'"(?:[^"\\]|\\.)*"|[^\s,:"\[\]{}]+|[,:\[\]{}]', json.dumps(value))
+    runs = [run for run, _ in zip(itertools.cycle(between), range(len(tokens) + 1), strict=False)]
+    data = "".join(run + token for run, token in zip(runs, [*tokens, ""], strict=True)).encode()
+    assert json.loads(data) == json.loads(json.dumps(value))
+    fits = max(map(len, runs)) <= blanks_in_row and sum(map(len, runs)) <= blanks
+    assert passes(data, bounds(blanks_in_row=blanks_in_row, blanks=blanks)) == fits
 
 
 def _numbers(value: object) -> int:

@@ -72,6 +72,7 @@ async def open_house(
     config: KvRouterConfig | None = None,
     settings: FrontendSettings | None = None,
     settle_s: float = SETTLE_S,
+    text: TextModel | None = None,
 ) -> AsyncIterator[House]:
     """A started front door on a free port; drained at the end. ``plane`` replaces the scripted one."""
     scripted = ScriptedPlane(script)
@@ -79,7 +80,7 @@ async def open_house(
     await bench.start(*cards)
     door = FrontDoor(
         bench.service,
-        {MODEL: mock_text()},
+        {MODEL: text or mock_text()},
         settings=settings or FrontendSettings(),
         telemetry=bench.telemetry,
         settle_s=settle_s,

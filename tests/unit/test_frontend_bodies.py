@@ -12,12 +12,13 @@ from msgspec import structs
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import WorkerCard
 from kvrouter.frontend import bodies
 from kvrouter.frontend.bodies import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_LOOP_BYTES, PAGE_BYTES_MAX
 from kvrouter.frontend.openai import parse
-from kvrouter.frontend.openai.scanned import BodyBounds, ScannedBody, scanned
+from kvrouter.frontend.openai.scanned import NUMBERS_MIN, BodyBounds, ScannedBody, scanned
 from kvrouter.text.encode_pool import EncodeLimits, EncodePool, PromptOverBudget
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
@@ -73,6 +74,21 @@ async def test_the_longest_context_counts_also_where_no_tokenizer_is_here() -> N
     async with open_house(own(1), own(2, model="other", context=1_000_000)) as house:
         assert await refusal(house, CHAT, 12_000_000) is None
         assert await refusal(house, CHAT, BESIDE_PROMPT_BYTES + 12_000_001) is not None
+
+
+@pytest.mark.parametrize("model", [MODEL, "other"])
+async def test_the_context_of_a_worker_that_does_not_answer_does_not_count(model: str) -> None:
+    longer = own(2, model=model, context=1_000_000)
+    text = replace(mock_text(), context_length_tokens=1_000_000)  # as of the longest card, whoever has it
+    ids = b'{"model":"%s","prompt":[%s1]}' % (MODEL.encode(), b"1," * NUMBERS_MIN)
+    async with open_house(own(1), own(3, model=model), longer, text=text, script=says("ok")) as house:
+        assert await refusal(house, CHAT, DERIVED_BYTES + 1) is None
+        reply = await house.http.post("/v1/completions", content=ids)
+        assert "body_over_bounds" not in reply.text
+        house.bench.service.model(ModelName(model)).fleet.set_alive(WorkerId(2), False)
+        assert await refusal(house, CHAT, DERIVED_BYTES + 1) is not None
+        refused = error_of(await house.http.post("/v1/completions", content=ids))
+        assert refused["code"] == "body_over_bounds"
 
 
 @pytest.mark.parametrize("cards", [(), (own(2), taking_calls()), (taking_calls(),)])

@@ -1,5 +1,6 @@
 """Bodies that are wrong, each with the field that the error names; and what good ones mean."""
 
+import json
 from array import array
 
 import msgspec
@@ -8,6 +9,7 @@ import pytest
 from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.decode import SHOWN_CHARS_MAX
 from kvrouter.frontend.openai.parse import ChatCall, CompletionCall
@@ -17,7 +19,9 @@ from kvrouter.frontend.openai.scanned import (
     NUMBERS_MIN,
     SHORT_BYTES_MAX,
     TEXT_BYTES_MAX,
+    BodyBounds,
     BodyOverBounds,
+    scanned,
 )
 from kvrouter.frontend.openai.wishes import TAINT_CHARS_MAX, TAINTS_MAX
 from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passed
@@ -395,6 +399,8 @@ LIST = b'{"model":"m","messages":[{"role":"user","content":"a"}],"%s":[%s]}'
         (LIST % (b"tools", b'"' + b"a" * 5000 + b"\\n" * TEXT_BYTES_MAX + b'"'), "tools", "text_bytes"),
         (LIST % (b"nvext", b'{"a":"' + b"a" * SHORT_BYTES_MAX + b'"}'), "nvext[0].a", "short_bytes"),
         (LIST % (b"tools", b'{"' + b"a" * 5000 + b'":1}'), "tools[0]", "key_bytes"),
+        (LIST % (b"tools", b" " * (BLANKS_IN_ROW_MAX + 1)), "tools", "blanks"),
+        (LIST % (b"tools", b"1," + (b" " * 60_000 + b"1,") * 69 + b" " * 60_000), "tools", "blanks"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -416,10 +422,28 @@ def test_names_of_fields_mean_the_same_however_they_are_written() -> None:
     assert caught.value.param == "kv_transfer_params"
 
 
-@pytest.mark.parametrize("prompt", ["[{}[1]]", "[[{}1]]", "[{}1]", '[{}"a"]', "[[1]{}]"])
-def test_blanks_in_a_list_of_prompts_are_bounded(prompt: str) -> None:
-    few = b'{"model":"mock","prompt":' + prompt.format(" " * 60_000).encode() + b"}"
-    assert parse_completion(few).prompt
-    many = b'{"model":"mock","prompt":' + prompt.format(" " * 70_000).encode() + b"}"
-    with pytest.raises(InvalidRequest, match=r"^prompt: more than 65536 blanks"):
-        parse_completion(many)
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{}{"model":"mock","prompt":[[1]]}',
+        '{"model":"mock","prompt":[[1]]}{}',
+        '{"model":"mock","prompt":{}[[1]]}',
+        '{"model":"mock","prompt":[{}[1]]}',
+        '{"model":"mock","prompt":[[{}1]]}',
+        '{"model":"mock","prompt":[[1]{}]}',
+        '{"model":"mock","prompt":[{}1]}',
+        '{"model":"mock","prompt":[{}"a"]}',
+        '{"model":"mock","prompt":"a","nvext":{{}}}',
+    ],
+)
+def test_blanks_are_bounded_wherever_they_are(body: str) -> None:
+    assert parse_completion(body.replace("{}", " " * BLANKS_IN_ROW_MAX, 1).encode()).prompt
+    with pytest.raises(BodyOverBounds, match="more than 65536 blanks in a row") as caught:
+        parse_completion(body.replace("{}", " " * (BLANKS_IN_ROW_MAX + 1), 1).encode())
+    assert caught.value.bound == "blanks"
+
+
+def test_an_indented_body_of_a_million_token_ids_is_read() -> None:
+    ids = json.dumps({"model": "m", "prompt": [[1] * 1_000_000]}, indent=2).encode()
+    assert ids.count(b" ") > BLANKS_MAX
+    assert scanned(ids, BodyBounds(numbers=1_000_000)).fields

@@ -25,6 +25,10 @@ pub struct Limits {
     pub key_bytes: usize,
     /// Bytes of a number.
     pub number_bytes: usize,
+    /// Blanks between two tokens of JSON, before the first one and behind the last.
+    pub blanks_in_row: usize,
+    /// All blanks outside of strings.
+    pub blanks: usize,
     /// Fields of the outermost object, and with a dot of an object in it, that hold lists of token ids.
     pub number_fields: Vec<Vec<u8>>,
     /// Fields of the outermost object that hold no long string.
@@ -43,6 +47,7 @@ pub enum Fault {
     ShortBytes,
     KeyBytes,
     NumberBytes,
+    Blanks,
 }
 
 /// Why a text is refused, the byte where that showed, and the path of the field: `messages[2].content`.
@@ -92,6 +97,7 @@ pub fn scan(text: &[u8], limits: &Limits) -> Result<Scanned, Refused> {
         frames: Vec::new(),
         in_numbers: false,
         in_short: false,
+        blanks_left: limits.blanks,
         found: Scanned::default(),
     };
     match scanner.run() {
@@ -116,16 +122,17 @@ struct Scanner<'a> {
     frames: Vec<Frame>,
     in_numbers: bool,
     in_short: bool,
+    blanks_left: usize,
     found: Scanned,
 }
 
 impl Scanner<'_> {
     fn run(&mut self) -> Result<(), Fault> {
-        self.skip_space();
+        self.skip_space()?;
         let mut is_open = self.value()?;
         // Each turn a value has ended, or a container has just been opened.
         while let Some(is_object) = self.frames.last().map(|frame| frame.is_object) {
-            self.skip_space();
+            self.skip_space()?;
             let close = if is_object { b'}' } else { b']' };
             match self.peek() {
                 Some(byte) if byte == close => {
@@ -137,7 +144,7 @@ impl Scanner<'_> {
                 }
                 Some(b',') if !is_open => {
                     self.at += 1;
-                    self.skip_space();
+                    self.skip_space()?;
                 }
                 Some(_) if is_open => {}
                 Some(_) => return Err(Fault::Syntax("a comma or the end of the list or object is missing")),
@@ -151,7 +158,7 @@ impl Scanner<'_> {
                 self.end_field();
             }
         }
-        self.skip_space();
+        self.skip_space()?;
         if self.at < self.text.len() {
             return Err(Fault::Syntax("something follows the end"));
         }
@@ -163,10 +170,17 @@ impl Scanner<'_> {
     }
 
     #[inline]
-    fn skip_space(&mut self) {
+    fn skip_space(&mut self) -> Result<(), Fault> {
+        let most = self.limits.blanks_in_row.min(self.blanks_left);
+        let begin = self.at;
         while let Some(b' ' | b'\n' | b'\r' | b'\t') = self.peek() {
+            if self.at - begin == most {
+                return Err(Fault::Blanks);
+            }
             self.at += 1;
         }
+        self.blanks_left -= self.at - begin;
+        Ok(())
     }
 
     /// Takes one value, or the beginning of a container; returns whether it is one.
@@ -225,12 +239,12 @@ impl Scanner<'_> {
         if key.len() > self.limits.key_bytes {
             return Err(Fault::KeyBytes);
         }
-        self.skip_space();
+        self.skip_space()?;
         if self.peek() != Some(b':') {
             return Err(Fault::Syntax("a colon is missing"));
         }
         self.at += 1;
-        self.skip_space();
+        self.skip_space()?;
         if self.frames.len() == 1 {
             let name = &self.text[key.clone()];
             self.in_numbers = self.limits.number_fields.iter().any(|field| field == name);
@@ -377,12 +391,14 @@ impl Scanner<'_> {
         Ok(())
     }
 
-    /// The path of what is refused: of the list or object that is too long or too deep, of the outermost
-    /// field for what is counted over all, else of the value itself.
+    /// The path of what is refused: of the list or object that is too long or too deep or holds the blanks,
+    /// of the outermost field for what is counted over all, else of the value itself.
     fn path(&self, fault: Fault) -> String {
         let frames = match fault {
             Fault::Values | Fault::Numbers | Fault::TextBytes => &self.frames[..self.frames.len().min(1)],
-            Fault::Items | Fault::KeyBytes => &self.frames[..self.frames.len().saturating_sub(1)],
+            Fault::Items | Fault::KeyBytes | Fault::Blanks => {
+                &self.frames[..self.frames.len().saturating_sub(1)]
+            }
             _ => &self.frames[..],
         };
         let mut path = Vec::new();
@@ -485,6 +501,8 @@ mod tests {
             short_bytes: 12,
             key_bytes: 8,
             number_bytes: 10,
+            blanks_in_row: 4,
+            blanks: 10,
             number_fields: vec![b"prompt".to_vec(), b"x.ids".to_vec()],
             short_fields: vec![b"s".to_vec()],
         }
@@ -536,6 +554,29 @@ mod tests {
         assert_eq!(refused(r#"{"x":{"ids":[1,2,3,4,5,6,7]}}"#), (Fault::Numbers, "x".into()));
         assert_eq!(refused(r#"{"x":{"ids":1,"id":[1,2,3,4,5,6]}}"#), (Fault::Items, "x.id".into()));
         assert!(scan(br#"{"prompt":[1,2,3,4,5,6]}"#, &limits()).is_ok());
+    }
+
+    #[test]
+    fn blanks_are_bounded_in_a_row_and_in_all() {
+        for (text, path) in [
+            ("{}1", ""),
+            ("1{}", ""),
+            ("{{}\"a\":1}", ""),
+            ("{\"a\"{}:1}", ""),
+            ("{\"a\":{}1}", ""),
+            ("{\"a\":1{}}", ""),
+            ("{\"a\":[{}1]}", "a"),
+            ("{\"a\":[1{},2]}", "a"),
+            ("{\"a\":[1,{}2]}", "a"),
+            ("{\"a\":[{{}}]}", "a[0]"),
+            ("{\"a\":{\"b\":1,{}\"c\":1}}", "a"),
+        ] {
+            let with = |blanks| text.replacen("{}", blanks, 1);
+            assert!(scan(with(" \n\r\t").as_bytes(), &limits()).is_ok(), "{text}");
+            assert_eq!(refused(&with("     ")), (Fault::Blanks, path.into()), "{text}");
+        }
+        assert!(scan(br#"{"a":[1,   1,    1   ],"b":"           "}"#, &limits()).is_ok());
+        assert_eq!(refused(r#"{"a":[1,   1,    1   ,1 ]}"#), (Fault::Blanks, "a".into()));
     }
 
     #[test]

@@ -17,7 +17,7 @@ pub struct JsonBounds(json::Limits);
 impl JsonBounds {
     #[new]
     #[allow(clippy::too_many_arguments)]
-    #[pyo3(signature = (*, depth, values, items, numbers, text_bytes, short_bytes, key_bytes, number_bytes, number_fields, short_fields))]
+    #[pyo3(signature = (*, depth, values, items, numbers, text_bytes, short_bytes, key_bytes, number_bytes, blanks_in_row, blanks, number_fields, short_fields))]
     fn new(
         depth: usize,
         values: usize,
@@ -27,6 +27,8 @@ impl JsonBounds {
         short_bytes: usize,
         key_bytes: usize,
         number_bytes: usize,
+        blanks_in_row: usize,
+        blanks: usize,
         number_fields: Vec<String>,
         short_fields: Vec<String>,
     ) -> Self {
@@ -39,6 +41,8 @@ impl JsonBounds {
             short_bytes,
             key_bytes,
             number_bytes,
+            blanks_in_row,
+            blanks,
             number_fields: number_fields.into_iter().map(String::into_bytes).collect(),
             short_fields: short_fields.into_iter().map(String::into_bytes).collect(),
         })
@@ -96,6 +100,7 @@ fn refusal(refused: &Refused) -> PyErr {
         Fault::ShortBytes => ("short_bytes", ""),
         Fault::KeyBytes => ("key_bytes", ""),
         Fault::NumberBytes => ("number_bytes", ""),
+        Fault::Blanks => ("blanks", ""),
     };
     JsonRefused::new_err((kind, refused.path.clone(), refused.at, what))
 }

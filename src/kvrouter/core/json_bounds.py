@@ -6,7 +6,11 @@ memory. The scan holds no object and gives the interpreter up, so other work goe
 
 from kvrouter._native import JsonBounds, token_ids
 
-__all__ = ["JsonBounds", "JsonRefused", "token_ids"]
+__all__ = ["BLANKS_IN_ROW_MAX", "BLANKS_MAX", "JsonBounds", "JsonRefused", "token_ids"]
+
+BLANKS_IN_ROW_MAX = 64 * 1024
+BLANKS_MAX = 4 * 1024 * 1024
+"""Outside of strings. Decoders skip them under the interpreter's lock, 2 ms a megabyte each time."""
 
 
 class JsonRefused(ValueError):

@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
-from kvrouter.fleet import Fleet
 from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.observed import FrontObserved
 from kvrouter.frontend.openai.scanned import NUMBERS_MIN, BodyBounds, BodyOverBounds, ScannedBody, scanned
+from kvrouter.frontend.prepare import served_text
 from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
 
@@ -96,15 +96,15 @@ class Bodies:
         if self._settings.body_max_bytes is not None:
             return BodyLimit(self._settings.body_max_bytes, "as KVROUTER_BODY_MAX_BYTES says")
         needed_bytes: list[int] = []
-        seen: set[ModelName] = set()
         for model in self._service.models():
-            seen.add(model.fleet.model)
-            needed_bytes.append(TOKEN_ID_BYTES * _context_tokens(model.fleet))
+            needed_bytes.append(TOKEN_ID_BYTES * (model.fleet.context_length_tokens or 0))
             if model.fleet.takes_calls:
                 needed_bytes.append(BODY_BYTES_MAX)  # its calls may hold pictures, of which nobody here knows
         for name, text in self._texts.items():
             # Of a model without any worker so far nobody knows whether it takes calls.
-            needed_bytes.append(_needed_bytes(text) if name in seen else BODY_BYTES_MAX)
+            router = self._service.find(name)
+            needed = BODY_BYTES_MAX if router is None else _needed_bytes(served_text(text, router))
+            needed_bytes.append(needed)
         most_bytes = max(needed_bytes, default=BODY_BYTES_MAX)
         return BodyLimit(
             min(BODY_BYTES_MAX, BESIDE_PROMPT_BYTES + most_bytes),
@@ -123,8 +123,9 @@ class Bodies:
         """The bounds of a long body: as many token ids as the longest context here holds."""
         if self._settings.body_max_token_ids is not None or len(data) < 2 * NUMBERS_MIN:
             return self._bounds
-        contexts = [text.context_length_tokens for text in self._texts.values()]
-        contexts += [_context_tokens(model.fleet) for model in self._service.models()]
+        texts = (served_text(text, self._service.find(name)) for name, text in self._texts.items())
+        contexts = [text.context_length_tokens for text in texts]
+        contexts += [model.fleet.context_length_tokens or 0 for model in self._service.models()]
         numbers = min(NUMBERS_MAX, max(NUMBERS_MIN, *contexts, 0))
         return replace(self._bounds, numbers=numbers)
 
@@ -133,7 +134,3 @@ def _needed_bytes(text: TextModel) -> int:
     """How long the text of a prompt may be in JSON."""
     chars = max(text.prompt_max_chars, TOKEN_CHARS_MIN * text.context_length_tokens)
     return max(ESCAPED_BYTES_PER_BYTE * chars, TOKEN_ID_BYTES * text.context_length_tokens)
-
-
-def _context_tokens(fleet: Fleet) -> int:
-    return max((card.context_length for card in fleet), default=0)

@@ -42,6 +42,16 @@ class CalledModel(NamedTuple):
     router: ModelRouter
 
 
+def served_text(text: TextModel, router: ModelRouter | None) -> TextModel:
+    """Return ``text`` with the longest context of the workers who may answer, or with its own where that is
+    shorter: no single worker's card decides for all.
+    """
+    context_tokens = None if router is None else router.fleet.context_length_tokens
+    if context_tokens is None or context_tokens >= text.context_length_tokens:
+        return text
+    return dataclasses.replace(text, context_length_tokens=context_tokens)
+
+
 class Hall:
     """One way in, for requests that are sent and for those that are only explained."""
 
@@ -111,17 +121,12 @@ class Hall:
     def text(self, model: ModelName) -> TextModel:
         """Return what turns the model's text into tokens; raise :class:`ModelNotReady` if it is not here.
 
-        Its context is the longest of the workers who may answer, or what was set: no single worker's card
-        decides for all.
+        Its context is the one that :func:`served_text` says.
         """
         text = self._texts.get(model)
         if text is None:
             raise ModelNotReady(f"model: the tokenizer of {model!r} is not loaded here", param="model")
-        served = self._service.find(model)
-        context_tokens = None if served is None else served.fleet.context_length_tokens
-        if context_tokens is None or context_tokens >= text.context_length_tokens:
-            return text
-        return dataclasses.replace(text, context_length_tokens=context_tokens)
+        return served_text(text, self._service.find(model))
 
     async def prepare_passed(
         self, passed: PassedCall, called: CalledModel, text: TextModel, request_id: RequestId

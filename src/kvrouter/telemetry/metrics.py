@@ -395,7 +395,7 @@ class Telemetry(MetricsPage):
     bodies_refused = counter(
         "kvrouter_bodies_refused",
         "Bodies that hold more than their bounds allow: depth, values, items, numbers, text_bytes, "
-        "short_bytes, key_bytes or number_bytes.",
+        "short_bytes, key_bytes, number_bytes or blanks.",
         "bound",
     )
     build_info = gauge("kvrouter_build_info", "1, with the version that runs.", "version")

@@ -7,7 +7,7 @@ from operator import is_
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.json_bounds import JsonBounds, JsonRefused
+from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused
 
 MESSAGES_MAX = 4_096
 ARGUMENT_VALUES_MAX = 65_536
@@ -23,6 +23,8 @@ _BOUNDS = JsonBounds(
     short_bytes=0,
     key_bytes=4_096,
     number_bytes=512,
+    blanks_in_row=BLANKS_IN_ROW_MAX,
+    blanks=BLANKS_MAX,
     number_fields=(),
     short_fields=(),
 )

@@ -24,10 +24,7 @@ _MESSAGES = msgspec.json.Decoder(list[dict[str, object]])
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
 _LIST = re.compile(rb"\[\s*+(?P<inner>\[\s*+)?+(?P<first>[^\s\[])")
-_FOLLOWING = re.compile(rb"\s*+(?P<byte>\S)")
-BLANKS_MAX_BYTES = 64 * 1024
-"""Of a list of prompts: before its first element, and behind the first inner list. Blanks are skipped under
-the interpreter's lock, 2 ms a megabyte."""
+_END = re.compile(rb"\s*+\]")
 
 
 class Prompt(NamedTuple):
@@ -52,18 +49,13 @@ def read_prompt(data: bytes, begin: int, end: int, *, at: str) -> Prompt:
 
     Raises :class:`InvalidRequest` naming the field, or an element of it.
     """
-    written = _LIST.match(data, begin, min(end, begin + BLANKS_MAX_BYTES))
+    written = _LIST.match(data, begin, end)
     if written is None:
-        if data.startswith(b"[", begin) and end - begin > BLANKS_MAX_BYTES:
-            raise _too_many_blanks(at)
         return Prompt(_decoded(_TEXT, memoryview(data)[begin:end], at))
     first = written["first"]
     if written["inner"]:
         content, list_end = read_token_ids(data, written.start("inner"), at=f"{at}[0]")
-        following = _FOLLOWING.match(data, list_end, list_end + BLANKS_MAX_BYTES)
-        if following is None:
-            raise _too_many_blanks(at)
-        return Prompt(content, is_only=following["byte"] == b"]")
+        return Prompt(content, is_only=_END.match(data, list_end) is not None)
     if first == b'"':
         texts = _decoded(_TEXTS, memoryview(data)[begin:end], at)
         return Prompt(texts[0], is_only=len(texts) == 1)
@@ -92,7 +84,3 @@ def _decoded(decoder: "msgspec.json.Decoder[Content]", data: memoryview, at: str
         return decoder.decode(data)
     except msgspec.DecodeError as error:
         raise named_error(str(error), at=at) from None
-
-
-def _too_many_blanks(at: str) -> InvalidRequest:
-    return InvalidRequest(f"{at}: more than {BLANKS_MAX_BYTES} blanks in a row", param=at)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.core.json_bounds import JsonBounds, JsonRefused
+from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused
 
 DEPTH_MAX = 64
 VALUES_MAX = 65_536
@@ -24,6 +24,9 @@ TEXT_BYTES_MAX = 16 * 1024 * 1024
 SHORT_BYTES_MAX = 16_384
 KEY_BYTES_MAX = 4_096
 NUMBER_BYTES_MAX = 512
+BLANKS_PER_NUMBER = 8
+"""A list of token ids that is indented has about as many before each."""
+
 SHOWN_BYTES_MAX = 16
 TOKEN_FIELDS = ("prompt", "token_ids", "nvext.token_data")
 SHORT_FIELDS = ("nvext",)
@@ -58,6 +61,11 @@ class BodyBounds:
     """Strings that are not plain ASCII, as pictures are: as they are written or as Python holds them,
     whichever is more. To decode a megabyte stops everybody for some 3 ms, and one wide character lets each
     of its string take four bytes."""
+
+    @property
+    def blanks(self) -> int:
+        """Blanks outside of strings: those of an indented body with as many token ids as may be."""
+        return max(BLANKS_MAX, BLANKS_PER_NUMBER * self.numbers)
 
 
 class ScannedBody(NamedTuple):
@@ -112,6 +120,8 @@ def _native(bounds: BodyBounds) -> JsonBounds:
         short_bytes=SHORT_BYTES_MAX,
         key_bytes=KEY_BYTES_MAX,
         number_bytes=NUMBER_BYTES_MAX,
+        blanks_in_row=BLANKS_IN_ROW_MAX,
+        blanks=bounds.blanks,
         number_fields=TOKEN_FIELDS,
         short_fields=SHORT_FIELDS,
     )
@@ -135,5 +145,7 @@ def _refusal(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRe
         "short_bytes": f"a text is longer than {SHORT_BYTES_MAX} bytes",
         "key_bytes": f"a field's name is longer than {KEY_BYTES_MAX} bytes",
         "number_bytes": f"a number is longer than {NUMBER_BYTES_MAX} bytes",
+        "blanks": f"with these the body holds more than {BLANKS_IN_ROW_MAX} blanks in a row, "
+        f"or {bounds.blanks} in all",
     }[refused.kind]
     return BodyOverBounds(f"{path}: {over}" if path else over, param=path or None, bound=refused.kind)
