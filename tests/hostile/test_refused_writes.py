@@ -3,11 +3,15 @@
 import asyncio
 from typing import Any
 
+from tests.hostile.meter import Meter
 from tests.support.nats_server import NatsServer
 from tests.support.processes import Frontend, eventually, fleet
 from tests.support.served import words
 
 LEASE_S = 2.0
+FROZEN_CPU_MAX = 0.1
+"""Of one core for the frontend's event loop while nothing is written: a hundredth was seen."""
+
 BODY = {"model": "mock", "prompt": words(n=70), "max_tokens": 2}
 
 
@@ -52,6 +56,8 @@ async def test_a_store_that_takes_no_writes_freezes_the_fleet_and_a_worker_that_
         await eventually(is_well)
         own_nats.refuse_writes()
         await eventually(is_frozen)
+        loop, meter = asyncio.get_running_loop(), Meter(frontend.pid)
+        frozen_s, before_s = loop.time(), meter.loop_cpu_s()
         assert await is_served(frontend)
         workers[0].pause()
         await eventually(is_silent)
@@ -63,6 +69,7 @@ async def test_a_store_that_takes_no_writes_freezes_the_fleet_and_a_worker_that_
         await asyncio.sleep(2 * LEASE_S)  # nats-server goes on refusing until it starts again
         assert await is_frozen()
         assert await all_answer()
+        assert meter.loop_cpu_s() - before_s < FROZEN_CPU_MAX * (loop.time() - frozen_s)
         own_nats.restart()
         await eventually(is_well)
         assert await is_served(frontend)

@@ -33,7 +33,7 @@ COMMANDS = (
 )
 
 
-async def test_a_fleet_serves_whatever_services_are_called() -> None:
+async def test_a_fleet_serves_and_ends_in_good_order_whatever_services_are_called() -> None:
     prompt = word_ids(first=1, n=64)
     body = {"model": "mock", "prompt": prompt, "max_tokens": 4, "temperature": 0}
     async with fleet(TOLD) as processes:
@@ -44,6 +44,8 @@ async def test_a_fleet_serves_whatever_services_are_called() -> None:
             await eventually(partial(is_served, frontend))
             answer = (await frontend.http.post("/v1/completions", json=body)).raise_for_status().json()
             assert answer["choices"][0]["text"] == expected_text(prompt, 4)
+        for running in reversed(processes.processes):
+            assert await running.stop() == 0, running.name
 
 
 async def is_served(frontend: Frontend) -> bool:

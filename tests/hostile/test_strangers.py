@@ -9,12 +9,16 @@ import httpx
 import pytest
 
 from kvrouter.assembly.lifetime import allow_many_files
+from tests.hostile.meter import Meter
 from tests.support.processes import Frontend, Running, eventually, fleet, free_ports
 from tests.support.served import words
 
 STRANGERS = 1_100
 AGAIN_AFTER_S = 5.0
 READY_WITHIN_S = 5.0
+CPU_MAX = 0.5
+"""Of one core for the worker while they come and go: 0.04 were seen on a busy machine, of all its threads."""
+
 BODY = {"model": "mock", "prompt": words(n=70), "max_tokens": 2}
 
 
@@ -81,6 +85,8 @@ async def test_a_new_frontend_reaches_a_worker_before_whose_door_strangers_stand
     async with fleet(planes) as processes:
         worker = await processes.worker("--worker-id", "1")
         loop = asyncio.get_running_loop()
+        meter = Meter(worker.pid)
+        came_s, before_s = loop.time(), meter.loop_cpu_s()
         async with crowd_at(port_of(worker)) as crowd:
             frontend = await processes.frontend()
             began_s = loop.time()
@@ -91,6 +97,7 @@ async def test_a_new_frontend_reaches_a_worker_before_whose_door_strangers_stand
             while crowd.rounds < n_rounds + 1:  # they come again, and take nobody's place
                 assert await is_served(frontend)
                 await asyncio.sleep(0.1)
+            assert meter.loop_cpu_s() - before_s < CPU_MAX * (loop.time() - came_s)
         assert worker.lines().count("have not said who they are") == 1, "told once a minute"
 
 
@@ -99,9 +106,11 @@ async def test_kv_events_and_health_are_told_while_strangers_stand_before_their_
     port, health_port = free_ports(3), free_ports(1)
     planes = {"KVROUTER_PLANE_TOKEN": "a token", "DYN_EVENT_PLANE": "zmq"}
     async with fleet(planes) as processes:
-        await processes.worker(
+        worker = await processes.worker(
             *("--worker-id", "1", "--listen-port", str(port), "--health-port", str(health_port))
         )
+        loop, meter = asyncio.get_running_loop(), Meter(worker.pid)
+        came_s, before_s = loop.time(), meter.cpu_s()
         async with crowd_at(port + 1), crowd_at(port + 2), crowd_at(health_port):
             frontend = await processes.frontend()
             await eventually(lambda: is_served(frontend))
@@ -115,3 +124,4 @@ async def test_kv_events_and_health_are_told_while_strangers_stand_before_their_
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{health_port}") as http:
                 for path in ("/health", "/accepting"):
                     assert (await http.get(path)).status_code == 200
+            assert meter.cpu_s() - before_s < CPU_MAX * (loop.time() - came_s)
