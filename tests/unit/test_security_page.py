@@ -161,7 +161,7 @@ WHERE = {
     "body of a request": "frontend.bodies.BODY",
     "body of an operators' route": "frontend.bodies.PAGE",
     "what a body may become": "frontend.openai.scanned",
-    "blanks in a list": "frontend.openai.prompts",
+    "blanks outside": "core.json_bounds",
     "requests that wait for a decode": "service.waiting",
     "a field's name": "frontend.openai.scanned",
     "messages of a chat": "text.messages text.stops frontend.openai.wishes frontend.openai.nvext",
