@@ -46,8 +46,8 @@ class Watched(Generic[G]):
         self._groups: dict[G, dict[Key, Manifest]] = {}
         self._version = ""
         self._is_lost = False
-        self._has_watched = False
-        """Whether a watch has lasted since the last list."""
+        self._has_listed_anew = False
+        """Whether a 410 was answered by a list since a watch last lasted: a second one counts as a loss."""
         self._delay_s = retry_s
         self.synced = asyncio.Event()
         """Set once all that is there was seen."""
@@ -74,7 +74,8 @@ class Watched(Generic[G]):
             except ClusterError as error:
                 if not isinstance(error, ClusterLost):
                     self._version = ""  # what a watch was refused for, a new list may mend
-                if isinstance(error, Refused) and error.status == GONE and self._has_watched:
+                if isinstance(error, Refused) and error.status == GONE and not self._has_listed_anew:
+                    self._has_listed_anew = True
                     continue
                 if not self._is_lost:
                     self._lost(error)
@@ -84,7 +85,7 @@ class Watched(Generic[G]):
 
     def _found(self) -> None:
         """It is watched."""
-        self._has_watched = True
+        self._has_listed_anew = False
         if self._is_lost:
             self._is_lost, self._delay_s = False, self._retry_s
             self._lost(None)
@@ -98,7 +99,7 @@ class Watched(Generic[G]):
             known = self._objects.get(key)
             if known is None or version_of(known) != version_of(manifest):
                 self._put(manifest)
-        self._version, self._has_watched = found.version, False
+        self._version = found.version
         self.synced.set()
 
     async def _follow(self) -> None:
