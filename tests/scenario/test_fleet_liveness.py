@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import NoEligibleWorker, Reason
-from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.events import KvBatch
+from kvrouter.core.ids import Epoch, EventId, WorkerId
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.frontend.fleet_page import fleet_json
@@ -156,14 +157,19 @@ async def test_each_worker_of_a_mixed_fleet_is_heard_and_asked_on_its_own_lane()
 
 async def test_what_another_lane_brings_of_a_worker_does_not_count() -> None:
     lanes = Lanes()
+    batches: list[KvBatch] = []
     loads: list[LoadReport] = []
-    lanes.both.subscribe(lambda _batch: None, loads.append)
+    lanes.both.subscribe(batches.append, loads.append)
     lanes.both.follow(on(EventLane.ZMQ, 1))
-    report = LoadReport(card(1).ranks()[0], 3, 9)
+    rank = card(1).ranks()[0]
+    batch, report = KvBatch(rank, Epoch(1), EventId(0), ()), LoadReport(rank, 3, 9)
     lanes.stream.load(report)
-    assert (loads, lanes.foreign) == ([], [(EventLane.JETSTREAM, DropReason.OTHER_LANE)])
+    assert (loads, lanes.foreign) == ([], []), "both lanes of NATS hear the loads of all workers"
+    lanes.stream.batch(batch)
+    assert (batches, lanes.foreign) == ([], [(EventLane.JETSTREAM, DropReason.OTHER_LANE)])
     lanes.zmq.load(report)
-    assert (loads, len(lanes.foreign)) == ([report], 1)
+    lanes.zmq.batch(batch)
+    assert (batches, loads, len(lanes.foreign)) == ([batch], [report], 1)
 
 
 async def test_a_worker_on_a_lane_that_is_not_heard_is_told_of_and_used(

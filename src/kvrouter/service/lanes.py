@@ -45,20 +45,19 @@ class LaneSubscriber:
     def _subscribe(
         self, name: EventLane, lane: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
     ) -> Callable[[], None]:
-        def is_of_lane(rank: WorkerRank) -> bool:
-            """Whether the rank's worker is followed here; of one that is followed nowhere nothing counts."""
+        def batch_came(batch: KvBatch) -> None:
+            """Deliver a batch of a worker that is followed on this lane; one followed nowhere has none."""
+            rank = batch.rank
             followed = self._lane_of.get(rank.worker_id)
-            if followed is not None and followed is not lane:
+            if followed is lane:
+                on_batch(batch)
+            elif followed is not None:
                 channel = f"the {name} lane, which its card does not name"
                 self._on_foreign(name, foreign(rank, channel, DropReason.OTHER_LANE))
-            return followed is lane
-
-        def batch_came(batch: KvBatch) -> None:
-            if is_of_lane(batch.rank):
-                on_batch(batch)
 
         def load_came(report: LoadReport) -> None:
-            if is_of_lane(report.rank):
+            """Deliver a load once: on NATS both lanes hear the loads of every worker."""
+            if self._lane_of.get(report.rank.worker_id) is lane:
                 on_load(report)
 
         return lane.subscribe(batch_came, load_came)
