@@ -153,7 +153,7 @@ async def test_cancelled_at_any_stage_nothing_is_left(stage: str, order: str) ->
 
 
 async def test_a_cancelled_prefill_leg_tells_why() -> None:
-    async with processes() as pair:
+    async with processes(speedup=1.0) as pair:
         decode = await pair.send(Leg.DECODE, room=5)
         await pair.until_joined()
         prefill = await pair.send(Leg.PREFILL, room=5, n_prompt=10_000)
