@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
 import pytest
 
-from kvrouter.operator.plan import plan, zone_budgets
+from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
 from kvrouter.operator.reconcile.applied import BUDGETS
 from kvrouter.operator.reconcile.cluster import Change, Cluster, Found, Refused
-from kvrouter.operator.reconcile.driver import Driver
+from kvrouter.operator.reconcile.driver import FACTS_S, Driver
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     EVENTS,
@@ -161,29 +162,40 @@ class Overloaded(QuietCluster):
         return manifest
 
 
+@asynccontextmanager
+async def leads(
+    cluster: Cluster, looks: Looks, *, defaults: PlanDefaults = DEFAULTS, facts_s: float = FACTS_S
+) -> AsyncGenerator[None]:
+    """A driver that leads until the block ends."""
+    driver = Driver(
+        cluster,
+        defaults=defaults,
+        identity="one",
+        lease=Key("kvrouter-system", "kvrouter-operator"),
+        namespace="",
+        listener=looks,
+        facts_s=facts_s,
+    )
+    task = asyncio.create_task(driver.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 @pytest.mark.parametrize(("status", "looks_again"), [(429, 0), (500, 0), (503, 0), (403, 1)])
 async def test_topologies_that_were_read_last_hold_while_the_api_server_has_no_answer(
     status: int, looks_again: int
 ) -> None:
     cluster, looks = Overloaded(status), Looks()
-    leading = Driver(
-        cluster,
-        defaults=DEFAULTS,
-        identity="one",
-        lease=Key("kvrouter-system", "kvrouter-operator"),
-        namespace="",
-        listener=looks,
-        facts_s=0.05,
-    )
-    task = asyncio.create_task(leading.run())
-    async with asyncio.timeout(30.0):
-        assert await looks.done.get() == Key("fleet", "llm")
-        for _ in range(5):
-            await cluster.refused.get()
-    assert looks.done.qsize() == looks_again
-    assert looks.losses == ([] if looks_again else [TOPOLOGIES[0]])
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with leads(cluster, looks, facts_s=0.05):
+        async with asyncio.timeout(30.0):
+            assert await looks.done.get() == Key("fleet", "llm")
+            for _ in range(5):
+                await cluster.refused.get()
+        assert looks.done.qsize() == looks_again
+        assert looks.losses == ([] if looks_again else [TOPOLOGIES[0]])
 
 
 class WithoutEvents(Overloaded):
@@ -202,38 +214,18 @@ class WithoutEvents(Overloaded):
 @pytest.mark.parametrize(("status", "fails"), [(403, False), (422, False), (429, True), (503, True)])
 async def test_an_event_that_is_refused_fails_no_look(status: int, *, fails: bool) -> None:
     cluster, looks = WithoutEvents(status), Looks()
-    leading = Driver(
-        cluster,
-        defaults=DEFAULTS,
-        identity="one",
-        lease=Key("kvrouter-system", "kvrouter-operator"),
-        namespace="",
-        listener=looks,
-    )
-    task = asyncio.create_task(leading.run())
-    async with asyncio.timeout(30.0):
-        await looks.done.get()
-    assert [error is not None for error in looks.errors] == [fails]
-    assert bool(looks.refused_events) is not fails
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with leads(cluster, looks):
+        async with asyncio.timeout(30.0):
+            await looks.done.get()
+        assert [error is not None for error in looks.errors] == [fails]
+        assert bool(looks.refused_events) is not fails
 
 
 async def test_a_budget_that_is_held_comes_down_when_its_time_is_over_though_nothing_happens() -> None:
     cluster = Zoned(datetime.now(UTC) - timedelta(seconds=58))
-    leading = Driver(
-        cluster,
-        defaults=replace(DEFAULTS, disruption_hold_s=60),
-        identity="one",
-        lease=Key("kvrouter-system", "kvrouter-operator"),
-        namespace="",
-        listener=Looks(),
-    )
-    task = asyncio.create_task(leading.run())
-    async with asyncio.timeout(30.0):
-        assert await cluster.deleted.get() == cluster.name
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with leads(cluster, Looks(), defaults=replace(DEFAULTS, disruption_hold_s=60)):
+        async with asyncio.timeout(30.0):
+            assert await cluster.deleted.get() == cluster.name
 
 
 async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_is_listed(
@@ -247,18 +239,8 @@ async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_i
 
     monkeypatch.setattr("kvrouter.operator.reconcile.driver.node_name_of", searching)
     cluster, looks = Quiet(), Looks()
-    leading = Driver(
-        cluster,
-        defaults=DEFAULTS,
-        identity="one",
-        lease=Key("kvrouter-system", "kvrouter-operator"),
-        namespace="",
-        listener=looks,
-    )
-    task = asyncio.create_task(leading.run())
-    cluster.nodes_may_come.set()
-    await cluster.relabelled.wait()
-    assert searched == THERE[PODS]
-    assert await looks.done.get() == Key("team", "llm")
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with leads(cluster, looks):
+        cluster.nodes_may_come.set()
+        await cluster.relabelled.wait()
+        assert searched == THERE[PODS]
+        assert await looks.done.get() == Key("team", "llm")
