@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
 
-.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits replay-sample docs docs-check clean
+.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ bench-herd: setup ## Does a fleet's load stay even before 2 to 16 routers, with 
 
 bench-limits: setup ## How many events, requests and workers one router takes
 	$(BIN)/python -m benchmarks.limits
+
+bench-hostile: setup ## How long others wait while a body of 59 MB is refused
+	$(BIN)/python -m benchmarks.refused_bodies
 
 replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per router mode
 	$(BIN)/python -m benchmarks.replay_sample

@@ -30,7 +30,9 @@ class Bystanders:
         self._max_tokens = max_tokens
         self._n = n
         self.longest_health_s = 0.0
-        """How long the slowest answer of ``/health`` took so far."""
+        """How long the slowest answer of ``/health`` took, since the block began or :meth:`start_over`."""
+
+        self._since_s = 0.0
 
     async def __aenter__(self) -> Self:
         await eventually(partial(self._frontend.serves, 1))
@@ -46,8 +48,7 @@ class Bystanders:
         self._asking.cancel()
         [asked] = await asyncio.gather(self._asking, return_exceptions=True)
         if error is None:
-            for client in self._clients:
-                await client.until(client.pieces + 2)
+            await self.passed()
         for client in self._clients:
             await client.leave()
         if error is None:
@@ -58,12 +59,22 @@ class Bystanders:
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest time between two pieces of one stream so far."""
+        """The longest time between two pieces of one stream, since the block began or :meth:`start_over`."""
         gaps = [0.0]
         for client in self._clients:
-            times = client.piece_times_s
-            gaps += [after - before for before, after in itertools.pairwise(times)]
+            pairs = itertools.pairwise(client.piece_times_s)
+            gaps += [after - before for before, after in pairs if after >= self._since_s]
         return max(gaps)
+
+    def start_over(self) -> None:
+        """Measure the longest waits from now on."""
+        self._since_s = asyncio.get_running_loop().time()
+        self.longest_health_s = 0.0
+
+    async def passed(self) -> None:
+        """Return once every stream has had two more pieces, and so has felt what went before."""
+        for client in self._clients:
+            await client.until(client.pieces + 2)
 
     @property
     def all_go_on(self) -> bool:
