@@ -1,7 +1,14 @@
-"""The table of a replay, for a terminal and for a README."""
+"""The table of a replay, for a terminal and for a README.
 
-from collections.abc import Mapping
+``python -m benchmarks.replay.table FILE…`` prints several runs as one table: the median and the spread.
+"""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+import click
+import msgspec
 from rich.table import Table
 
 from benchmarks.replay.result import Latency, ModeResult, Report
@@ -72,3 +79,67 @@ def rich_table(report: Report) -> Table:
     for cells in body:
         table.add_row(*cells)
     return table
+
+
+def markdown_of_runs(reports: Sequence[Report]) -> str:
+    """Return several runs as a Markdown table: the median of their figures, and the least and the most.
+
+    Raises ValueError when the runs replayed different rows or modes.
+    """
+    first = reports[0]
+    same = ("rows", "conversations", "speedup", "compression", "ceiling", "domain")
+    for report in reports[1:]:
+        if any(getattr(report, name) != getattr(first, name) for name in same) or [
+            result.mode for result in report.modes
+        ] != [result.mode for result in first.modes]:
+            raise ValueError("the runs did not replay the same rows in the same modes")
+    header = ("", *(str(result.mode) for result in first.modes))
+    by_mode = list(zip(*(report.modes for report in reports), strict=True))
+    columns = [_measures_of_runs(runs, first) for runs in by_mode]
+    body = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    rule = ("---", *("---:" for _ in header[1:]))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *body))
+
+
+def _measures_of_runs(runs: Sequence[ModeResult], report: Report) -> dict[str, str]:
+    fleet = report.speedup
+    crossed = sum(run.crossed_handoffs for run in runs)
+    transfers = sum(sum(run.handoffs.values()) for run in runs)
+    return {
+        "requests / errors": f"{sum(run.requests for run in runs)} / {sum(run.errors for run in runs)}",
+        "TTFT p50, ms of the fleet's time": _spread([run.ttft.p50_ms * fleet for run in runs], ".0f"),
+        "TTFT p99, ms of the fleet's time": _spread([run.ttft.p99_ms * fleet for run in runs], ".0f"),
+        "ITL p50, ms of the fleet's time": _spread([run.itl.p50_ms * fleet for run in runs], ".1f"),
+        f"cached tokens (an endless cache: {report.ceiling:.1%})": _spread(
+            [run.cached_share for run in runs], ".1%"
+        ),
+        f"KV transfers across a {report.domain}": f"{crossed} of {transfers}",
+        "share per prefill worker": _widest([run.prefill_share for run in runs]),
+        "share per decode worker": _widest([run.decode_share for run in runs]),
+    }
+
+
+def _spread(figures: Sequence[float], form: str) -> str:
+    return f"{median(figures):{form}} ({min(figures):{form}}–{max(figures):{form}})"
+
+
+def _widest(runs: Sequence[Mapping[str, float]]) -> str:
+    shares = [share for run in runs for share in run.values()]
+    return f"{min(shares):.0%}–{max(shares):.0%}" if shares else "–"
+
+
+@click.command()
+@click.argument(
+    "paths", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
+def main(paths: tuple[Path, ...]) -> None:
+    """Print the replays at each of PATHS as one Markdown table."""
+    try:
+        reports = [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
+        click.echo(markdown_of_runs(reports))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()
