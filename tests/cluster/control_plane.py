@@ -39,6 +39,7 @@ LOG_TAIL_CHARS = 2000
 KUBECTL_WITHIN_S = 300.0
 APPEARS_WITHIN_S = 120.0
 WAITING = ("wait", "rollout")
+MODIFIED = "the object has been modified"
 NOT_YET = ("(NotFound)", "no matching resources found", "accessor error")
 """What these say of an object that is not there yet, and of one that nobody has written a condition into."""
 
@@ -154,7 +155,8 @@ class ControlPlane:
 
         ``wait`` and ``rollout status`` wait for what is not there yet, too, which kubectl alone does not. But
         a set, as ``pods --all``, is what is there with the first of it: who needs a Deployment's pods waits
-        for its rollout. Raises KubectlError when it ends with an error.
+        for its rollout. ``replace`` is said again when another wrote the object between kubectl's own reading
+        and writing, as an operator does that is at work on it. Raises KubectlError when it ends with an error.
         """
         deadline = time.monotonic() + APPEARS_WITHIN_S
         while True:
@@ -162,7 +164,8 @@ class ControlPlane:
                 return self._kubectl(*arguments, stdin=stdin, kubeconfig=kubeconfig).stdout
             except KubectlError as error:
                 is_to_come = arguments[0] in WAITING and any(words in error.said for words in NOT_YET)
-                if not is_to_come or time.monotonic() > deadline:
+                came_between = arguments[0] == "replace" and MODIFIED in error.said
+                if not (is_to_come or came_between) or time.monotonic() > deadline:
                     raise
             time.sleep(LOOK_EVERY_S)
 
