@@ -156,7 +156,8 @@ class ControlPlane:
         ``wait`` and ``rollout status`` wait for what is not there yet, too, which kubectl alone does not. But
         a set, as ``pods --all``, is what is there with the first of it: who needs a Deployment's pods waits
         for its rollout. ``replace`` is said again when another wrote the object between kubectl's own reading
-        and writing, as an operator does that is at work on it. Raises KubectlError when it ends with an error.
+        and writing, as an operator does that is at work on it. Raises KubectlError when it ends with an
+        error.
         """
         deadline = time.monotonic() + APPEARS_WITHIN_S
         while True:
