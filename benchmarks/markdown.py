@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 
 import click
 
-from benchmarks.results import Line, Measured, Result, read_result
+from benchmarks.results import Line, Measured, Result, read_result, spread
 
 
 @click.command()
@@ -89,10 +88,7 @@ def _figures(figures: Measured) -> tuple[str, str]:
 
 def _spread(figures: Iterable[float], digits: int) -> str:
     found = list(figures)
-    if not found:
-        return ""
-    middle, least, most = (f"{each:,.{digits}f}" for each in (median(found), min(found), max(found)))
-    return f"{middle} ({least}–{most})"
+    return spread(found, f",.{digits}f") if found else ""
 
 
 if __name__ == "__main__":

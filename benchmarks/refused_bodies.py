@@ -126,7 +126,7 @@ async def measure(note: Callable[[str], None], sender: ProcessPoolExecutor, cloc
                 waits[kind].append([await bench.beside(kind)])
     lines = []
     for kind, rounds in waits.items():
-        for name, pick in zip(WAITS, (0, 1, 2), strict=True):
+        for pick, name in enumerate(WAITS):
             samples = [[MS * each[pick] for each in of_round] for of_round in rounds]
             lines.append(Line(kind, name, "ms", measured(samples)))
         if kind in held:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
@@ -47,6 +48,11 @@ class Result(msgspec.Struct, frozen=True):
     """Of the machine when the run began: above its cores, others were at work beside it."""
 
     lines: tuple[Line, ...]
+
+
+def spread(figures: Sequence[float], form: str) -> str:
+    """The median of several runs' figures, and the least and the greatest, each written in ``form``."""
+    return f"{median(figures):{form}} ({min(figures):{form}}–{max(figures):{form}})"
 
 
 def measured(rounds: list[list[float]]) -> Measured:

@@ -5,13 +5,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 import click
 import msgspec
 from rich.table import Table
 
 from benchmarks.replay.result import Latency, ModeResult, Report
+from benchmarks.results import spread
 
 Line = tuple[str, ...]
 
@@ -107,20 +107,16 @@ def _measures_of_runs(runs: Sequence[ModeResult], report: Report) -> dict[str, s
     transfers = sum(sum(run.handoffs.values()) for run in runs)
     return {
         "requests / errors": f"{sum(run.requests for run in runs)} / {sum(run.errors for run in runs)}",
-        "TTFT p50, ms of the fleet's time": _spread([run.ttft.p50_ms * fleet for run in runs], ".0f"),
-        "TTFT p99, ms of the fleet's time": _spread([run.ttft.p99_ms * fleet for run in runs], ".0f"),
-        "ITL p50, ms of the fleet's time": _spread([run.itl.p50_ms * fleet for run in runs], ".1f"),
-        f"cached tokens (an endless cache: {report.ceiling:.1%})": _spread(
+        "TTFT p50, ms of the fleet's time": spread([run.ttft.p50_ms * fleet for run in runs], ".0f"),
+        "TTFT p99, ms of the fleet's time": spread([run.ttft.p99_ms * fleet for run in runs], ".0f"),
+        "ITL p50, ms of the fleet's time": spread([run.itl.p50_ms * fleet for run in runs], ".1f"),
+        f"cached tokens (an endless cache: {report.ceiling:.1%})": spread(
             [run.cached_share for run in runs], ".1%"
         ),
         f"KV transfers across a {report.domain}": f"{crossed} of {transfers}",
         "share per prefill worker": _widest([run.prefill_share for run in runs]),
         "share per decode worker": _widest([run.decode_share for run in runs]),
     }
-
-
-def _spread(figures: Sequence[float], form: str) -> str:
-    return f"{median(figures):{form}} ({min(figures):{form}}–{max(figures):{form}})"
 
 
 def _widest(runs: Sequence[Mapping[str, float]]) -> str:

@@ -39,9 +39,11 @@ LOG_TAIL_CHARS = 2000
 KUBECTL_WITHIN_S = 300.0
 APPEARS_WITHIN_S = 120.0
 WAITING = ("wait", "rollout")
-MODIFIED = "the object has been modified"
 NOT_YET = ("(NotFound)", "no matching resources found", "accessor error")
 """What these say of an object that is not there yet, and of one that nobody has written a condition into."""
+
+MODIFIED = "the object has been modified"
+"""What ``replace`` says when another wrote the object between its reading and its writing."""
 
 ADMINISTRATORS = "system:masters"
 _POLICIES = "admissionregistration.k8s.io/v1/mutatingadmissionpolicies=false"
