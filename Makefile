@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
 
-.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample docs docs-check clean
+.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-room docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ serve: setup ## Serve: an OpenAI endpoint before a mock fleet in two zones
 test: setup ## Run every test that needs no network
 	cargo test --quiet --release --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" --ignore tests/chaos --ignore tests/cluster --ignore tests/engines --ignore tests/hostile --ignore tests/nightly
+
+test-room: setup ## Run the tests of one package: make test-room ROOM=routing
+	@test -n "$(ROOM)" -a -d "src/kvrouter/$(ROOM)" || { echo "make test-room: ROOM names a package of src/kvrouter"; exit 1; }
+	$(BIN)/python -m pytest -q -m "not nightly" $$(grep -lE "kvrouter\.$(ROOM)\b" tests/unit/*.py tests/contract/*.py tests/property/*.py tests/scenario/*.py)
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
@@ -87,6 +91,9 @@ bench-hostile: setup ## How long others wait while a body of 59 MB is refused
 
 replay-sample: setup ## Replay 300 rows of a real trace through HTTP, once per router mode
 	$(BIN)/python -m benchmarks.replay_sample
+
+request-path: setup ## Print the files that a prompt's way runs through, from HTTP's first byte to the sent leg
+	$(BIN)/python -m scripts.request_path
 
 docs: setup ## Write the generated pages, and the definitions that a cluster installs
 	$(BIN)/python -m scripts.write_docs

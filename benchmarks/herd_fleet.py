@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.herd_load import Arrival
-from kvrouter.assembly.router import routing_settings
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerId
 from kvrouter.core.requests import GenerateRequest, Sampling
@@ -17,14 +16,14 @@ from kvrouter.core.sync import SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.native import Ledger
-from kvrouter.planes.sync.port import MessageSink
+from kvrouter.service.attempt import Placement
 from kvrouter.service.cache_view import NoCacheView
-from kvrouter.service.decisions import DecisionLog
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.observed import ServiceObserved
-from kvrouter.service.placement import Placement
+from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.sync.port import MessageSink
+from kvrouter.wiring.router import routing_settings
 
 MODEL = ModelName("bench")
 BLOCK_SIZE = 16
@@ -157,7 +156,7 @@ def make_router(name: str, n_workers: int, sync: ReplicaSync | None) -> ModelRou
         config=config,
         settings=routing_settings(config, None),
         decisions=DecisionLog(requests_max=16),
-        observed=ServiceObserved(Telemetry()).of_model(MODEL),
+        observed=ServiceInstrumentation(Telemetry()).of_model(MODEL),
         seed=len(name),
         sync=sync,
     )

@@ -37,18 +37,18 @@ from benchmarks.results import Line, measured
 from benchmarks.turns import Turn, TurnClock
 from kvrouter.core.ids import ModelName, Slot, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, Role, WorkerCard
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import ApproximateIndex, BlockIndex
-from kvrouter.planes.events.jetstream import JetStreamSubscriber
-from kvrouter.planes.events.nats import NatsEventSubscriber
-from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.port import EventSubscriber
-from kvrouter.planes.events.zmq import ZmqEventSubscriber
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_pump import EventPump
+from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.jetstream import JetStreamSubscriber
+from kvrouter.transports.events.nats import NatsEventSubscriber
+from kvrouter.transports.events.nats_recovery import NatsRecovery
+from kvrouter.transports.events.port import EventSubscriber
+from kvrouter.transports.events.zmq import ZmqEventSubscriber
 
 FLEETS = {
     "1 M blocks, 16 ranks": Fleet(workers=16, runs=500),
@@ -89,7 +89,7 @@ class Router:
         self.fleet = fleet
         self.index = BlockIndex()
         self.subscriber = subscriber
-        self.pump = EventPump(self.index, subscriber, ModelObserved(Telemetry(), "m"))
+        self.pump = EventIngest(self.index, subscriber, ModelInstrumentation(Telemetry(), "m"))
         subscriber.subscribe(self.pump.on_batch, lambda _report: None)
 
     async def learn(self, source: EventSource) -> None:

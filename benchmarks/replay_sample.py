@@ -39,8 +39,8 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement
 from kvrouter.text.chat import ChatTemplate
+from kvrouter.text.model import MOCK_FOLDER, mock_words
 from kvrouter.text.tokenizer import Tokenizer
-from kvrouter.text.words import MOCK_FOLDER, mock_words
 
 SAMPLE = ROOT / "data" / "mooncake-conversation-sample.jsonl"
 FLEET = ROOT / "benchmarks" / "replay" / "fleet.yaml"

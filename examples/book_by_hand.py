@@ -1,4 +1,4 @@
-"""Pick and book with the router, send the request yourself, and tell the router how it goes."""
+"""Pick and book with the router, send the request yourself, and report its progress to the router."""
 
 import asyncio
 from pathlib import Path

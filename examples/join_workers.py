@@ -12,7 +12,7 @@ PROMPT = list(range(256, 256 + 640))
 
 
 async def start_worker(directory: Path) -> Process:
-    """Run a mock engine and its worker; in a fleet, somebody else has done that."""
+    """Run a mock engine and its worker; in a fleet, such workers run already."""
     command = ("-m", "kvrouter.cli", "worker", "mock", "--discovery", "file")
     return await asyncio.create_subprocess_exec(
         sys.executable, *command, "--discovery-dir", str(directory), stderr=DEVNULL

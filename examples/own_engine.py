@@ -9,10 +9,10 @@ from kvrouter import KvRouter, ModelInput, ModelType, Runtime, register_llm
 from kvrouter.core.ids import EngineHash, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.planes.requests.port import Registration
+from kvrouter.transports.discovery.memory import MemoryDiscovery
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.requests.port import Registration
 from kvrouter.worker import KvPublisher, new_incarnation
 
 BLOCK_SIZE = 16

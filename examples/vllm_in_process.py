@@ -26,15 +26,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.stats import SchedulerStats
 
 from kvrouter import ModelInput, ModelType, register_llm
-from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import load_settings
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.engines.customs.listener import EngineListener, EventsAt
-from kvrouter.engines.customs.words import EngineFacts
+from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
+from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
-from kvrouter.planes.requests.port import StreamBroken
+from kvrouter.transports.requests.port import StreamBroken
+from kvrouter.wiring.worker_transports import worker_wires
 from kvrouter.worker import KvPublisher, new_incarnation
 
 WORKER_ID = WorkerId(1)
@@ -46,7 +46,7 @@ FINISHES = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": F
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """What vLLM is asked for: tokens alone, as they come. Text is made at the front door."""
+    """What vLLM is asked for: tokens alone, as they come. Text is made at the frontend."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -95,7 +95,7 @@ class Answer:
         )
         return EngineChunk(token_ids=tuple(sample.token_ids), finish=finish, cached_tokens=cached_tokens)
 
-    def cancel(self, reason: str) -> None:  # noqa: ARG002 - vLLM wants to know no reason
+    def cancel(self, reason: str) -> None:  # noqa: ARG002 - vLLM takes no reason
         """The reader left: vLLM stops, and frees what the request holds."""
         if self._aborting is None:
             self._aborting = asyncio.get_running_loop().create_task(self._llm.abort(self._request_id))
@@ -135,13 +135,13 @@ class Loads:
         )
 
     def log_engine_initialized(self) -> None:
-        """Nothing is told before the first step."""
+        """Nothing is reported before the first step."""
 
     def log(self) -> None:
         """Nothing is written."""
 
     def record_sleep_state(self, *_args: object) -> None:
-        """An engine that sleeps is taken out of the fleet by whoever puts it to sleep."""
+        """The caller that puts an engine to sleep takes it out of the fleet."""
 
 
 @asynccontextmanager
@@ -160,7 +160,7 @@ async def in_fleet(llm: AsyncLLM, events_at: EventsAt) -> AsyncIterator[str]:
         listener = EngineListener(
             events_at,
             decode,
-            EngineFacts(block_size=cache.block_size, dp_rank=RANK),
+            EngineTraits(block_size=cache.block_size, dp_rank=RANK),
             on_events=publisher.publish,
             on_change=print,
         )
@@ -217,7 +217,7 @@ def tokenizer_of(model: ModelConfig) -> str | None:
 
 
 async def main(args: AsyncEngineArgs) -> None:
-    """Load the model, and serve until told to stop."""
+    """Load the model, and serve until a signal to stop."""
     with tempfile.TemporaryDirectory(prefix="vllm-events-") as sockets:
         events_at = EventsAt(f"ipc://{sockets}/events", f"ipc://{sockets}/replay")
         args.kv_events_config = KVEventsConfig(

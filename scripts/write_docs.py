@@ -16,10 +16,17 @@ from urllib.parse import unquote
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from kvrouter.config.annotations import choices_of, limits_of, model_in, models_in
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.foreign import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
-from kvrouter.config.setting import Group, Kind, SettingSpec
+from kvrouter.config.setting import (
+    SettingGroup,
+    SettingKind,
+    SettingSpec,
+    choices_of,
+    limits_of,
+    model_in,
+    models_in,
+)
 from kvrouter.config.tree import SETTINGS, Settings
 from kvrouter.telemetry import EVENTS, OperatorTelemetry, Telemetry
 from kvrouter.telemetry.events import FIELD_NAMES
@@ -126,7 +133,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def settings_page() -> str:
     """Return the page of all settings, by group."""
     parts = [SETTINGS_HEAD]
-    for group in Group:
+    for group in SettingGroup:
         rows = [_setting_row(spec) for spec in SETTINGS if spec.group is group]
         head = ("flag", "variable", "key in YAML", "default", "unit", "limits", "meaning")
         parts.append(f"\n## {group.value}\n\n{table(head, rows)}")
@@ -154,7 +161,7 @@ def _other_names_row(spec: SettingSpec) -> tuple[str, ...]:
 
 
 def _flag_text(spec: SettingSpec, flag: str) -> str:
-    if spec.kind is Kind.SWITCH:
+    if spec.kind is SettingKind.SWITCH:
         return f"`{flag}`, `--no-{flag.removeprefix('--')}`"
     return f"`{flag}`"
 
@@ -181,7 +188,7 @@ def _foreign_row(foreign: Foreign) -> tuple[str, ...]:
 
 def _setting_row(spec: SettingSpec) -> tuple[str, ...]:
     flag = "none" if spec.flag is None else _flag_text(spec, spec.flag)
-    limits = "true | false" if spec.kind is Kind.SWITCH else spec.limits
+    limits = "true | false" if spec.kind is SettingKind.SWITCH else spec.limits
     return (
         flag,
         f"`{spec.variable}`",

@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import cast
 
-from kvrouter.text.words import mock_words
+from kvrouter.text.model import mock_words
 
 _WORDS = mock_words()
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

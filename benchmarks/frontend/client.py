@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvrouter.text.words import mock_words
+from kvrouter.text.model import mock_words
 
 _WORDS = mock_words()
 _DONE = b"data: [DONE]"

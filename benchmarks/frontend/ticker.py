@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
-from kvrouter.text.words import FIRST_WORD_ID, mock_words
+from kvrouter.text.model import FIRST_WORD_ID, mock_words
 
 N_WORDS = len(mock_words())
 

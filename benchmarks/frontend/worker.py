@@ -16,9 +16,9 @@ from benchmarks.frontend.ticker import TickingEngine
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.planes.discovery.file import FileDiscovery
-from kvrouter.planes.events.zmq import ZmqEventPublisher
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor
+from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.events.zmq import ZmqEventPublisher
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor
 
 MODEL = ModelName("mock")
 EPOCH = Epoch(1)

@@ -20,8 +20,7 @@ from benchmarks.workload import (
     random_hashes,
     random_tokens,
 )
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Cleared, KvBatch, KvEvent, Stored
+from kvrouter.core.events import Cleared, KvBatch, KvEvent, Stored, unpack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.index.native import BlockIndex as NativeIndex

@@ -9,7 +9,6 @@ from benchmarks.measure import settle, time_awaits, time_fresh
 from benchmarks.ours.workers import EPOCH, QuietWorkers, UnaskedWorker
 from benchmarks.side import Facts, Params
 from benchmarks.workload import BLOCK_SIZE, HASH_BYTES, DecisionLoad, Tokens
-from kvrouter.assembly.router import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch, KvEvent, Stored
 from kvrouter.core.hashing import Prompt, block_hashes
@@ -26,13 +25,14 @@ from kvrouter.core.ids import (
 )
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.feed.words import FeedState
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.requests.memory import MemoryRequestPlane
+from kvrouter.feed.states import FeedState
 from kvrouter.routing.request import RouteRequest
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
+from kvrouter.transports.discovery.memory import MemoryDiscovery
+from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.wiring.router import build_service
 
 MODEL = ModelName("bench")
 REQUEST = RequestId("bench")

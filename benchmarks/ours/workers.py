@@ -6,8 +6,8 @@ from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.events.port import BatchSink, LoadSink
-from kvrouter.planes.requests.port import EngineStream
+from kvrouter.transports.events.port import BatchSink, LoadSink
+from kvrouter.transports.requests.port import EngineStream
 
 EPOCH = Epoch(1)
 

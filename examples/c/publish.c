@@ -1,10 +1,10 @@
 /*
- * An engine in C tells its worker which KV blocks it holds.
+ * An engine in C reports to its worker which KV blocks it holds.
  *
  *     cc -o publish publish.c -I ../../native/c/include -L ../../native/target/release -lkvrouter
  *     KVR_TOKEN=… ./publish unix:/run/worker.sock 16 < token-ids
  *
- * Reads a line of token ids, stores their blocks, and says so; a second line removes them, a third ends it.
+ * Reads a line of token ids, stores their blocks, and reports them; a second line removes them, a third ends it.
  */
 #include <inttypes.h>
 #include <kvrouter.h>
@@ -38,24 +38,24 @@ static void wait_for_a_line(void)
     } while (c != '\n' && c != EOF);
 }
 
-/* Wait, only so that what is printed is true: an engine need not. Why there is no connection is told once. */
+/* Wait, only so that what is printed is true: an engine need not. Each reason for no connection is printed once. */
 static int wait_until_taken(kvr_publisher *publisher)
 {
-    char told[sizeof(((kvr_state *)NULL)->error)] = "";
+    char printed[sizeof(((kvr_state *)NULL)->error)] = "";
     int code = KVR_TIMEOUT;
     for (int i = 0; i < WAITS_MAX && code == KVR_TIMEOUT; i++) {
         code = kvr_flush(publisher, WAIT_MS);
         kvr_state state = KVR_STATE_INIT;
         kvr_status(publisher, &state);
-        if (code == KVR_TIMEOUT && state.error[0] != '\0' && strcmp(state.error, told) != 0) {
-            strcpy(told, state.error);
-            fprintf(stderr, "waiting: %s\n", told);
+        if (code == KVR_TIMEOUT && state.error[0] != '\0' && strcmp(state.error, printed) != 0) {
+            strcpy(printed, state.error);
+            fprintf(stderr, "waiting: %s\n", printed);
         }
     }
     return code;
 }
 
-static int tell(kvr_publisher *publisher, const char *what, size_t n_blocks, int code)
+static int report(kvr_publisher *publisher, const char *what, size_t n_blocks, int code)
 {
     if (code == KVR_OK) {
         code = wait_until_taken(publisher);
@@ -96,12 +96,12 @@ int main(int argc, char **argv)
     }
     size_t n_tokens = n_blocks * config.block_size;
     int code = kvr_stored(publisher, 0, token_ids, n_tokens, engine_hashes, n_blocks, NULL, NULL, NULL, KVR_GPU);
-    int status = tell(publisher, "stored", n_blocks, code);
+    int status = report(publisher, "stored", n_blocks, code);
 
     if (status == EXIT_SUCCESS) {
         wait_for_a_line();
         code = kvr_removed(publisher, 0, engine_hashes, n_blocks, KVR_GPU);
-        status = tell(publisher, "removed", n_blocks, code);
+        status = report(publisher, "removed", n_blocks, code);
     }
     if (status == EXIT_SUCCESS) {
         wait_for_a_line();

@@ -1,4 +1,4 @@
-"""The worker beside an engine in C: its door is open, and a router says how much of a prompt is there.
+"""The worker of an engine in C: its engine door is open, and a router says how much of a prompt is there.
 
 python examples/c/worker.py unix:/tmp/worker.sock
 echo 0 1 2 … 99 | ./publish unix:/tmp/worker.sock 16
@@ -12,10 +12,10 @@ from kvrouter import KvRouter, ModelInput, ModelType, Runtime, register_llm
 from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.planes.requests.port import EngineStream
+from kvrouter.transports.discovery.memory import MemoryDiscovery
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.requests.port import EngineStream
 from kvrouter.worker import EngineDoor, KvPublisher, new_incarnation
 
 BLOCK_SIZE = 16
@@ -31,7 +31,7 @@ class EventsOnly:
 
 
 async def main(address: str) -> None:
-    """Open the door, and tell each change until nobody listens any more."""
+    """Open the engine door, and print each change until the program ends."""
     discovery, requests, events = MemoryDiscovery(), MemoryRequestPlane(), MemoryEventPlane()
     incarnation = new_incarnation()
     publisher = KvPublisher(events, worker_id=WORKER_ID, epoch=incarnation, block_size=BLOCK_SIZE)

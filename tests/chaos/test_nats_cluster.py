@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.transports.events.jetstream.stream import LaneNames
 from tests.support.clients import Client
 from tests.support.file_fleet import FileFleet
 from tests.support.nats_cluster import SERVERS, NatsCluster, cluster_of, cluster_servers

@@ -10,7 +10,7 @@ import yaml
 from helm_python import Config
 
 from kvrouter.operator.api.crd import DEFINITION
-from kvrouter.operator.reconcile.preflight import NAMES
+from kvrouter.operator.reconcile.definition import NAMES
 from tests.cluster.charted import lead, operator_as_deployed, reachable
 from tests.cluster.control_plane import ControlPlane, KubectlError
 from tests.cluster.namespaces import new_namespace

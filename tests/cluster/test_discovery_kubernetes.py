@@ -9,10 +9,10 @@ import pytest
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.kubernetes import Account, Pod
-from kvrouter.planes.discovery.kubernetes.api import WorkersApi
-from kvrouter.planes.discovery.kubernetes.server import ApiError
-from kvrouter.planes.discovery.port import Gone
+from kvrouter.transports.discovery.kubernetes import Account, OwnerPod
+from kvrouter.transports.discovery.kubernetes.api import WorkersApi
+from kvrouter.transports.discovery.kubernetes.server import ApiError
+from kvrouter.transports.discovery.port import Gone
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.namespaces import new_namespace
@@ -104,7 +104,7 @@ async def test_kubernetes_deletes_the_card_of_a_pod_that_is_gone(
     manifest["spec"]["schedulerName"] = "nobody"
     plane.apply(manifest)
     uid = plane.read("pod", "worker-7", "--namespace", space)["metadata"]["uid"]
-    worker = store.end(pod=Pod("worker-7", uid))
+    worker = store.end(pod=OwnerPod("worker-7", uid))
     await worker.publish(card(7))
     await worker.publish(card(7, draining=True))
     ear = await listen(store.end())

@@ -8,9 +8,9 @@ import httpx
 import pytest
 from openai import APIStatusError
 
-from kvrouter.assembly.pod_fleet import worker_id_of
+from kvrouter.attach.pod_fleet import worker_id_of
 from kvrouter.core.workers import Role
-from kvrouter.text.words import MOCK_FOLDER
+from kvrouter.text.model import MOCK_FOLDER
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONES

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.config.service_links import without_service_links
+from kvrouter.config.variables import without_service_links
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.kubelet import Kubelet, PlayedPod
 from tests.cluster.kubelet.api import Api

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 from kubernetes.aio.client import ApiClient
 
-from kvrouter.operator.facts import Grove
+from kvrouter.operator.cluster_info import Grove
 from kvrouter.operator.reconcile.cluster import (
     CONFLICT,
     GONE,
-    Change,
     Cluster,
     ClusterError,
     ClusterLost,
-    Refused,
+    RequestRefused,
+    WatchChange,
 )
+from kvrouter.operator.reconcile.controller import read_facts
 from kvrouter.operator.reconcile.election import LeaseTimes
-from kvrouter.operator.reconcile.kinds import LEASES, Key, Kind, Manifest, key_of, metadata_of, uid_of
-from kvrouter.operator.reconcile.known import read_facts
+from kvrouter.operator.reconcile.informer import Informer
+from kvrouter.operator.reconcile.kinds import LEASES, Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 from kvrouter.operator.reconcile.leader import Leader
-from kvrouter.operator.reconcile.watched import Watched
 from tests.support.processes import eventually
 
-CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
+CONFIG_MAPS = ResourceKind("v1", "ConfigMap", "configmaps")
 OURS = {"kvrouter.test/set": "ours"}
 SOON = LeaseTimes(lease_s=6.0, renew_s=4.0, retry_s=0.2)
 WITHIN_S = 120.0
@@ -46,7 +46,7 @@ async def test_an_object_is_applied_changed_and_deleted_once(cluster: Cluster, n
     found = await cluster.read(CONFIG_MAPS, key)
     assert found is not None
     assert found["data"] == {"value": "one", "more": "1"}
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         await cluster.create(CONFIG_MAPS, settings(key, "two"))
     assert (refused.value.status, refused.value.reason) == (CONFLICT, "AlreadyExists")
     await cluster.delete(CONFIG_MAPS, key, uid="of-another-object")
@@ -170,17 +170,17 @@ class Forgetful(Cluster):
 
     async def watch(
         self,
-        kind: Kind,
+        kind: ResourceKind,
         version: str,
         *,
         namespace: str = "",
         labels: str = "",
         for_s: int,
         opened: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[Change, Manifest], None]:
+    ) -> AsyncGenerator[tuple[WatchChange, Manifest], None]:
         if self._forgets:
             self._forgets = False
-            raise Refused("too old resource version", status=GONE, reason="Expired")
+            raise RequestRefused("too old resource version", status=GONE, reason="Expired")
         seen = super().watch(kind, version, namespace=namespace, labels=labels, for_s=for_s, opened=opened)
         async for told in seen:
             yield told
@@ -254,8 +254,8 @@ async def watching(
     changed: Callable[[Manifest], None],
     lost: Callable[[ClusterError | None], None] = lambda _: None,
     watch_s: int = 300,
-) -> AsyncIterator[Watched[str]]:
-    watched = Watched(
+) -> AsyncIterator[Informer[str]]:
+    watched = Informer(
         cluster,
         CONFIG_MAPS,
         labels="kvrouter.test/set=ours",

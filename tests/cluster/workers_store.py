@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from kvrouter.planes.discovery.kubernetes import Account, KubernetesDiscovery, Pod
-from kvrouter.planes.discovery.port import GoneSink
+from kvrouter.transports.discovery.kubernetes import Account, KubernetesDiscovery, OwnerPod
+from kvrouter.transports.discovery.port import GoneSink
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.support.discovery_stores import LEASE_S
@@ -79,7 +79,7 @@ class KubernetesStore:
         self,
         *,
         account: Account | None = None,
-        pod: Pod | None = None,
+        pod: OwnerPod | None = None,
         on_lost: GoneSink | None = None,
     ) -> KubernetesDiscovery:
         made = KubernetesDiscovery(

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.events import decode
 from tests.support.engine_facts import vllm_ways
@@ -31,7 +31,7 @@ async def test_a_long_answer_arrives_byte_for_byte_over_every_plane(wire: Wire, 
         scripted.answers.append(Answer((body,)) if streams else Answer((body,), content_type=JSON))
         server = EngineServer(scripted.url)
         await server.open()
-        engine = ServedEngine(server, vllm_ways(), Told({}, decode, 32))
+        engine = ServedEngine(server, vllm_ways(), ZmqEvents({}, decode, 32))
         address, _ = await wire.serve(engine)
         chunks = await read(await wire.plane.open(address, written([1, 2], stream=streams)))
         await engine.stop()

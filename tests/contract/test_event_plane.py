@@ -7,11 +7,10 @@ from uuid import uuid4
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Removed, Stored
+from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.port import DropReason, ForeignRank
+from kvrouter.transports.events.port import DropReason, ForeignRank
 from tests.support.event_ends import ENDS, Ends
 from tests.support.waits import until
 

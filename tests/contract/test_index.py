@@ -5,13 +5,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvrouter.core.columns import pack_hashes, unpack_hashes
-from kvrouter.core.events import Cleared, Held, Medium, Removed, Stored
+from kvrouter.core.events import Cleared, Held, Medium, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import EngineHash, Slot
-from kvrouter.index.naive import NaiveBlockIndex
 from kvrouter.index.native import BlockIndex as NativeBlockIndex
 from kvrouter.index.port import BlockIndex
+from tests.oracles.index import NaiveBlockIndex
 
 MAKERS = [NaiveBlockIndex, NativeBlockIndex]
 A, B, C = Slot(0), Slot(1), Slot(700)

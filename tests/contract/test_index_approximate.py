@@ -7,9 +7,9 @@ import pytest
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
-from kvrouter.index.naive_approximate import NaiveApproximateIndex
 from kvrouter.index.native import ApproximateIndex as NativeApproximateIndex
 from kvrouter.index.port import ApproximateIndex
+from tests.oracles.index import NaiveApproximateIndex
 
 A, B = Slot(0), Slot(5)
 

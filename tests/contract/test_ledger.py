@@ -7,9 +7,9 @@ import pytest
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot
-from kvrouter.ledger.naive import NaiveLedger
 from kvrouter.ledger.native import Ledger as NativeLedger
 from kvrouter.ledger.port import LeaseExists, Ledger
+from tests.oracles.ledger import NaiveLedger
 
 A, B = Slot(0), Slot(3)
 HERE = RouterId("router-1")

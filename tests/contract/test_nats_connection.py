@@ -10,10 +10,10 @@ import pytest
 import uvloop
 from nats.aio.client import Client
 
-from kvrouter.assembly import nats as connection
-from kvrouter.assembly.nats import NatsUnreachable, nats_connection
 from kvrouter.config import PlaneSettings
 from kvrouter.core.errors import ConfigError
+from kvrouter.wiring import nats as connection
+from kvrouter.wiring.nats import NatsUnreachable, nats_connection
 from tests.support.logged import event_of
 from tests.support.nats_server import NatsServer
 from tests.support.processes import eventually

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.assembly import nats as connection
-from kvrouter.assembly.nats import NatsUnreachable, nats_connection
 from kvrouter.config import PlaneSettings
-from kvrouter.planes.events.jetstream.stream import EventStream
-from kvrouter.planes.events.jetstream.words import LaneNames, StreamLimits
+from kvrouter.transports.events.jetstream.stream import EventStream, LaneNames, StreamLimits
+from kvrouter.wiring import nats as connection
+from kvrouter.wiring.nats import NatsUnreachable, nats_connection
 from tests.support.nats_jwt import Operator
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.processes import eventually

@@ -10,15 +10,15 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests import legs
-from kvrouter.planes.requests.port import (
+from kvrouter.transports.requests import legs
+from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
     StreamBroken,
     WorkerFull,
     WorkerUnreachable,
 )
-from kvrouter.worker.time_left import TimedStream
+from kvrouter.worker.worker import TimedStream
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.waits import until
 from tests.support.wires import WIRES, Wire

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import HandingStream, StreamBroken
+from kvrouter.transports.requests.port import HandingStream, StreamBroken
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.waits import until
 from tests.support.wires import WIRES, WIRES_WITH_NETWORK, Wire

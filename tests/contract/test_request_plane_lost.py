@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.planes.requests.port import (
+from kvrouter.transports.requests.port import (
     EngineStream,
     ReaderTooSlow,
     Registration,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import EngineStream
+from kvrouter.transports.requests.port import EngineStream
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg
 from tests.support.wires import WIRES, Wire
 

@@ -24,9 +24,9 @@ from kvrouter.core.sync import (
     StateQuestion,
     SyncMessage,
 )
-from kvrouter.planes.sync.memory import MemorySyncPlane
-from kvrouter.planes.sync.nats import NatsSyncPlane
-from kvrouter.planes.sync.port import SyncPlane
+from kvrouter.transports.sync.nats import NatsSyncPlane
+from kvrouter.transports.sync.port import SyncPlane
+from tests.oracles.sync import MemorySyncPlane
 from tests.support.cancelled import cancelled_at_each_await
 from tests.support.nats_server import NatsServer, running_nats
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored
+from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Slot, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.index.naive import NaiveBlockIndex
+from tests.oracles.index import NaiveBlockIndex
 from tests.support.behind_door import BLOCK_SIZE, DP_RANKS, TOKEN, WORKER, Behind, behind_door, content
 from tests.support.c_engine import (
     FULL,

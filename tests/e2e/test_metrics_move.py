@@ -6,18 +6,18 @@ from array import array
 
 import pytest
 
-from kvrouter.assembly.told import SyncGauges, refusals_on
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.ledger.replicas import Counts
-from kvrouter.planes.sync.memory import MemorySyncPlane
-from kvrouter.service import event_pump
+from kvrouter.service import event_ingest
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.observed import ServiceObserved
+from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.telemetry import Telemetry
+from kvrouter.wiring.telemetry_hooks import SyncGauges, refusals_on
+from tests.oracles.sync import MemorySyncPlane
 from tests.support.mock_fleets import LONG_TOKENS, PATIENT_S, alike, fleet_file, pairs
 from tests.support.served import MODEL, Served, served, user, words
 from tests.support.waits import until
@@ -310,7 +310,7 @@ async def test_a_feed_that_is_not_sure_is_stale(monkeypatch: pytest.MonkeyPatch)
 
 async def test_a_worker_that_should_publish_and_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both answer the router's questions, and none has sent anything; then one begins."""
-    monkeypatch.setattr(event_pump, "SILENT_AFTER_S", 0.1)
+    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.1)
     async with served(alike(replicas=2)) as here:
         (model,) = here.system.service.models()
         assert isinstance(model.cache, EventCacheView)
@@ -320,7 +320,7 @@ async def test_a_worker_that_should_publish_and_never_does(monkeypatch: pytest.M
         assert [silent.value("kv_events_missing", worker=worker) for worker in "12"] == [1, 1]
         page = (await here.http.get("/v1/fleet")).json()
         assert [worker["ranks"][0]["feed"]["kv_events_missing"] for worker in page["workers"]] == [True, True]
-        monkeypatch.setattr(event_pump, "SILENT_AFTER_S", PATIENT_S)
+        monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", PATIENT_S)
         worker = here.system.fleet.workers[WorkerId(2)]
         worker.publisher.heartbeat([DpRank(0)])
         heard = await here.metrics()
@@ -357,7 +357,7 @@ speedup: 40
 async def test_a_lost_discovery_and_a_refused_peer() -> None:
     async with served(fleet_file("version: 1\nmodels: [{name: mock}]\nworkers: [{name: w}]\n")) as here:
         assert (await here.metrics()).value("discovery_up") == 1
-        ServiceObserved(here.system.telemetry).discovery(is_reachable=False, why="gone")
+        ServiceInstrumentation(here.system.telemetry).discovery(is_reachable=False, why="gone")
         refusals_on("tcp", here.system.telemetry)("a wrong token")
         page = await here.metrics()
         assert page.value("discovery_up") == 0

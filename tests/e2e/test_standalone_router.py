@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest, FinishReason, Leg, Sampling, TokenBuffer
-from kvrouter.planes.requests.tcp import TcpRequestPlane
+from kvrouter.transports.requests.tcp import TcpRequestPlane
 from tests.support.nats_server import NatsServer
 from tests.support.processes import ENDS_WITHIN_S, Frontend, eventually, fleet
 from tests.support.served import word_ids

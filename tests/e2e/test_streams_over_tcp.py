@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.frontend.client import wait_ready
 from benchmarks.frontend.processes import Server, module, our_frontend
-from kvrouter.text.words import mock_words
+from kvrouter.text.model import mock_words
 
 TICK_S = 0.005
 N_TOKENS = 60

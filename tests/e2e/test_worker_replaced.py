@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.assembly.lifetime import LOST_PLACE
+from kvrouter.processes.lifetime import LOST_PLACE
 from tests.support.nats_server import NatsServer
 from tests.support.processes import ENDS_WITHIN_S, eventually, fleet
 from tests.support.served import words

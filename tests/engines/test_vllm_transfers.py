@@ -10,12 +10,12 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from kvrouter.assembly.attach_words import EngineAt, EngineKind
-from kvrouter.assembly.attached import attach
+from kvrouter.attach.attachment import attach
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import Role
-from kvrouter.planes.requests.port import EngineStream
+from kvrouter.engines.attach import EngineAt, EngineKind
+from kvrouter.transports.requests.port import EngineStream
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
 from tests.engines.words import beside, chat_body, complete, prompt_of, stopped, until_feeds

@@ -9,10 +9,10 @@ import msgspec
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.planes.discovery.file import FileDiscovery
-from kvrouter.planes.events.wire import encode_batch, encode_load
-from kvrouter.planes.events.zmq import ZmqEventPublisher
-from kvrouter.planes.events.zmq.sockets import BATCH, LOAD, worker_topic
+from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.events.wire import encode_batch, encode_load
+from kvrouter.transports.events.zmq import ZmqEventPublisher
+from kvrouter.transports.events.zmq.sockets import BATCH, LOAD, worker_topic
 from tests.support.checks import BLOCK_SIZE
 from tests.support.processes import Fleet
 

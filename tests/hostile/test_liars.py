@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, KvBatch, Stored
+from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
 from tests.hostile.bystanders import ASK_EVERY_S

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 import httpx
 import pytest
 
-from kvrouter.assembly.lifetime import allow_many_files
+from kvrouter.processes.lifetime import allow_many_files
 from tests.hostile.meter import Meter
 from tests.support.processes import Frontend, Running, eventually, fleet, free_ports
 from tests.support.served import words

@@ -2,8 +2,8 @@
 
 import shutil
 
+from kvrouter.text.model import MOCK_FOLDER
 from kvrouter.text.template_budget import BYTES_MIN
-from kvrouter.text.words import MOCK_FOLDER
 from tests.hostile.meter import MIB, Meter
 from tests.support.hostile_templates import TEMPLATES
 from tests.support.processes import Frontend, eventually, fleet

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.text.encode_pool import BYTES_PER_BYTE
+from kvrouter.text.tokenizer import BYTES_PER_BYTE
 from tests.hostile.bystanders import Bystanders
 from tests.hostile.meter import MIB, Meter
 from tests.support.processes import Frontend, fleet

@@ -12,11 +12,10 @@ from kvrouter.core.ids import LeaseId, RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet
-from kvrouter.journey.words import Shape
+from kvrouter.journey.journey import Shape
 from kvrouter.routing import Decision, Pick, RouteRequest
-from kvrouter.service.circuits import Circuits
-from kvrouter.service.circuits_observed import CircuitsObserved
-from kvrouter.service.placement import Placement
+from kvrouter.service.attempt import Placement
+from kvrouter.service.circuits import CircuitInstrumentation, Circuits
 from kvrouter.telemetry import Telemetry
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
@@ -39,7 +38,7 @@ class CircuitsMachine(RuleBasedStateMachine):
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(2, 2.0, OPEN_MAX_S),
-            CircuitsObserved(Telemetry(), MODEL),
+            CircuitInstrumentation(Telemetry(), MODEL),
             seed=1,
             on_let_in=self.note,
             clock=lambda: self.now_s,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.engines.customs.follower import BatchFollower
-from kvrouter.engines.customs.frames import read_published, read_replayed
-from kvrouter.engines.customs.words import EngineFacts
-from kvrouter.engines.trtllm.native import NativeEvents, native_batches
+from kvrouter.engines.kv_events.batches import read_published, read_replayed
+from kvrouter.engines.kv_events.event_stream import EngineEventStream
+from kvrouter.engines.kv_events.records import EngineTraits
+from kvrouter.engines.trtllm.events import NativeEvents, native_batches
 from tests.support.engine_frames import DECODERS, samples
 
 PAYLOADS = [sample.payload for sample in samples()]
@@ -157,7 +157,7 @@ def test_frames_are_accepted_or_refused_by_field(frames: list[bytes]) -> None:
 @given(seed=SEEDS, can_replay=st.booleans())
 def test_a_follower_survives_every_message(seed: int, can_replay: bool) -> None:
     fuzz, chance = Fuzz(seed), random.Random(seed)
-    follower = BatchFollower(DECODERS["vllm"], EngineFacts(block_size=4), can_replay=can_replay)
+    follower = EngineEventStream(DECODERS["vllm"], EngineTraits(block_size=4), can_replay=can_replay)
     follower.start()
     for _ in range(10):
         ends = chance.random() < 0.2

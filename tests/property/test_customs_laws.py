@@ -7,24 +7,23 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Held, Medium
+from kvrouter.core.events import Held, Medium, unpack_hashes
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Slot
-from kvrouter.engines.customs.follower import AskReplay, BatchFollower, Command, Publish
-from kvrouter.engines.customs.frames import REPLAY_END
-from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.words import (
+from kvrouter.engines.kv_events.batches import REPLAY_END
+from kvrouter.engines.kv_events.event_stream import AskReplay, Command, EngineEventStream, Publish
+from kvrouter.engines.kv_events.rank_blocks import RankBlocks
+from kvrouter.engines.kv_events.records import (
+    CacheGroup,
     EngineCleared,
     EngineEvent,
-    EngineFacts,
     EngineMoved,
     EngineRemoved,
-    Group,
+    EngineTraits,
 )
 from kvrouter.engines.vllm.events import decode
-from kvrouter.index.naive import NaiveBlockIndex
-from kvrouter.worker.mirror import RankMirror
+from kvrouter.worker.publisher import RankMirror
+from tests.oracles.index import NaiveBlockIndex
 from tests.support.engine_frames import stored
 
 BLOCK_SIZE = 4
@@ -48,7 +47,7 @@ def engine_events(draw: st.DrawFn) -> EngineEvent:
                 tokens=tokens,
                 medium=draw(MEDIA),
                 cache_salt=draw(st.sampled_from((None, "a"))),
-                group=draw(st.sampled_from((None, Group(0, 2), Group(1, 0)))),
+                group=draw(st.sampled_from((None, CacheGroup(0, 2), CacheGroup(1, 0)))),
             )
         case 3:
             gone = tuple(map(EngineHash, draw(st.lists(NAMES, max_size=3))))
@@ -64,7 +63,7 @@ def test_the_ledger_holds_what_the_index_and_the_mirror_hold(
     events: list[EngineEvent], blocks_max: int
 ) -> None:
     """So a parent that customs know is known to every router, and none meets a store that it can't place."""
-    ledger = RankLedger(EngineFacts(block_size=BLOCK_SIZE, blocks_max=blocks_max))
+    ledger = RankBlocks(EngineTraits(block_size=BLOCK_SIZE, blocks_max=blocks_max))
     index, mirror = NaiveBlockIndex(), RankMirror()
     for event in events:
         told = ledger.take((event,))
@@ -148,7 +147,7 @@ class Wire:
         self.sent = before
         self.questions: list[int] = []
         self.index = NaiveBlockIndex()
-        self.follower = BatchFollower(decode, EngineFacts(block_size=BLOCK_SIZE), can_replay=can_replay)
+        self.follower = EngineEventStream(decode, EngineTraits(block_size=BLOCK_SIZE), can_replay=can_replay)
         self._carry_out(self.follower.start())
 
     def restart(self) -> None:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.leases import CardLeases, Change, Left, claim, still_claims
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.discovery.wire import CardRecord, decode_record, encode_record
+from kvrouter.transports.discovery.card_tracker import CardLeases, Change, Left, claim, still_claims
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.discovery.wire import CardRecord, decode_record, encode_record
 from tests.support.discovery_stores import card
 
 LEASE_S = 3.0

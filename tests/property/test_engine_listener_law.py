@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.engines.customs.listener import EngineListener
-from kvrouter.engines.customs.words import EngineFacts
+from kvrouter.engines.kv_events.listener import EngineListener
+from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from tests.support.engine_heard import Heard
 from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch
@@ -26,7 +26,7 @@ async def publish_all(engine: Publisher, n_before: int, ways: list[str], heard: 
     for _ in range(n_before):
         await engine.publish(batch(len(engine.payloads)))
     listener = EngineListener(
-        engine.at, decode, EngineFacts(BLOCK_SIZE), on_events=heard.on_events, on_change=heard.on_change
+        engine.at, decode, EngineTraits(BLOCK_SIZE), on_events=heard.on_events, on_change=heard.on_change
     )
     listener.start()
     try:

@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.engines.openai import sse
+from kvrouter.engines.openai import streams
 from kvrouter.engines.openai.events import Unasked, without_token_ids
-from kvrouter.engines.openai.sse import EventCutter
-from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, Reading, SseStream
-from kvrouter.planes.requests.port import StreamBroken
+from kvrouter.engines.openai.streams import RAW_CHUNK_BYTES, AnswerReading, EventCutter, SseStream
+from kvrouter.transports.requests.port import StreamBroken
 from tests.support.engine_server import event_of, page
 
-PLAIN = Reading(passes_raw=True)
-ADDED = Reading(passes_raw=True, added_token_ids=True, added_usage=True)
-TOKENS = Reading(passes_raw=False)
+PLAIN = AnswerReading(passes_raw=True)
+ADDED = AnswerReading(passes_raw=True, added_token_ids=True, added_usage=True)
+TOKENS = AnswerReading(passes_raw=False)
 
 TRICKY = st.sampled_from(
     [
@@ -74,7 +73,7 @@ class Pieces:
         self.is_closed = True
 
 
-def read(pieces: Sequence[bytes], reading: Reading) -> tuple[list[EngineChunk], str | None]:
+def read(pieces: Sequence[bytes], reading: AnswerReading) -> tuple[list[EngineChunk], str | None]:
     """The chunks of an answer, and why it broke."""
 
     async def reads() -> tuple[list[EngineChunk], str | None]:
@@ -154,7 +153,7 @@ def test_comments_are_events_without_data_and_lines_of_data_are_joined() -> None
 def test_no_more_than_the_limit_and_one_piece_is_held(pieces: list[bytes]) -> None:
     limit_bytes, held = 64, 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sse, "EVENT_MAX_BYTES", limit_bytes)
+        patch.setattr(streams, "EVENT_MAX_BYTES", limit_bytes)
         cutter = EventCutter()
         for piece in pieces:
             try:
@@ -167,7 +166,11 @@ def test_no_more_than_the_limit_and_one_piece_is_held(pieces: list[bytes]) -> No
 
 @given(CHUNKS, CUTS, st.sampled_from([PLAIN, ADDED, TOKENS]), st.booleans(), st.booleans())
 def test_what_the_engine_wrote_arrives_whole_and_in_order(
-    chunks: list[tuple[str, list[int]]], at: list[int], reading: Reading, tells_usage: bool, says_done: bool
+    chunks: list[tuple[str, list[int]]],
+    at: list[int],
+    reading: AnswerReading,
+    tells_usage: bool,
+    says_done: bool,
 ) -> None:
     events = [chat_event(text, ids) for text, ids in chunks]
     events.append(chat_event("", None, "stop"))

@@ -19,15 +19,20 @@ from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import BlockIndex
 from kvrouter.mock import EngineHashing, MockConfig, MockEngine
-from kvrouter.planes.events.port import BatchSink, LoadSink
-from kvrouter.planes.events.recovery import ENVELOPE_BYTES, AnswerDesk, recover_range, recover_snapshot
-from kvrouter.planes.events.wire import decode_batch, encode_parts
-from kvrouter.service.event_pump import EventPump
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.port import BatchSink, LoadSink
+from kvrouter.transports.events.recovery import (
+    ENVELOPE_BYTES,
+    RecoveryAnswers,
+    recover_range,
+    recover_snapshot,
+)
+from kvrouter.transports.events.wire import decode_batch, encode_parts
 from kvrouter.worker import KvPublisher
 from tests.support.blocks import Blocks, blocks, blocks_of_cache
 from tests.support.virtual_time import run_in_virtual_time
@@ -45,7 +50,7 @@ class BadWire:
 
     def __init__(self, chance: random.Random) -> None:
         self.is_bad = True
-        self.desk = AnswerDesk()
+        self.desk = RecoveryAnswers()
         self.source = EventSource(EventLane.MEMORY)
         self._chance = chance
         self._held_back: list[bytes] = []
@@ -160,7 +165,7 @@ class Router:
     def __init__(self, wire: BadWire, epoch: Epoch) -> None:
         self.epoch = epoch
         self.index = BlockIndex()
-        self.pump = EventPump(self.index, wire, ModelObserved(Telemetry(), "m"))
+        self.pump = EventIngest(self.index, wire, ModelInstrumentation(Telemetry(), "m"))
         self._end = wire.subscribe(self.pump.on_batch, lambda _report: None)
         self._join()
 

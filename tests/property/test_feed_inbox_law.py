@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import KvBatch, Removed
+from kvrouter.core.events import KvBatch, Removed, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.feed.inbox import Added, Inbox
 

@@ -5,11 +5,10 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import KvBatch, KvSnapshot, Stored
+from kvrouter.core.events import KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
-from kvrouter.feed.words import AskRange, AskSnapshot, Command, FeedState
+from kvrouter.feed.states import AskRange, AskSnapshot, Command, FeedState
 
 RANK = WorkerRank(WorkerId(1), DpRank(0))
 EPOCH = Epoch(1)

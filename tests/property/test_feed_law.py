@@ -10,11 +10,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrouter.core.columns import pack_hashes, unpack_hashes
-from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Removed, Stored
+from kvrouter.core.events import (
+    Cleared,
+    Held,
+    KvBatch,
+    KvEvent,
+    KvSnapshot,
+    Removed,
+    Stored,
+    pack_hashes,
+    unpack_hashes,
+)
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
-from kvrouter.feed.words import (
+from kvrouter.feed.states import (
     Apply,
     AskRange,
     AskSnapshot,

@@ -8,16 +8,15 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.events import KvBatch, KvSnapshot, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import BlockIndex
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.service.event_pump import EventPump
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.worker import KvPublisher
 from tests.support.blocks import blocks
 
@@ -70,7 +69,7 @@ class Rig:
         self.chance = random.Random(seed)
         self.wire = BadWire(self.chance)
         self.index = BlockIndex()
-        self.pump = EventPump(self.index, self.wire, ModelObserved(Telemetry(), "m"))
+        self.pump = EventIngest(self.index, self.wire, ModelInstrumentation(Telemetry(), "m"))
         self.wire.subscribe(self.pump.on_batch, lambda _report: None)
         self.epochs: Iterator[int] = iter(self.chance.sample(range(1000), 50))
         self.start_worker()

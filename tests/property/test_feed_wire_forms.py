@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Medium, Removed, Stored
+from kvrouter.core.events import (
+    Cleared,
+    Held,
+    KvBatch,
+    KvEvent,
+    KvSnapshot,
+    Medium,
+    Removed,
+    Stored,
+    pack_hashes,
+)
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.planes.events.wire import (
+from kvrouter.transports.events.wire import (
     COUNT_MAX,
     EVENT_ID_MAX,
     REASON_MAX_CHARS,

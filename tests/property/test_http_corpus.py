@@ -13,7 +13,7 @@ import pytest
 
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import BadRequest, Event, Request
+from kvrouter.frontend.http.response import BadRequest, Event, Request
 from tests.support.http_serving import LOOPS, Run, echo, runner, serving
 
 FOLDER = Path(__file__).parents[1] / "data" / "http-corpus"

@@ -6,10 +6,9 @@ from pathlib import Path
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrouter.frontend.http.chunks import ChunkScanner
-from kvrouter.frontend.http.connection import ServerConnection
+from kvrouter.frontend.http.connection import ChunkScanner, ServerConnection
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import BadRequest, ConnectionClosed, Event, Request, RequestHead
+from kvrouter.frontend.http.response import BadRequest, ConnectionClosed, Event, Request, RequestHead
 
 LIMITS = Limits(header_bytes=400, body_bytes=60, headers=10, pipelined_requests=3)
 

@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
-from kvrouter.index.naive_approximate import NaiveApproximateIndex
 from kvrouter.index.native import ApproximateIndex
+from tests.oracles.index import NaiveApproximateIndex
 
 SLOTS = st.sampled_from([Slot(n) for n in (0, 1, 2, 70)])
 N_SLOTS = 71

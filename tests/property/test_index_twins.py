@@ -8,13 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Held, KvEvent, Medium, Removed, Stored
+from kvrouter.core.events import Cleared, Held, KvEvent, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import EngineHash, Slot
-from kvrouter.index.naive import NaiveApplied, NaiveBlockIndex
 from kvrouter.index.native import BlockIndex
 from kvrouter.index.port import Applied
+from tests.oracles.index import NaiveApplied, NaiveBlockIndex
 
 TOKENS = st.integers(0, 2)
 NAMES = st.integers(0, 8) | st.just(2**64 - 1)

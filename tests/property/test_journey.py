@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import NoEligibleWorker, WorkerFailed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, KvLoss, Leg, Sampling
-from kvrouter.journey.journey import Journey, JourneyError
-from kvrouter.journey.words import (
+from kvrouter.journey.journey import (
     Abandon,
     ClientLeft,
     Command,
@@ -17,6 +16,8 @@ from kvrouter.journey.words import (
     Finished,
     FirstTokens,
     Input,
+    Journey,
+    JourneyError,
     KvLost,
     LegLost,
     LegRefused,
@@ -25,11 +26,11 @@ from kvrouter.journey.words import (
     Place,
     Placed,
     PrefillDone,
+    RetryPlan,
     SendDecode,
     SendPrefill,
     Shape,
     State,
-    Way,
 )
 
 REFUSED = NoEligibleWorker("nobody", refusals={})
@@ -93,11 +94,11 @@ def test_kv_that_got_lost_is_prefilled_again_and_nobody_is_excluded() -> None:
     again, whole = frozenset({WorkerId(1)}), frozenset({WorkerId(1), WorkerId(2)})
     assert journey.handle(kv_lost(1)) == [
         Abandon("worker 9 did not get its KV: connection reset"),
-        Place(1, frozenset(), again, (Way.OTHER_PREFILL, Way.USUAL, Way.WHOLE)),
+        Place(1, frozenset(), again, (RetryPlan.OTHER_PREFILL, RetryPlan.USUAL, RetryPlan.WHOLE)),
     ]
     journey.handle(Placed(Shape.BOOTSTRAP))
     last = journey.handle(kv_lost(2))[-1]
-    assert last == Place(2, frozenset(), whole, (Way.WHOLE, Way.OTHER_PREFILL, Way.USUAL))
+    assert last == Place(2, frozenset(), whole, (RetryPlan.WHOLE, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL))
     journey.handle(Placed(Shape.AGGREGATED))
     assert kinds(journey.handle(lost(9))) == ["Abandon", "Fail"]
 
@@ -107,7 +108,7 @@ def test_a_last_try_after_another_loss_needs_no_kv_either() -> None:
     for event in (lost(8), kv_lost(1)):
         journey.handle(Placed(Shape.BOOTSTRAP))
         commands = journey.handle(event)
-    ways = (Way.WHOLE, Way.OTHER_PREFILL, Way.USUAL)
+    ways = (RetryPlan.WHOLE, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
     assert commands[-1] == Place(2, frozenset({WorkerId(8)}), frozenset({WorkerId(1)}), ways)
 
 
@@ -117,7 +118,7 @@ def test_with_tries_left_a_second_loss_of_kv_still_prefers_a_prefill_worker_that
         journey.handle(Placed(Shape.BOOTSTRAP))
         commands = journey.handle(kv_lost(sender))
     assert isinstance(commands[-1], Place)
-    assert commands[-1].ways == (Way.OTHER_PREFILL, Way.WHOLE, Way.USUAL)
+    assert commands[-1].ways == (RetryPlan.OTHER_PREFILL, RetryPlan.WHOLE, RetryPlan.USUAL)
 
 
 def test_a_poisonous_prompt_meets_three_workers_at_most() -> None:
@@ -215,10 +216,10 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
     assert names[-1] in {"Abandon", "End", "Fail"}
     places = [command for command in commands if isinstance(command, Place)]
     assert [place.attempt for place in places] == list(range(len(places)))
-    assert all(Way.USUAL in place.ways for place in places)
+    assert all(RetryPlan.USUAL in place.ways for place in places)
     blamed = {event.worker_id for event in events if isinstance(event, LegLost | PrefillDone)}
     senders = {event.prefill_worker_id for event in events if isinstance(event, KvLost)}
-    if places[-1].ways != (Way.USUAL,):
+    if places[-1].ways != (RetryPlan.USUAL,):
         assert senders >= places[-1].kv_lost_from != frozenset()
     for place in places:
         assert place.excluded <= blamed, "nobody is excluded for KV that got lost on its way"

@@ -8,9 +8,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot
-from kvrouter.ledger.naive import NaiveLedger
 from kvrouter.ledger.native import Ledger
 from kvrouter.ledger.port import LeaseExists
+from tests.oracles.ledger import NaiveLedger
 
 N_SLOTS = 6
 SLOTS = st.integers(0, N_SLOTS - 1).map(Slot)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
-from kvrouter.index.naive import NaiveBlockIndex
 from kvrouter.mock import EngineHashing, MockConfig, MockEngine
+from tests.oracles.index import NaiveBlockIndex
 
 BLOCK_SIZE = 4
 PROMPTS = st.lists(

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import KvEvent, Removed, Stored
+from kvrouter.core.events import KvEvent, Removed, Stored, unpack_hashes
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, KvTransferParams, Leg, Sampling
 from kvrouter.core.workers import Role

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.mock.network import Links, Network
+from kvrouter.mock.handoff import Links, Network
 from kvrouter.topology.links import Link
 
 BANDWIDTH = 1_000.0

@@ -13,7 +13,7 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.operator.admission import answer, judged, read_review
 from kvrouter.operator.admission.review import WARNING_CHARS_MAX
 from kvrouter.operator.api import ClusterTopology, Level, read_deployment, read_topology
-from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
 from kvrouter.operator.policy import NamedTopology, RawLabel, read_policy
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import FABRIC, Document, deployment, validated

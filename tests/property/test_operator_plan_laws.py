@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import JsonValue
 
-from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.plan import Manifest, Plan, fleet_name, object_name, plan
 from tests.support.deployments import DEFAULTS, FACTS, TYPES, at, deployment, has
 

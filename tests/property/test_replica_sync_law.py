@@ -23,12 +23,11 @@ from kvrouter.core.ids import (
 from kvrouter.core.sync import Deltas, Goodbye, StateQuestion, SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleet import Fleet
-from kvrouter.ledger.journal import Journal
-from kvrouter.ledger.naive import NaiveLedger
+from kvrouter.ledger.journal import Journal, SharedLedger
 from kvrouter.ledger.native import Ledger
 from kvrouter.ledger.replicas import Asks, Replicas
-from kvrouter.ledger.shared import SharedLedger
-from kvrouter.planes.sync.wire import decode_message, encode_message
+from kvrouter.transports.sync.nats import decode_message, encode_message
+from tests.oracles.ledger import NaiveLedger
 
 MODEL = ModelName("m")
 SEATS = 3

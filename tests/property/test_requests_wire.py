@@ -20,8 +20,8 @@ from kvrouter.core.requests import (
     Sampling,
     merge_chunks,
 )
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.planes.requests.wire import (
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.stream import (
     decode_chunk,
     decode_refusal,
     decode_request,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.planes.seal import SEAL_BYTES, Newest, Seal
+from kvrouter.transports.message_auth import SEAL_BYTES, Newest, Seal
 
 TOKENS = st.text(max_size=20)
 BODIES = st.binary(max_size=200)

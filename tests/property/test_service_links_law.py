@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.config.service_links import without_service_links
+from kvrouter.config.variables import without_service_links
 from tests.support.service_links import Service, ServicePort, links
 
 WORDS = ("http", "x", "frontend", "health", "listen", "retries-max", "2")

@@ -14,9 +14,9 @@ from kvrouter.text.detokenizer import (
     WindowDetokenizer,
     make_detokenizer,
 )
-from kvrouter.text.pieces import byte_alphabet
+from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.token_lengths import byte_alphabet
 from kvrouter.text.tokenizer import Tokenizer
-from kvrouter.text.words import MOCK_FOLDER
 
 
 def byte_level() -> Tokenizer:

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvrouter.text.pieces import byte_alphabet
-from kvrouter.text.token_lengths import longest_token_chars
-from kvrouter.text.words import MOCK_FOLDER
+from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.token_lengths import byte_alphabet, longest_token_chars
 
 TEXTS = st.text(max_size=60) | st.text(
     alphabet=" \n\tab0é\u0301\u0323\u1fa7漢😀▁<|>", max_size=80

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrouter.text.model import FIRST_WORD_ID, MOCK_FOLDER, mock_words
 from kvrouter.text.tokenizer import Tokenizer
-from kvrouter.text.words import FIRST_WORD_ID, MOCK_FOLDER, mock_words
 
 TOKENIZER = Tokenizer.from_folder(MOCK_FOLDER)
 NUMBERS = st.lists(st.integers(0, len(mock_words()) - 1), max_size=200)

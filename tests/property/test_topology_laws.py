@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.fleet import Fleet
-from kvrouter.routing.links import links_from
+from kvrouter.routing.cost import links_from
 from kvrouter.topology import (
     Link,
     LinkTable,

@@ -17,8 +17,8 @@ from kvrouter.service.transfer_speed import (
     WINDOW_TRANSFERS,
     WINDOWS,
     Noted,
+    SpeedVerdict,
     TransferSpeeds,
-    Verdict,
 )
 
 SLOT = Slot(5)
@@ -39,7 +39,7 @@ class Engine:
     speeds: TransferSpeeds = field(default_factory=TransferSpeeds)
     now_s: float = 100.0
     told: KvTransfers = KvTransfers(0, 0, 0.0)  # noqa: RUF009 - it cannot be written
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[SpeedVerdict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tell()

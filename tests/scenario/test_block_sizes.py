@@ -10,10 +10,10 @@ from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
-from kvrouter.planes.discovery.port import Gone
 from kvrouter.service import router
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_pump import EventPump
+from kvrouter.service.event_ingest import EventIngest
+from kvrouter.transports.discovery.port import Gone
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
 from tests.support.planes import ScriptedPlane, address_of
 
@@ -140,12 +140,12 @@ async def test_thresholds_that_were_set_hold_for_the_other_block_size_too(all_le
 async def test_the_index_of_the_old_block_size_is_closed(
     all_leave: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    closed: list[EventPump] = []
+    closed: list[EventIngest] = []
 
-    def close(pump: EventPump) -> None:
+    def close(pump: EventIngest) -> None:
         closed.append(pump)
 
-    monkeypatch.setattr(EventPump, "close", close)
+    monkeypatch.setattr(EventIngest, "close", close)
     bench = bench_of_streams()
     await bench.start(card(1))
     old = bench.model.cache

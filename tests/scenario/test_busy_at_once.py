@@ -10,7 +10,7 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.sync.memory import MemorySyncPlane
+from tests.oracles.sync import MemorySyncPlane
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request
 from tests.support.mock_fleets import MockBench, alike, mock_bench, prompt
 from tests.support.planes import ScriptedPlane, ScriptedStream

@@ -14,9 +14,8 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitState
-from kvrouter.frontend.fleet_page import fleet_json
-from kvrouter.frontend.gauges import Gauges
-from kvrouter.planes.requests.port import LegRepeated, StreamBroken, WorkerFull
+from kvrouter.frontend.fleet_state import Gauges, fleet_json
+from kvrouter.transports.requests.port import LegRepeated, StreamBroken, WorkerFull
 from tests.support.fleets import Bench, bench_of, card, decode_card, generate_request, prefill_card, read_all
 from tests.support.logged import event_of, events_of
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of

@@ -7,14 +7,13 @@ import pytest
 from msgspec import structs
 
 from kvrouter.config import FleetFile, KvRouterConfig
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.events import Cleared, KvBatch, Stored
+from kvrouter.core.events import Cleared, KvBatch, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
-from kvrouter.feed.words import FeedState
-from kvrouter.service import index_check
+from kvrouter.feed.states import FeedState
+from kvrouter.service import engine_reports
 from kvrouter.service.cache_view import EventCacheView, NoCacheView, PredictedCacheView
 from tests.support.fleets import Bench
 from tests.support.fleets import card as worker_card
@@ -239,7 +238,7 @@ async def test_an_engine_that_is_ahead_of_its_events_costs_no_wrong_answer() -> 
 async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(index_check, "SPAN_S", 0.0)
+    monkeypatch.setattr(engine_reports, "SPAN_S", 0.0)
     caplog.set_level("WARNING")
     async with mock_bench(alike(replicas=1)) as bench:
         asked = prompt(tokens=20 * BLOCK)
@@ -248,7 +247,7 @@ async def test_an_index_that_the_engines_contradict_is_reported_and_known_again(
         slot = bench.model.fleet.slot_of(bench.ranks()[0])
         assert slot is not None
         bench.cache_of().index.apply(slot, (Cleared(),))  # events were lost, and nobody saw it
-        for _ in range(index_check.WINDOW_ANSWERS):
+        for _ in range(engine_reports.WINDOW_ANSWERS):
             await bench.read(bench.request(asked))
         await bench.until_index_is_true()
         rank = bench.ranks()[0]

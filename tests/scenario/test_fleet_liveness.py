@@ -11,10 +11,10 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, EventId, WorkerId
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
-from kvrouter.frontend.fleet_page import fleet_json
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.events.port import DropReason, EventSubscriber
-from kvrouter.service.lanes import LaneSubscriber
+from kvrouter.frontend.fleet_state import fleet_json
+from kvrouter.service.event_mux import LaneSubscriber
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.events.port import DropReason, EventSubscriber
 from tests.support.fleets import Bench, HandEvents, card, read_all
 from tests.support.planes import ScriptedPlane, address_of
 

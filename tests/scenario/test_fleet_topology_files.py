@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.assembly import MockFleet, build_service
+from kvrouter.commands import MockFleet, build_service
 from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
 from kvrouter.core.errors import NoEligibleWorker, TopologyUnavailable
 from kvrouter.core.ids import ModelName

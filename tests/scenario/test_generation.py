@@ -8,7 +8,7 @@ from msgspec import structs
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, ShuttingDown, WorkerFailed
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg, Sampling
-from kvrouter.planes.requests.port import WorkerFull
+from kvrouter.transports.requests.port import WorkerFull
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, generate_request, read_all
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until

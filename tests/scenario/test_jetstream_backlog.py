@@ -6,7 +6,7 @@ import uuid
 import nats
 import pytest
 
-from kvrouter.planes.events.jetstream.delivery import HEARTBEAT_S, UNACKED_MAX, Delivery
+from kvrouter.transports.events.jetstream.consumer import HEARTBEAT_S, UNACKED_MAX, PushConsumer
 from tests.support.nats_server import NatsServer
 
 MESSAGES = 8 * UNACKED_MAX
@@ -34,7 +34,7 @@ async def test_no_more_messages_wait_than_are_acknowledged_at_once(
         if pending == 0:
             complete.set()
 
-    delivery = Delivery(
+    delivery = PushConsumer(
         client,
         jetstream,
         on_message,

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.transports.events.jetstream.stream import LaneNames
 from tests.support.jetstream_fleet import Fleet, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 from nats.js.errors import NotFoundError
 
-from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.transports.events.jetstream.stream import LaneNames
 from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
 from tests.support.nats_server import NatsServer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.planes.events.jetstream.lane import ComponentLane
+from kvrouter.transports.events.jetstream.stream_subscriber import ComponentLane
 from tests.support.jetstream_fleet import Fleet, Replica, Worker, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until

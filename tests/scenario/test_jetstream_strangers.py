@@ -11,10 +11,10 @@ from msgspec import structs
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.jetstream import JetStreamPublisher, shelf
-from kvrouter.planes.events.jetstream.words import LaneNames
-from kvrouter.planes.events.port import DropReason
-from kvrouter.planes.events.wire import encode_batch
+from kvrouter.transports.events.jetstream import JetStreamPublisher, snapshot_store
+from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.port import DropReason
+from kvrouter.transports.events.wire import encode_batch
 from tests.support.event_ends_jetstream import jetstream_ends
 from tests.support.event_ends_nats import TOKEN
 from tests.support.event_waits import card, until_heard
@@ -117,7 +117,7 @@ async def test_an_object_that_never_ends_costs_a_question_and_no_memory(
     worker, (first,) = await fleet.known("first", serves=10)
     await until(lambda: first.is_right(worker))
     assert await first.snapshots.check() == 1
-    monkeypatch.setattr(shelf, "OBJECT_MAX_BYTES", 100)
+    monkeypatch.setattr(snapshot_store, "OBJECT_MAX_BYTES", 100)
     late = await fleet.replica("late")
     late.join(worker)
     worker.serve(3)

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvrouter.feed.words import FeedState
-from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.feed.states import FeedState
+from kvrouter.transports.events.jetstream.stream import LaneNames
 from tests.support.jetstream_fleet import Fleet, fleet_on
 from tests.support.nats_server import NatsServer
 from tests.support.waits import until

@@ -4,7 +4,7 @@ import pytest
 
 from kvrouter.core.errors import WorkerFailed
 from kvrouter.core.requests import EngineRequest, FinishReason
-from kvrouter.planes.requests.port import LegRepeated
+from kvrouter.transports.requests.port import LegRepeated
 from tests.support.fleets import Bench, card, read_all
 from tests.support.planes import ScriptedPlane, ScriptedStream
 

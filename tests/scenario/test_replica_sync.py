@@ -13,9 +13,9 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import AllWorkersBusy
 from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import SyncMessage
-from kvrouter.planes.sync.memory import MemorySyncPlane
-from kvrouter.planes.sync.nats import NatsSyncPlane
-from kvrouter.planes.sync.port import MessageSink, SyncPlane
+from kvrouter.transports.sync.nats import NatsSyncPlane
+from kvrouter.transports.sync.port import MessageSink, SyncPlane
+from tests.oracles.sync import MemorySyncPlane
 from tests.support.nats_server import NatsServer
 from tests.support.replicas import ReplicaRouter
 from tests.support.waits import until

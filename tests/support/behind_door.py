@@ -4,13 +4,12 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Held, KvBatch, Medium
+from kvrouter.core.events import Held, KvBatch, Medium, unpack_hashes
 from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.index.naive import NaiveBlockIndex
-from kvrouter.planes.events.memory import MemoryEventPlane
+from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.worker import EngineDoor, KvPublisher
+from tests.oracles.index import NaiveBlockIndex
 
 BLOCK_SIZE = 4
 TOKEN = "a secret"

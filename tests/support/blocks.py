@@ -3,12 +3,11 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Held, KvEvent
+from kvrouter.core.events import Held, KvEvent, unpack_hashes
 from kvrouter.core.ids import DpRank, Slot
 from kvrouter.engines.port import TellingEngine
-from kvrouter.index.naive import NaiveBlockIndex
 from kvrouter.worker import Worker
+from tests.oracles.index import NaiveBlockIndex
 
 Blocks = Counter[tuple[int, int]]
 """(engine hash, sequence hash) of each block → how often it was stored."""

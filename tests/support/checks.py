@@ -12,16 +12,15 @@ from typing import Any
 
 import nats
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Medium
+from kvrouter.core.events import Medium, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, WorkerCard
-from kvrouter.planes.discovery.file import FileDiscovery
-from kvrouter.planes.discovery.nats import NatsDiscovery
-from kvrouter.planes.discovery.port import Discovery, Gone
-from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.zmq import ZmqEventSubscriber
+from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.discovery.nats import NatsDiscovery
+from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.events.nats_recovery import NatsRecovery
+from kvrouter.transports.events.zmq import ZmqEventSubscriber
 from tests.support.processes import Fleet, Frontend, eventually
 
 BLOCK_SIZE = 64

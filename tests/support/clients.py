@@ -12,7 +12,7 @@ import msgspec
 
 from kvrouter.core.requests import Sampling
 from kvrouter.mock.tokens import TokenModel
-from kvrouter.text.words import FIRST_WORD_ID, mock_words
+from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from tests.support.processes import Frontend
 from tests.support.served import word_ids
 

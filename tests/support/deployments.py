@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import JsonValue
 
 from kvrouter.operator.api import ClusterTopology, DynamoGraphDeployment, Level, read_deployment
-from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.plan import Manifest, Plan, PlanDefaults, plan
 
 LEVELS = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "nvidia.com/rack"))

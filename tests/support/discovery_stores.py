@@ -14,10 +14,10 @@ from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.planes.discovery.file import FileDiscovery
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.discovery.nats import NatsDiscovery
-from kvrouter.planes.discovery.port import Discovery, Gone, GoneSink
+from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.discovery.memory import MemoryDiscovery
+from kvrouter.transports.discovery.nats import NatsDiscovery
+from kvrouter.transports.discovery.port import Discovery, Gone, GoneSink
 from tests.support.nats_server import NatsServer
 
 TOKEN = "t0p"

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from kvrouter.assembly import MockFleet
+from kvrouter.commands import MockFleet
 from kvrouter.config import FleetFile
-from kvrouter.library import Answers, Endpoint, Runtime
+from kvrouter.library import AnswerPieces, Endpoint, Runtime
 from tests.support.waits import until
 
 
@@ -24,7 +24,7 @@ class Program:
         assert self.fleet.check_integrity() == []
 
 
-async def tokens_of(answer: Answers) -> list[int]:
+async def tokens_of(answer: AnswerPieces) -> list[int]:
     """Read an answer to its end."""
     return [token async for piece in answer for token in piece["token_ids"]]
 

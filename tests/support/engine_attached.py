@@ -10,18 +10,18 @@ from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import Bootstrap, EngineRequest
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
-from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import Engine, WatchedEngine
-from kvrouter.engines.sglang.events import decode as decode_sglang
-from kvrouter.engines.sglang.facts import ask_facts as ask_sglang
-from kvrouter.engines.sglang.ways import SglangWays
-from kvrouter.engines.trtllm.facts import ask_facts as ask_trtllm
+from kvrouter.engines.sglang.attach import SglangClient
+from kvrouter.engines.sglang.attach import decode as decode_sglang
+from kvrouter.engines.sglang.introspect import ask_facts as ask_sglang
+from kvrouter.engines.trtllm.attach import TrtllmClient
+from kvrouter.engines.trtllm.introspect import ask_facts as ask_trtllm
 from kvrouter.engines.trtllm.polled import Polled
-from kvrouter.engines.trtllm.ways import TrtllmWays
+from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode as decode_vllm
-from kvrouter.engines.vllm.facts import ask_facts as ask_vllm
-from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.engines.vllm.introspect import ask_facts as ask_vllm
 from kvrouter.mock import MockConfig
 from tests.support.engine_small import SmallEngine, Tongue, small_engine, timing
 from tests.support.engine_small_sglang import SglangTongue
@@ -91,8 +91,8 @@ async def attach_vllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
     facts = await ask_vllm(server)
     engine = ServedEngine(
         server,
-        VllmWays(W, facts, model=facts.models[0]),
-        Told(facts.events, decode_vllm, facts.block_size),
+        VllmClient(W, facts, model=facts.models[0]),
+        ZmqEvents(facts.events, decode_vllm, facts.block_size),
         started=facts.started_s,
         look_each_s=LOOK_EACH_S,
     )
@@ -103,8 +103,8 @@ async def attach_sglang(server: EngineServer) -> tuple[ServedEngine, int, int]:
     facts = await ask_sglang(server)
     engine = ServedEngine(
         server,
-        SglangWays(W, facts),
-        Told(facts.events, decode_sglang, facts.block_size),
+        SglangClient(W, facts),
+        ZmqEvents(facts.events, decode_sglang, facts.block_size),
         started=facts.started,
         look_each_s=LOOK_EACH_S,
     )
@@ -117,7 +117,7 @@ async def attach_trtllm(server: EngineServer) -> tuple[ServedEngine, int, int]:
     assert facts.context_length is not None
     engine = ServedEngine(
         server,
-        TrtllmWays(W, facts, block_size=facts.block_size),
+        TrtllmClient(W, facts, block_size=facts.block_size),
         Polled(server, facts.block_size, poll_each_s=LOOK_EACH_S),
         look_each_s=LOOK_EACH_S,
     )

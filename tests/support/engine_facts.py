@@ -1,27 +1,27 @@
 """What a vLLM server told of itself that was asked by nobody here."""
 
 from kvrouter.core.ids import DpRank, WorkerId
-from kvrouter.engines.vllm.facts import RankFacts, VllmFacts
-from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.engines.vllm.attach import VllmClient
+from kvrouter.engines.vllm.introspect import RankInfo, VllmInfo
 from tests.support.engine_legs import MODEL
 
 R0 = DpRank(0)
 STARTED_S = 1.79528047303e09
 """As in the recorded pages."""
 
-VLLM_FACTS = VllmFacts(
+VLLM_FACTS = VllmInfo(
     version="0.32.0",
     models=(MODEL,),
     adapters=(),
     root="tiny-model",
     context_length=2048,
     prefix_caching=True,
-    ranks={R0: RankFacts(32, 200)},
+    ranks={R0: RankInfo(32, 200)},
     events={},
     started_s=STARTED_S,
 )
 
 
-def vllm_ways() -> VllmWays:
+def vllm_ways() -> VllmClient:
     """How the engine of the recorded pages is asked."""
-    return VllmWays(WorkerId(7), VLLM_FACTS, model=MODEL)
+    return VllmClient(WorkerId(7), VLLM_FACTS, model=MODEL)

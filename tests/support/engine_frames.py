@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import EngineHash
-from kvrouter.engines.customs.words import Decode, EngineStored, Group, MmHashes
-from kvrouter.engines.sglang.events import decode as decode_sglang
+from kvrouter.engines.kv_events.records import CacheGroup, Decode, EngineStored, MmHashes
+from kvrouter.engines.sglang.attach import decode as decode_sglang
 from kvrouter.engines.trtllm.events import decode as decode_trtllm
 from kvrouter.engines.vllm.events import decode as decode_vllm
 
@@ -73,7 +73,7 @@ def stored(
     tokens: Iterable[int] | None = None,
     block_size: int = 4,
     medium: Medium = Medium.GPU,
-    group: Group | None = None,
+    group: CacheGroup | None = None,
     cache_salt: str | None = None,
     lora_id: int | None = None,
     lora_name: str | None = None,

@@ -1,7 +1,6 @@
 """What a listener passes on of an engine's events."""
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Cleared, KvEvent, Stored
+from kvrouter.core.events import Cleared, KvEvent, Stored, unpack_hashes
 from kvrouter.core.ids import DpRank
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason
-from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerUnreachable
 from tests.support.engine_attached import AttachedEngine
 from tests.support.engine_legs import leg, written
 from tests.support.waits import until

@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.engines.port import TellingEngine
-from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_attached import RUNNING_MAX, WAITING_MAX, AttachedEngine, PairOfEngines
 from tests.support.engine_laws import (
     LONG_TOKENS,

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvrouter.core.pods import EnginePod
-from kvrouter.planes.discovery.kubernetes.pods import pod_of
+from kvrouter.core.workers import EnginePod
+from kvrouter.transports.discovery.kubernetes.pods import pod_of
 
 ENGINE = "kvrouter.dev/engine"
 ZONE = "topology.kubernetes.io/zone"

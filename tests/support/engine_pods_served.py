@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvrouter.assembly.attach_words import Attached
-from kvrouter.assembly.beside import EngineWorkers
-from kvrouter.assembly.engine_pods import PodsDiscovery
-from kvrouter.assembly.engine_worker import EngineWorkerSpec
-from kvrouter.assembly.ground import MemoryGround, Stand
-from kvrouter.assembly.mock_fleet import MemoryPlanes
-from kvrouter.assembly.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
+from kvrouter.attach.attachment import EngineWorkers
+from kvrouter.attach.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
+from kvrouter.attach.spec import EngineWorkerSpec
+from kvrouter.attach.transport_provider import MemoryTransports, WorkerTransports
+from kvrouter.commands.engine_pods import PodsDiscovery
 from kvrouter.config import Settings
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.pods import EnginePod
-from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane
+from kvrouter.core.workers import EnginePod, WorkerCard
+from kvrouter.engines.attach import Attached
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.memory import MemoryRequestPlane
+from kvrouter.wiring.mock_fleet import MemoryPlanes
 from tests.support.engine_pods import pod
 from tests.support.engine_server import ScriptedEngine
 from tests.support.waits import until
@@ -58,7 +57,7 @@ class Here:
         return [message for _, each, message in self.events if each == reason]
 
 
-class ContestedGround(MemoryGround):
+class ContestedGround(MemoryTransports):
     """Another process may have a worker's place: :attr:`losses` has what tells so, one for each stand."""
 
     def __init__(self, planes: MemoryPlanes) -> None:
@@ -69,7 +68,7 @@ class ContestedGround(MemoryGround):
         self.mistakes: list[Exception] = []
 
     @asynccontextmanager
-    async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[Stand]:
+    async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         await self.is_free.wait()
         if self.mistakes:
             raise self.mistakes[0]

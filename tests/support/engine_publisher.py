@@ -8,7 +8,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.kv_events.listener import EventsAt
 
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 TOPIC = "kv-events"

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 
 from aiohttp import web
 
-from kvrouter.core.columns import unpack_hashes
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.events import KvEvent, Removed, Stored
+from kvrouter.core.events import KvEvent, Removed, Stored, unpack_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, merge_chunks

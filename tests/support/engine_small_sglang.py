@@ -5,8 +5,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from kvrouter.core.columns import HASH_BYTES
 from kvrouter.core.errors import KvrouterError
+from kvrouter.core.events import HASH_BYTES
 from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role

@@ -9,9 +9,9 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Kvrouter
 from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport
-from kvrouter.engines.trtllm.facts import CONFIG_METRIC, OWNER
+from kvrouter.engines.trtllm.introspect import CONFIG_METRIC, OWNER
 from kvrouter.mock import MockConfig
-from kvrouter.planes.requests.port import WorkerFull
+from kvrouter.transports.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
 from tests.support.engine_server import event_of
 from tests.support.engine_small import Asked, SmallEngine, StoredBlocks, next_name

@@ -10,10 +10,9 @@ from kvrouter.core.ids import DpRank, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.core.workers import LoadReport
 from kvrouter.engines.vllm.calls import RANK_HEADER
-from kvrouter.engines.vllm.facts import CACHE_METRIC, STARTED_METRIC
-from kvrouter.engines.vllm.loads import RUNNING, USED, WAITING
+from kvrouter.engines.vllm.introspect import CACHE_METRIC, RUNNING, STARTED_METRIC, USED, WAITING
 from kvrouter.mock import MockConfig
-from kvrouter.planes.requests.port import WorkerFull
+from kvrouter.transports.requests.port import WorkerFull
 from tests.support.engine_legs import MODEL
 from tests.support.engine_publisher import Publisher, vllm_batch
 from tests.support.engine_server import event_of

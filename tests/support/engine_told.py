@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored
+from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored, unpack_hashes
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import DpRank
 from kvrouter.core.workers import LoadReport

@@ -8,8 +8,8 @@ from typing import Any
 
 from kvrouter.core.ids import DpRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.engines.customs.listener import EventsAt
-from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.kv_events.listener import EventsAt
+from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EngineState, WatchedEngine
 from kvrouter.engines.vllm.events import decode
@@ -51,7 +51,7 @@ async def attached(
     engine = ServedEngine(
         server,
         ways or vllm_ways(),
-        Told(events_at or {}, decode, 32),
+        ZmqEvents(events_at or {}, decode, 32),
         started=started,
         look_each_s=0.005,
     )

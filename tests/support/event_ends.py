@@ -8,7 +8,7 @@ from typing import Protocol
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
+from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 from tests.support.event_ends_jetstream import jetstream_ends
 from tests.support.event_ends_memory import memory_ends
 from tests.support.event_ends_nats import nats_ends

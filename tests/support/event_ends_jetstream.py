@@ -9,12 +9,12 @@ from nats.aio.client import Client
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
-from kvrouter.planes.events.jetstream.words import LaneNames
-from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
-from kvrouter.planes.events.subjects import loads_subject, seal_of
-from kvrouter.planes.events.wire import encode_batch, encode_load
+from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.nats_recovery import NatsRecovery
+from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
+from kvrouter.transports.events.subjects import loads_subject, seal_of
+from kvrouter.transports.events.wire import encode_batch, encode_load
 from tests.support.event_ends_nats import TOKEN, connect
 from tests.support.event_waits import card, until_heard
 

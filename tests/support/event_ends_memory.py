@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
 
 
 class MemoryEnds:

@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
-from kvrouter.planes.events.wire import encode_batch, encode_load
-from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
-from kvrouter.planes.events.zmq.sockets import BATCH, LOAD, worker_topic
+from kvrouter.transports.events.port import EventPublisher, EventSubscriber, ForeignRank, RecoverySource
+from kvrouter.transports.events.wire import encode_batch, encode_load
+from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
+from kvrouter.transports.events.zmq.sockets import BATCH, LOAD, worker_topic
 from tests.support.event_waits import card, until_heard
 
 TOKEN = "a token that both ends share"

@@ -5,7 +5,7 @@ import asyncio
 from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, Role, WorkerCard
-from kvrouter.planes.events.port import EventPublisher, EventSubscriber
+from kvrouter.transports.events.port import EventPublisher, EventSubscriber
 from tests.support.waits import LIMIT_S
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvrouter.assembly.described import numbered_workers
-from kvrouter.config.document import read_document
 from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import read_document
+from kvrouter.wiring.fleet_build import numbered_workers
 from tests.support.checks import Prompts, all_is_well
 from tests.support.nats_server import NatsServer
 from tests.support.process_planes import Planes

@@ -4,19 +4,19 @@ import asyncio
 from array import array
 from collections.abc import Callable, Mapping
 
-from kvrouter.assembly.router import build_service
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import Pin
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, ModelName, RequestId, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig, Role, WorkerCard
-from kvrouter.planes.discovery.port import CardSink, Gone, GoneSink, StoreSink
-from kvrouter.planes.events.port import BatchSink, EventSubscriber, LoadSink
-from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
+from kvrouter.transports.events.port import BatchSink, EventSubscriber, LoadSink
+from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.wiring.router import build_service
 from tests.support.planes import address_of
 
 MODEL = ModelName("mock")

@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import WorkerCard
-from kvrouter.frontend.app import FrontDoor
+from kvrouter.frontend.app import FrontendApp
 from kvrouter.frontend.pages import SETTLE_S
-from kvrouter.planes.requests.port import RequestPlane
 from kvrouter.text.model import TextModel
+from kvrouter.transports.requests.port import RequestPlane
 from tests.support.fleets import MODEL, Bench, decode_card, prefill_card
 from tests.support.planes import ScriptedPlane, ScriptedStream
 
@@ -50,7 +50,7 @@ class House:
 
     bench: Bench
     plane: ScriptedPlane
-    door: FrontDoor
+    door: FrontendApp
     http: httpx.AsyncClient
     address: tuple[str, int]
 
@@ -78,7 +78,7 @@ async def open_house(
     scripted = ScriptedPlane(script)
     bench = Bench(plane or scripted, config)
     await bench.start(*cards)
-    door = FrontDoor(
+    door = FrontendApp(
         bench.service,
         {MODEL: text or mock_text()},
         settings=settings or FrontendSettings(),

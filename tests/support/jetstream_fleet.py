@@ -15,16 +15,16 @@ from kvrouter.core.events import KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.mock import MockConfig, MockEngine
-from kvrouter.planes.events.jetstream import JetStreamPublisher, JetStreamSubscriber
-from kvrouter.planes.events.nats_recovery import NatsRecovery
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_pump import EventPump
+from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.jetstream import JetStreamPublisher, JetStreamSubscriber
+from kvrouter.transports.events.nats_recovery import NatsRecovery
 from kvrouter.worker import KvPublisher
 from tests.support.blocks import Blocks, blocks, blocks_of_cache
 from tests.support.event_ends_jetstream import Notes
@@ -163,7 +163,7 @@ class Replica:
         )
         self.index = BlockIndex()
         self.telemetry = Telemetry()
-        self.pump = EventPump(self.index, self.subscriber, ModelObserved(self.telemetry, "m"))
+        self.pump = EventIngest(self.index, self.subscriber, ModelInstrumentation(self.telemetry, "m"))
         self.subscriber.subscribe(self.pump.on_batch, lambda _report: None)
         cache = EventCacheView(self.index, self.pump, ApproximateIndex())
         self.snapshots = IndexSnapshots(self.subscriber, lambda: [cache], messages_max=0)

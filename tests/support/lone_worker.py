@@ -3,15 +3,14 @@
 import asyncio
 from array import array
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import KvBatch, KvEvent, Stored
+from kvrouter.core.events import KvBatch, KvEvent, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
 from kvrouter.engines.port import EventsSink, LoadSink, StateSink
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.discovery.memory import MemoryDiscovery
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
 from kvrouter.worker import Worker, parse_topology_env
 
 WORKER, EPOCH = WorkerId(6), Epoch(123)

@@ -4,8 +4,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrouter.core.columns import count_hashes
-from kvrouter.core.events import Stored
+from kvrouter.core.events import Stored, count_hashes
 from kvrouter.core.ids import ModelName, RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Leg, Sampling
 from kvrouter.core.workers import LoadReport, Role

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from kvrouter.assembly import MockFleet, build_service
+from kvrouter.commands import MockFleet, build_service
 from kvrouter.config import FleetFile, KvRouterConfig, load_fleet, parse_document
 from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
-from kvrouter.planes.requests.memory import memory_address
-from kvrouter.planes.requests.port import AliveSink, EngineStream, RequestPlane
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.generation import Generation
 from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.request_run import Generation
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.requests.memory import memory_address
+from kvrouter.transports.requests.port import AliveSink, EngineStream, RequestPlane
 from kvrouter.worker import Worker, new_incarnation
 from tests.support.blocks import Blocks, blocks, blocks_of_cache, told_by
 from tests.support.waits import until

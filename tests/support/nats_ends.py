@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.requests.nats import NatsRequestAcceptor, NatsRequestPlane
+from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
 from tests.support.nats_server import NatsServer
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker
 

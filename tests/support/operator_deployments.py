@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from kvrouter.operator.admission import Verdict, validate
 from kvrouter.operator.api import ClusterTopology, Level
-from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
 from tests.support.deployments import DEFAULTS
 
 Document = dict[str, JsonValue]

@@ -9,10 +9,10 @@ from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import ModelInput, ModelType
 from kvrouter.library import KvRouter, Runtime
-from kvrouter.planes.discovery.memory import MemoryDiscovery
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.planes.requests.port import EngineStream, Registration
+from kvrouter.transports.discovery.memory import MemoryDiscovery
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.requests.port import EngineStream, Registration
 from kvrouter.worker import EngineDoor, KvPublisher, new_incarnation, register_llm
 from tests.support.waits import LIMIT_S
 

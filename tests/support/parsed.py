@@ -1,10 +1,10 @@
 """Parsers of bodies that look through them first, as the front door does."""
 
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.openai import parse, passed
+from kvrouter.frontend.openai import parse, passthrough
 from kvrouter.frontend.openai.nvext import NvextReader
 from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall
-from kvrouter.frontend.openai.passed import PassedCall
+from kvrouter.frontend.openai.passthrough import PassedCall
 from kvrouter.frontend.openai.scanned import BodyBounds, scanned
 
 BOUNDS = BodyBounds()
@@ -23,4 +23,4 @@ def parse_either(data: bytes, nvext: NvextReader = READER) -> ChatCall | Complet
 
 
 def parse_passed(route: CallRoute, data: bytes, nvext: NvextReader = READER) -> PassedCall:
-    return passed.parse_passed(route, scanned(data, BOUNDS), nvext)
+    return passthrough.parse_passed(route, scanned(data, BOUNDS), nvext)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests.port import AliveSink, StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import AliveSink, StreamBroken, WorkerFull, WorkerUnreachable
 
 Step = EngineChunk | Exception
 

@@ -4,20 +4,19 @@ from array import array
 from collections.abc import Iterable
 from zlib import crc32
 
-from kvrouter.assembly.router import routing_settings
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.native import Ledger
-from kvrouter.planes.sync.port import SyncPlane
+from kvrouter.service.attempt import Placement
 from kvrouter.service.cache_view import NoCacheView
-from kvrouter.service.decisions import DecisionLog
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.observed import ServiceObserved
-from kvrouter.service.placement import Placement
+from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.sync.port import SyncPlane
+from kvrouter.wiring.router import routing_settings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 HASTE = {"heartbeat_s": 0.02, "silent_after_s": 20.0, "ask_again_s": 0.05}
@@ -52,7 +51,7 @@ class ReplicaRouter:
             config=config,
             settings=routing_settings(config, None),
             decisions=DecisionLog(requests_max=16),
-            observed=ServiceObserved(Telemetry()).of_model(MODEL),
+            observed=ServiceInstrumentation(Telemetry()).of_model(MODEL),
             seed=1,
             sync=self.sync,
         )

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
-from kvrouter.planes.requests.port import EngineStream
+from kvrouter.transports.requests.port import EngineStream
 
 IN_TIME_S = 20.0
 """How long a test waits for what must happen; a plane that hangs fails it."""

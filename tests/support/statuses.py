@@ -12,14 +12,14 @@ from kvrouter.operator.api import (
     DeploymentStatus,
     DynamoGraphDeployment,
 )
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import plan
-from kvrouter.operator.status import Refusals, Registered, Workers, deployment_status
+from kvrouter.operator.status import RefusedObjects, Registered, Workers, deployment_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
 TYPES = ("frontend", "prefill", "decode")
-NOTHING_REFUSED = Refusals()
+NOTHING_REFUSED = RefusedObjects()
 SERVING = Workers((Registered("llama", Role.BOTH),))
 FRONTEND = Pod(
     "frontend-0", "fleet", "u", "node-f", {"kvrouter.dev/component-type": "frontend"}, is_ready=True
@@ -81,7 +81,7 @@ def status(
     facts: ClusterFacts = FACTS,
     previous: DeploymentStatus | None = None,
     now: datetime = NOW,
-    refusals: Refusals = NOTHING_REFUSED,
+    refusals: RefusedObjects = NOTHING_REFUSED,
     workers: Workers = SERVING,
 ) -> DeploymentStatus:
     """What is told of ``of``, or of a deployment with ``policy``, whose pods these are, and a frontend's."""

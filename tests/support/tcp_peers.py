@@ -6,11 +6,15 @@ from contextlib import suppress
 from typing import Self
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.requests.tcp.frames import TO_ROUTER, TO_WORKER, FrameReader, Kind, frame
-from kvrouter.planes.requests.tcp.hello import (
+from kvrouter.transports.requests.tcp.frames import (
     GREETING_BYTES,
     HELLO_BYTES,
+    TO_ROUTER,
+    TO_WORKER,
+    FrameKind,
+    FrameReader,
     Secret,
+    frame,
     greeting,
     hello,
     new_nonce,
@@ -30,12 +34,12 @@ class Peer:
         self.reader = reader
         self.writer = writer
         self._frames: list[Frame] = []
-        self._cut = FrameReader({**TO_ROUTER, **TO_WORKER, Kind.WELCOME: 32})
+        self._cut = FrameReader({**TO_ROUTER, **TO_WORKER, FrameKind.WELCOME: 32})
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
 
-    def send_frame(self, kind: Kind, body: bytes = b"") -> None:
+    def send_frame(self, kind: FrameKind, body: bytes = b"") -> None:
         self.send(frame(kind, body))
 
     async def frame(self) -> Frame | None:
@@ -49,21 +53,23 @@ class Peer:
                 if not data:
                     return None
                 self._frames += [
-                    (kind, body) for kind, body in self._cut.feed(data) if kind not in {Kind.PING, Kind.PONG}
+                    (kind, body)
+                    for kind, body in self._cut.feed(data)
+                    if kind not in {FrameKind.PING, FrameKind.PONG}
                 ]
         return self._frames.pop(0)
 
-    async def next(self, kind: Kind) -> bytes:
+    async def next(self, kind: FrameKind) -> bytes:
         """The body of the next frame, which is of this kind."""
         got = await self.frame()
         assert got is not None
-        assert Kind(got[0]) is kind, got
+        assert FrameKind(got[0]) is kind, got
         return got[1]
 
     async def goodbye(self) -> str:
         """Why the other end hangs up; it does."""
         while (got := await self.frame()) is not None:
-            if got[0] == Kind.GOODBYE:
+            if got[0] == FrameKind.GOODBYE:
                 assert await self.frame() is None
                 return got[1].decode()
         raise AssertionError("hung up without a reason")
@@ -87,7 +93,7 @@ class RawRouter(Peer):
         """Connect, say hello and be welcomed."""
         peer = await cls.connect(port)
         await peer.say_hello(worker_id, token=token)
-        await peer.next(Kind.WELCOME)
+        await peer.next(FrameKind.WELCOME)
         return peer
 
     async def say_hello(self, worker_id: int = 1, incarnation: int = 1, *, token: str | None = TOKEN) -> None:
@@ -132,7 +138,7 @@ class RawWorkers:
         said = read_hello(await peer.reader.readexactly(HELLO_BYTES))
         assert said is not None
         proof = Secret(token).worker_proof(nonce, said.nonce, said.worker_id, said.incarnation)
-        peer.send_frame(Kind.WELCOME, proof)
+        peer.send_frame(FrameKind.WELCOME, proof)
         return peer
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from kvrouter.planes.requests.port import Registration, RequestPlane, RequestServer
+from kvrouter.transports.requests.port import Registration, RequestPlane, RequestServer
 from tests.support.proxy import Proxy
 
 Die = Callable[[], Awaitable[None]]

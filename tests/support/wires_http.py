@@ -3,8 +3,8 @@
 from urllib.parse import urlsplit
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.requests.http import HttpRequestAcceptor, HttpRequestPlane
-from kvrouter.planes.requests.port import Registration, RequestServer
+from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
+from kvrouter.transports.requests.port import Registration, RequestServer
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
 

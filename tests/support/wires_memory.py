@@ -1,8 +1,8 @@
 """The request plane inside one process, as a wire."""
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.requests.memory import MemoryRequestPlane, memory_address
-from kvrouter.planes.requests.port import Registration, RequestServer
+from kvrouter.transports.requests.memory import MemoryRequestPlane, memory_address
+from kvrouter.transports.requests.port import Registration, RequestServer
 from tests.support.wire import Die, Wire
 
 

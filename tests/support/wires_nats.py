@@ -6,8 +6,8 @@ from dataclasses import replace
 from nats.aio.client import Client
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.requests.nats import NatsRequestAcceptor, NatsRequestPlane
-from kvrouter.planes.requests.port import Registration, RequestServer
+from kvrouter.transports.requests.nats import NatsRequestAcceptor, NatsRequestPlane
+from kvrouter.transports.requests.port import Registration, RequestServer
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire

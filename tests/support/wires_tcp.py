@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.requests.port import Registration, RequestServer
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.planes.requests.tcp.address import TcpAddress
+from kvrouter.transports.requests.port import Registration, RequestServer
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.tcp.frames import TcpAddress
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
 

@@ -2,21 +2,21 @@
 
 import pytest
 
-from kvrouter.assembly.described import (
+from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
+from kvrouter.core.ids import Epoch
+from kvrouter.core.workers import Enforcement, Role
+from kvrouter.mock import MockConfig, Timing
+from kvrouter.text.model import TextModel
+from kvrouter.text.tokenizer import EncodePool
+from kvrouter.topology import Link
+from kvrouter.wiring.fleet_build import (
     link_table,
     mock_config,
     mock_links,
     numbered_workers,
     worker_card,
 )
-from kvrouter.assembly.mock_fleet import MockFleet
-from kvrouter.config import FleetFile, default_fleet_document, load_fleet, parse_document
-from kvrouter.core.ids import Epoch
-from kvrouter.core.workers import Enforcement, Role
-from kvrouter.mock import MockConfig, Timing
-from kvrouter.text.encode_pool import EncodePool
-from kvrouter.text.model import TextModel
-from kvrouter.topology import Link
+from kvrouter.wiring.mock_fleet import MockFleet
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from kvrouter.assembly import MockFleet, embedded
-from kvrouter.assembly.address import CannotListen, claimed
+from kvrouter.commands import MockFleet, embedded
 from kvrouter.config import FrontendSettings, Settings, default_fleet_document, load_fleet
+from kvrouter.processes.lifetime import CannotListen, claimed
 
 FLEET = load_fleet(default_fleet_document()).fleet
 

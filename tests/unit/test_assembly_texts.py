@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.assembly.texts import AnnouncedTexts
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.text.encode_pool import EncodeLimits, EncodePool
+from kvrouter.text.model import MOCK_FOLDER
 from kvrouter.text.source import MOCK_TOKENIZER
-from kvrouter.text.words import MOCK_FOLDER
+from kvrouter.text.tokenizer import EncodeLimits, EncodePool
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.wiring.text_models import AnnouncedTexts
 from tests.support.fleets import card
 
 
@@ -53,7 +53,7 @@ async def test_a_tokenizer_that_cannot_be_loaded_is_told_and_tried_again(
 async def test_a_model_without_workers_makes_room_and_one_with_workers_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvrouter.assembly.texts.TEXTS_MAX", 2)
+    monkeypatch.setattr("kvrouter.wiring.text_models.TEXTS_MAX", 2)
     texts = AnnouncedTexts({}, EncodePool())
     await announce(texts, serving("a", 1))
     await announce(texts, serving("b", 2))

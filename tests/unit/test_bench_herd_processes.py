@@ -14,8 +14,8 @@ from benchmarks.herd_fleet import Outcome
 from benchmarks.herd_load import Arrival
 from benchmarks.herd_processes import LOAD, ONE, VARIANTS, Shown, busiest_over_mean, table_of
 from benchmarks.herd_workers import BLOCK_SIZE, FLEET, N_WORKERS, Loads
-from kvrouter.config.document import read_document
 from kvrouter.config.fleet_checks import load_fleet
+from kvrouter.config.problems import read_document
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 

@@ -10,8 +10,8 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.core.workers import LoadReport, Role
+from kvrouter.service.attempt import Placement
 from kvrouter.service.bookings import Bookings, BookingsFull, NotBooked, RequestInUse
-from kvrouter.service.placement import Placement
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.planes import ScriptedPlane
 from tests.support.virtual_time import run_in_virtual_time

@@ -37,9 +37,9 @@ class Served:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Served:
     served = Served()
-    module = ModuleType("kvrouter.assembly")
+    module = ModuleType("kvrouter.commands")
     module.serve = served  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvrouter.assembly", module)
+    monkeypatch.setitem(sys.modules, "kvrouter.commands", module)
     return served
 
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvrouter.cli import main
-from kvrouter.cli.decisions import draw_decisions, read_decisions
+from kvrouter.cli.explain import draw_decisions, read_decisions
 from kvrouter.config import KvRouterConfig, default_fleet_document, load_fleet
 from kvrouter.core.workers import Enforcement, Role
 from tests.support.fleets import card

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from kvrouter.cli import main
-from kvrouter.cli.explain import Candidate, Chosen, Explanation, LegPick, Refusal, draw
+from kvrouter.cli.explain import CandidateRow, Chosen, Explanation, LegPick, RefusalRow, draw
 
 
 def row(
@@ -189,7 +189,7 @@ def test_a_refusal_has_its_error_first_then_the_table_of_each_leg(
 
 def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
     rows = [
-        Candidate(
+        CandidateRow(
             worker_id=number,
             dp_rank=0,
             eligible=number < 60,
@@ -216,7 +216,7 @@ def test_a_large_fleet_is_cut_and_counted_and_a_refusal_stands_out() -> None:
         constraint=None,
         fallback_used=True,
         last_resort=True,
-        error=Refusal(code="no_eligible_worker", message="nobody in zone=c"),
+        error=RefusalRow(code="no_eligible_worker", message="nobody in zone=c"),
     )
     stream = io.StringIO()
     draw(explanation, Console(file=stream, width=140, force_terminal=True, color_system="standard"))

@@ -4,9 +4,9 @@ from typing import get_args
 
 import pytest
 
-from kvrouter.assembly.attach_words import EngineKind
 from kvrouter.config import AttachedEngineSpec, FleetFile, MockEngineSpec, load_fleet, parse_document
 from kvrouter.core.errors import ConfigError
+from kvrouter.engines.attach import EngineKind
 
 GOOD = """\
 version: 1

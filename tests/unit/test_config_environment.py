@@ -3,7 +3,7 @@
 from pydantic import SecretStr
 
 from kvrouter.config import FrontendSettings, KvRouterConfig, PlaneSettings, Settings, load_settings
-from kvrouter.config.environment import environment_of
+from kvrouter.config.sources import environment_of
 
 
 def test_what_was_set_travels_and_nothing_else() -> None:

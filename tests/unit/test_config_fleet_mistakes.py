@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.cli import main
-from kvrouter.config.document import parse_document
 from kvrouter.config.fleet_checks import default_fleet_path, examine_fleet, load_fleet
+from kvrouter.config.problems import parse_document
 from kvrouter.core.errors import ConfigError
 
 MISTAKEN = """\

@@ -14,7 +14,6 @@ from kvrouter.cli.commands import kvrouter, up
 from kvrouter.cli.flags import ForeignOption, SettingsCommand, given_flags
 from kvrouter.cli.processes import frontend
 from kvrouter.config import KvRouterConfig, Settings, load_settings, parse_document
-from kvrouter.config.environment import environment_of, environment_with
 from kvrouter.config.foreign import (
     FOREIGN,
     FOREIGN_DISCOVERY,
@@ -23,13 +22,17 @@ from kvrouter.config.foreign import (
     FOREIGN_VARIABLES,
     Foreign,
 )
-from kvrouter.config.setting import Kind, SettingSpec
-from kvrouter.config.sources import ENGINE_KEY_VARIABLE, FLEET_VARIABLE
+from kvrouter.config.setting import SettingKind, SettingSpec
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE, FLEET_VARIABLE, environment_of, environment_with
 from kvrouter.config.tree import SETTINGS
 from kvrouter.config.variables import TOPOLOGY_VARIABLES, spellings, text_of, without_prefix
 from kvrouter.core.errors import ConfigError
 
-SAMPLES = {Kind.WHOLE: ("7", "8"), Kind.NUMBER: ("0.5", "0.25"), Kind.SWITCH: ("true", "false")}
+SAMPLES = {
+    SettingKind.WHOLE: ("7", "8"),
+    SettingKind.NUMBER: ("0.5", "0.25"),
+    SettingKind.SWITCH: ("true", "false"),
+}
 ALIASED = [spec for spec in SETTINGS if spec.aliases.flags or spec.aliases.variables or spec.aliases.names]
 
 
@@ -51,7 +54,7 @@ def refused(flags: dict[str, object] | None = None, **sources: object) -> str:
 
 
 def flag_of(spec: SettingSpec, flag: str, text: str) -> list[str]:
-    if spec.kind is not Kind.SWITCH:
+    if spec.kind is not SettingKind.SWITCH:
         return [flag, text]
     return [flag if text == "true" else f"--no-{flag.removeprefix('--')}"]
 
@@ -60,9 +63,9 @@ def flag_of(spec: SettingSpec, flag: str, text: str) -> list[str]:
 def test_every_name_of_a_setting_sets_it_and_two_that_differ_are_refused(spec: SettingSpec) -> None:
     if spec not in ALIASED and len(spec.variables) == 1:
         return
-    if spec.kind in (Kind.TEXT, Kind.HIDDEN):
+    if spec.kind in (SettingKind.TEXT, SettingKind.HIDDEN):
         one, other = "zone", "rack"
-    elif spec.kind is Kind.WHOLE and spec.name == "nats_replicas":
+    elif spec.kind is SettingKind.WHOLE and spec.name == "nats_replicas":
         one, other = "3", "5"
     else:
         one, other = texts_of(spec)
@@ -209,7 +212,7 @@ def test_every_shared_variable_is_read_with_our_prefix(variable: str) -> None:
 
 @pytest.mark.parametrize("foreign", FOREIGN, ids=lambda each: each.name)
 def test_a_name_without_effect_says_so_wherever_it_stands(foreign: Foreign) -> None:
-    values = {Kind.SWITCH: (True, False), Kind.WHOLE: (77,), Kind.NUMBER: (0.77,)}
+    values = {SettingKind.SWITCH: (True, False), SettingKind.WHOLE: (77,), SettingKind.NUMBER: (0.77,)}
     unmet = [value for value in values.get(foreign.kind, ("other",)) if value not in foreign.met]
     for value in unmet:
         check_unmet(foreign, value)
@@ -230,7 +233,7 @@ def check_unmet(foreign: Foreign, value: object) -> None:
             assert refused(environ={ours: text}) == f"{ours}: {foreign.told}"
     for flag in foreign.flags:
         given = [flag, text]
-        if foreign.kind is Kind.SWITCH:
+        if foreign.kind is SettingKind.SWITCH:
             given = [flag if value else f"--no-{flag.removeprefix('--')}"]
         with pytest.raises(click.UsageError, match="has no effect here"):
             flagged(*given)

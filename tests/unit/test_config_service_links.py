@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.config import load_settings
-from kvrouter.config.service_links import without_service_links
+from kvrouter.config.variables import without_service_links
 from kvrouter.core.errors import ConfigError
 from tests.support.service_links import Service, ServicePort, links
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvrouter.config import KvRouterConfig, Settings, load_settings, parse_document
-from kvrouter.config.setting import Kind, parse_switch
+from kvrouter.config.setting import SettingKind, parse_switch
 from kvrouter.config.tree import SETTINGS
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
@@ -57,7 +57,12 @@ def test_flags_win_over_variables_over_yaml_over_defaults() -> None:
 
 
 def test_every_setting_can_come_from_every_source() -> None:
-    samples = {Kind.WHOLE: "1100", Kind.NUMBER: "0.5", Kind.TEXT: "zone", Kind.HIDDEN: "word"}
+    samples = {
+        SettingKind.WHOLE: "1100",
+        SettingKind.NUMBER: "0.5",
+        SettingKind.TEXT: "zone",
+        SettingKind.HIDDEN: "word",
+    }
     for spec in SETTINGS:
         text = samples.get(spec.kind, "false" if spec.default else "true")
         if spec.choices:
@@ -113,7 +118,7 @@ def test_a_refusal_names_the_field_the_origin_and_the_mend() -> None:
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e400"])
 @pytest.mark.parametrize(
-    "spec", [spec for spec in SETTINGS if spec.kind is Kind.NUMBER], ids=lambda s: s.name
+    "spec", [spec for spec in SETTINGS if spec.kind is SettingKind.NUMBER], ids=lambda s: s.name
 )
 def test_numbers_are_finite(spec: object, text: str) -> None:
     key = spec.yaml_key  # type: ignore[attr-defined]

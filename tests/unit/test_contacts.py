@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.requests.port import AliveSink, EngineStream, WorkerUnreachable
-from kvrouter.service.contacts import Contacts
+from kvrouter.service.liveness import Liveness
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.requests.port import AliveSink, EngineStream, WorkerUnreachable
 from tests.support.discovery_stores import card
 
 
@@ -26,7 +26,7 @@ class _Elsewhere:
 
 async def test_a_worker_of_another_request_plane_is_told_of_and_not_alive() -> None:
     told: list[tuple[WorkerCard, bool]] = []
-    contacts = Contacts(
+    contacts = Liveness(
         _Elsewhere(),
         MemoryEventPlane(),
         hears_events=True,

@@ -8,18 +8,18 @@ import pytest
 
 from kvrouter.core.events import Cleared, KvEvent, Stored
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.customs.follower import (
+from kvrouter.engines.kv_events.batches import REPLAY_END
+from kvrouter.engines.kv_events.event_stream import (
     AskReplay,
-    BatchFollower,
     Command,
-    FollowerLimits,
+    EngineEventStream,
+    EventStreamLimits,
+    MalformedBatch,
     Missed,
     Publish,
-    Refused,
     Restarted,
 )
-from kvrouter.engines.customs.frames import REPLAY_END
-from kvrouter.engines.customs.words import EngineFacts
+from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 
 R0 = DpRank(0)
@@ -214,7 +214,7 @@ def test_what_waited_with_a_question_and_is_not_in_the_answer_is_of_an_earlier_s
 
 
 def test_a_full_waiting_room_is_a_gap_that_is_asked_for() -> None:
-    engine, follower = Engine(), _follower(limits=FollowerLimits(waiting_batches_max=2))
+    engine, follower = Engine(), _follower(limits=EventStreamLimits(waiting_batches_max=2))
     follower.start()
     replay = engine.replay(0)
     _live(follower, engine.publish(4))
@@ -226,7 +226,7 @@ def test_a_full_waiting_room_is_a_gap_that_is_asked_for() -> None:
 def test_a_payload_that_cannot_be_read_is_as_good_as_lost() -> None:
     engine, follower = _followed(2)
     refused, missed, emptied = _live(follower, [(b"kv", (2).to_bytes(8, "big"), b"\xc1")])
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, MalformedBatch)
     assert (missed, emptied) == (Missed(2, 2), Publish(R0, (Cleared(),)))
     engine.publish()
     assert _names(_live(follower, engine.publish())) == [1003]
@@ -236,7 +236,7 @@ def test_a_payload_that_cannot_be_read_is_as_good_as_lost() -> None:
 def test_a_message_without_a_number_is_told_and_changes_nothing() -> None:
     engine, follower = _followed(1)
     (refused,) = follower.on_published((b"kv", b"?", b""))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, MalformedBatch)
     assert refused.error.param == "seq"
     assert _names(_live(follower, engine.publish())) == [1001]
 
@@ -258,22 +258,22 @@ def test_each_rank_has_its_own_ledger() -> None:
 
 
 def test_a_socket_speaks_of_so_many_ranks_and_no_more() -> None:
-    follower = _follower(can_replay=False, limits=FollowerLimits(ranks_max=2))
+    follower = _follower(can_replay=False, limits=EventStreamLimits(ranks_max=2))
     ranks = (0, 1, 2, 1)
     commands = _live(
         follower,
         [(b"", seq.to_bytes(8, "big"), _payload(seq, dp_rank=rank)) for seq, rank in enumerate(ranks)],
     )
-    (refused,) = [command for command in commands if isinstance(command, Refused)]
+    (refused,) = [command for command in commands if isinstance(command, MalformedBatch)]
     assert refused.error.param == "data_parallel_rank"
     assert (_names(commands), set(follower.ledgers)) == ([0, 1, 3], {DpRank(0), DpRank(1)})
 
 
-def _follower(*, can_replay: bool = True, limits: FollowerLimits | None = None) -> BatchFollower:
-    return BatchFollower(decode, EngineFacts(block_size=4), can_replay=can_replay, limits=limits)
+def _follower(*, can_replay: bool = True, limits: EventStreamLimits | None = None) -> EngineEventStream:
+    return EngineEventStream(decode, EngineTraits(block_size=4), can_replay=can_replay, limits=limits)
 
 
-def _followed(n_batches: int) -> tuple[Engine, BatchFollower]:
+def _followed(n_batches: int) -> tuple[Engine, EngineEventStream]:
     engine, follower = Engine(), _follower()
     follower.start()
     _replay(follower, engine)
@@ -281,11 +281,11 @@ def _followed(n_batches: int) -> tuple[Engine, BatchFollower]:
     return engine, follower
 
 
-def _live(follower: BatchFollower, messages: Sequence[Sequence[bytes]]) -> list[Command]:
+def _live(follower: EngineEventStream, messages: Sequence[Sequence[bytes]]) -> list[Command]:
     return [command for frames in messages for command in follower.on_published(frames)]
 
 
-def _replay(follower: BatchFollower, engine: Engine, start_seq: int = 0) -> list[Command]:
+def _replay(follower: EngineEventStream, engine: Engine, start_seq: int = 0) -> list[Command]:
     return [command for frames in engine.replay(start_seq) for command in follower.on_replayed(frames)]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.engines.customs.frames import (
+from kvrouter.engines.kv_events.batches import (
     REPLAY_END,
     Published,
     ReplayEnd,

@@ -1,24 +1,23 @@
 """One rank's ledger: counts, parents, salts, groups, media, and what is not known."""
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Medium, Removed, Stored
+from kvrouter.core.events import Cleared, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt, hash_seed
 from kvrouter.core.ids import EngineHash
-from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.words import (
+from kvrouter.engines.kv_events.rank_blocks import RankBlocks
+from kvrouter.engines.kv_events.records import (
+    CacheGroup,
     EngineCleared,
-    EngineFacts,
     EngineGroup,
     EngineMoved,
     EngineRemoved,
     EngineSkipped,
-    Group,
+    EngineTraits,
     Skipped,
 )
 from tests.support.engine_frames import stored
 
-FULL = Group(0, 2)
-WINDOW = Group(1, 0)
+FULL = CacheGroup(0, 2)
+WINDOW = CacheGroup(1, 0)
 
 
 def test_a_store_names_the_blocks_by_their_tokens() -> None:
@@ -39,7 +38,7 @@ def test_two_stores_need_two_removals() -> None:
 
 
 def test_a_clear_forgets_counts_and_makes_a_partial_rank_whole() -> None:
-    ledger = RankLedger(EngineFacts(block_size=4), is_partial=True)
+    ledger = RankBlocks(EngineTraits(block_size=4), is_partial=True)
     ledger.take((stored((11,)), stored((11,))))
     assert ledger.take((EngineCleared(),)) == (Cleared(),)
     assert (ledger.held(), ledger.is_partial) == (0, False)
@@ -56,7 +55,7 @@ def test_a_clear_that_comes_after_the_stores_which_followed_it_costs_hits_alone(
 
 
 def test_blocks_with_known_parents_count_after_attaching_late() -> None:
-    ledger = RankLedger(EngineFacts(block_size=4), is_partial=True)
+    ledger = RankBlocks(EngineTraits(block_size=4), is_partial=True)
     events = ledger.take((stored((21,), parent=20), stored((31,)), stored((32,), parent=31)))
     assert [event.n_blocks for event in events if isinstance(event, Stored)] == [1, 1]
     assert ledger.skipped == {Skipped.ORPHAN: 1}
@@ -73,7 +72,7 @@ def test_a_salt_holds_for_all_that_follows() -> None:
 
 
 def test_an_adapter_goes_by_its_name_and_a_number_has_to_stand_for_one() -> None:
-    ledger = RankLedger(EngineFacts(block_size=4, lora_names={1: "ada"}))
+    ledger = RankBlocks(EngineTraits(block_size=4, lora_names={1: "ada"}))
     by_name, by_number = ledger.take(
         (stored((11,), lora_name="ada"), stored((12,), tokens=[11] * 4, lora_id=1))
     )
@@ -107,7 +106,7 @@ def test_full_attention_decides_and_a_window_is_let_go() -> None:
 
 def test_the_first_of_two_equal_groups_decides() -> None:
     ledger = _ledger()
-    ledger.take((stored((11,), group=Group(3, 2)), stored((12,), group=Group(4, 2))))
+    ledger.take((stored((11,), group=CacheGroup(3, 2)), stored((12,), group=CacheGroup(4, 2))))
     assert (ledger.held(), ledger.skipped) == (1, {Skipped.OTHER_GROUP: 1})
 
 
@@ -122,7 +121,11 @@ def test_a_window_counts_until_full_attention_is_seen_and_takes_over() -> None:
 
 def test_a_group_that_was_announced_decides_before_it_holds_anything() -> None:
     ledger = _ledger()
-    events = (EngineGroup(Group(64, 64)), EngineGroup(Group(512, 512)), stored((11,), group=Group(64, 64)))
+    events = (
+        EngineGroup(CacheGroup(64, 64)),
+        EngineGroup(CacheGroup(512, 512)),
+        stored((11,), group=CacheGroup(64, 64)),
+    )
     assert ledger.take(events) == ()
     assert ledger.skipped == {Skipped.OTHER_GROUP: 1}
 
@@ -170,7 +173,7 @@ def test_blocks_that_are_no_runs_of_our_size_are_let_go() -> None:
 
 
 def test_a_rank_that_is_full_holds_no_more_and_says_so() -> None:
-    ledger = RankLedger(EngineFacts(block_size=4, blocks_max=2))
+    ledger = RankBlocks(EngineTraits(block_size=4, blocks_max=2))
     (event,) = ledger.take((stored((11, 12, 13)),))
     assert isinstance(event, Stored)
     assert event.n_blocks == 2
@@ -192,8 +195,8 @@ def test_what_is_skipped_is_counted() -> None:
     assert ledger.skipped == {Skipped.UNKNOWN_EVENT: 1, Skipped.NOT_LOCAL: 3}
 
 
-def _ledger() -> RankLedger:
-    return RankLedger(EngineFacts(block_size=4))
+def _ledger() -> RankBlocks:
+    return RankBlocks(EngineTraits(block_size=4))
 
 
 def _removed(name: int, group_key: int | None = None) -> EngineRemoved:

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import KvEvent, Removed, Stored
+from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.customs.follower import BatchFollower, Publish
-from kvrouter.engines.customs.frames import read_published, read_replayed
-from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.words import EngineCleared, EngineFacts, EngineRemoved, EngineStored
+from kvrouter.engines.kv_events.batches import read_published, read_replayed
+from kvrouter.engines.kv_events.event_stream import EngineEventStream, Publish
+from kvrouter.engines.kv_events.rank_blocks import RankBlocks
+from kvrouter.engines.kv_events.records import EngineCleared, EngineRemoved, EngineStored, EngineTraits
 from tests.support.engine_frames import Sample, samples, stored
 
 ARRAY_FIELDS = {
@@ -96,7 +95,7 @@ def test_evictions_are_passed_on_once_the_blocks_are_known() -> None:
     sample = _named("v0.32_removed_and_stored_mixed")
     (batch,) = sample.decode(sample.payload)
     gone = tuple(event.names[0] for event in batch.events if isinstance(event, EngineRemoved))
-    ledger = RankLedger(EngineFacts(block_size=32))
+    ledger = RankBlocks(EngineTraits(block_size=32))
     ledger.take((stored(gone, tokens=range(32 * len(gone)), block_size=32),))
     *removed, last = ledger.take(batch.events)
     assert [event for event in removed if isinstance(event, Removed)] == [
@@ -112,14 +111,14 @@ def test_a_block_that_is_reported_again_when_found_is_counted_again() -> None:
     (batch,) = sample.decode(sample.payload)
     (event,) = batch.events
     assert isinstance(event, EngineStored)
-    ledger = RankLedger(EngineFacts(block_size=32))
+    ledger = RankBlocks(EngineTraits(block_size=32))
     ledger.take((event, event, EngineRemoved(event.names)))
     assert ledger.held() == len(event.names)
 
 
 def _published(name: str) -> tuple[KvEvent, ...]:
     sample = _named(name)
-    follower = BatchFollower(sample.decode, EngineFacts(block_size=sample.block_size), can_replay=False)
+    follower = EngineEventStream(sample.decode, EngineTraits(block_size=sample.block_size), can_replay=False)
     publish = [each for each in follower.on_published(sample.frames) if isinstance(each, Publish)]
     assert [each.dp_rank for each in publish] == [DpRank(sample.dp_rank)]
     return publish[0].events

@@ -5,9 +5,9 @@ import pytest
 
 from kvrouter.core.events import Medium, Stored
 from kvrouter.core.hashing import Prompt, hash_seed
-from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.words import EngineEvent, EngineFacts, EngineRemoved, EngineStored
-from kvrouter.engines.sglang.events import decode
+from kvrouter.engines.kv_events.rank_blocks import RankBlocks
+from kvrouter.engines.kv_events.records import EngineEvent, EngineRemoved, EngineStored, EngineTraits
+from kvrouter.engines.sglang.attach import decode
 
 COMMON = (
     ("block_hashes", [-5]),
@@ -35,7 +35,7 @@ def test_a_store_with_all_fields(is_array: bool) -> None:
 
 def test_a_request_with_the_same_salt_and_adapter_finds_the_block() -> None:
     event = _one({"type": "BlockStored", **dict((*COMMON, *OWN)), "medium": "GPU"})
-    (told,) = RankLedger(EngineFacts(block_size=4)).take((event,))
+    (told,) = RankBlocks(EngineTraits(block_size=4)).take((event,))
     assert isinstance(told, Stored)
     seed = hash_seed(lora_name="ada", cache_namespace="tenant-1")
     assert told.block_hashes == Prompt([1, 2, 3, 4], block_size=4, seed=seed).block_hashes

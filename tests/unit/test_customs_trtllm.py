@@ -9,14 +9,13 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, hash_seed, multimodal_hash
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.customs.follower import BatchFollower, Missed, Publish
-from kvrouter.engines.customs.ledger import RankLedger
-from kvrouter.engines.customs.words import EngineFacts, EngineSkipped, Skipped
-from kvrouter.engines.trtllm.events import decode
-from kvrouter.engines.trtllm.native import NativeEvents, native_batches
+from kvrouter.engines.kv_events.event_stream import EngineEventStream, Missed, Publish
+from kvrouter.engines.kv_events.rank_blocks import RankBlocks
+from kvrouter.engines.kv_events.records import EngineSkipped, EngineTraits, Skipped
+from kvrouter.engines.trtllm.events import NativeEvents, decode, native_batches
 from tests.support.engine_frames import samples
 
-FACTS = EngineFacts(block_size=4)
+FACTS = EngineTraits(block_size=4)
 DIGEST = "ab" * 32
 _STORED = {"type": "stored", "parent_hash": None}
 
@@ -136,7 +135,7 @@ def test_other_events_are_skipped_and_a_clear_clears() -> None:
 
 
 def test_a_lost_event_empties_the_rank() -> None:
-    follower = BatchFollower(NativeEvents(4).decode, FACTS, can_replay=False)
+    follower = EngineEventStream(NativeEvents(4).decode, FACTS, can_replay=False)
     polled = native_batches(
         json.dumps([_event(0, _stored(_block(11, 0))), _event(2, {"type": "created"})]).encode()
     )
@@ -182,7 +181,7 @@ def test_a_poll_that_is_no_list_is_refused() -> None:
 
 def test_the_published_form_tells_images_by_number() -> None:
     (sample,) = (sample for sample in samples() if sample.name == "trtllm_published_stored")
-    follower = BatchFollower(decode, EngineFacts(block_size=32), can_replay=False)
+    follower = EngineEventStream(decode, EngineTraits(block_size=32), can_replay=False)
     (publish,) = follower.on_published((b"", bytes(8), sample.payload))
     assert isinstance(publish, Publish)
     (told,) = publish.events
@@ -202,11 +201,11 @@ def test_what_the_engine_publishes_itself_is_read_as_its_own_events_are() -> Non
     blocks = _block(2**64 - 1, 0), _block(12, 4) | {"mm_keys": keys[1]}
     blocks[1]["tokens"] = [{"token_id": token} for token in (DIGEST, 5, 6, 7)]
     own = _told(_event(0, _stored(*blocks)), _event(1, {"type": "removed", "block_hashes": [12]}))
-    assert list(RankLedger(FACTS).take(batch.events)) == own
+    assert list(RankBlocks(FACTS).take(batch.events)) == own
 
 
 def _told(*events: dict[str, object]) -> list[KvEvent]:
-    follower = BatchFollower(NativeEvents(4).decode, FACTS, can_replay=False)
+    follower = EngineEventStream(NativeEvents(4).decode, FACTS, can_replay=False)
     commands = [
         command
         for _, batch in native_batches(json.dumps(events).encode())

@@ -6,13 +6,13 @@ import pytest
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Medium
 from kvrouter.core.hashing import multimodal_hash
-from kvrouter.engines.customs.words import (
+from kvrouter.engines.kv_events.records import (
+    CacheGroup,
     EngineCleared,
     EngineEvent,
     EngineRemoved,
     EngineSkipped,
     EngineStored,
-    Group,
     Skipped,
 )
 from kvrouter.engines.vllm.events import decode
@@ -52,7 +52,7 @@ def test_arrays_of_every_release_read_alike(n_fields: int) -> None:
     event = _one(["BlockStored", *fields[:n_fields]])
     assert isinstance(event, EngineStored)
     assert (event.names, event.block_size, list(event.token_ids)) == ((1, 2), 4, list(range(8)))
-    assert event.group == {9: Group(0, 1), 10: Group(0, 2), 11: Group(0, 2)}.get(n_fields)
+    assert event.group == {9: CacheGroup(0, 1), 10: CacheGroup(0, 2), 11: CacheGroup(0, 2)}.get(n_fields)
 
 
 def test_the_salt_is_the_last_plain_string_of_a_first_block() -> None:
@@ -104,7 +104,7 @@ def test_a_key_that_is_not_understood_keeps_its_block_from_being_taken_for_plain
     ],
 )
 def test_full_attention_stands_highest(kind: str | None, standing: int) -> None:
-    assert _stored(group_idx=1, kv_cache_spec_kind=kind).group == Group(1, standing)
+    assert _stored(group_idx=1, kv_cache_spec_kind=kind).group == CacheGroup(1, standing)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.assembly.described_engines import engine_lines, worker_spec
-from kvrouter.assembly.engine_worker import EngineWorkerSpec
-from kvrouter.assembly.many import ENGINE_WAIT_S, worker_commands
+from kvrouter.attach.spec import EngineWorkerSpec, engine_lines, worker_spec
 from kvrouter.cli import main
+from kvrouter.commands.multi_process import ENGINE_WAIT_S, worker_commands
 from kvrouter.config import Settings, load_fleet, read_document
 from kvrouter.core.workers import Role
 
@@ -69,7 +68,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
         runs.append(Run(spec, settings, environ))
         return 0
 
-    monkeypatch.setattr("kvrouter.assembly.engine_worker.serve_engine_worker", serve)
+    monkeypatch.setattr("kvrouter.commands.engine_worker.serve_engine_worker", serve)
     monkeypatch.setattr("kvrouter.cli.engines.begin", lambda _: None)  # logs stay as the tests have them
     monkeypatch.setenv("KVROUTER_ENGINE_API_KEY", "k")
     return runs

@@ -14,10 +14,9 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
-from kvrouter.planes.discovery.file.folder import UNWRITTEN, Folder, Held
-from kvrouter.planes.discovery.file.scanner import Scanner
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
+from kvrouter.transports.discovery.file.folder import UNWRITTEN, Folder, HeldCard, Scanner
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
 from tests.support.discovery_stores import FileStore, card, file_store, listen
 from tests.support.waits import until
 
@@ -38,15 +37,15 @@ def folder(tmp_path: Path) -> Folder:
     return made
 
 
-def put(folder: Folder, worker_id: int, incarnation: int = 9) -> Held:
+def put(folder: Folder, worker_id: int, incarnation: int = 9) -> HeldCard:
     held = folder.put(card(worker_id, incarnation), LEASE_S)
     assert held is not None
     return held
 
 
-def renewed(folder: Folder, held: Held) -> Held:
+def renewed(folder: Folder, held: HeldCard) -> HeldCard:
     kept = folder.renew(held)
-    assert isinstance(kept, Held)
+    assert isinstance(kept, HeldCard)
     return kept
 
 
@@ -110,7 +109,7 @@ def test_a_file_of_another_user_is_no_card(folder: Folder, monkeypatch: pytest.M
 
 
 def test_no_more_files_than_the_limit_are_looked_at(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.planes.discovery.file.scanner.FILES_MAX", 50)
+    monkeypatch.setattr("kvrouter.transports.discovery.file.folder.FILES_MAX", 50)
     for number in range(55):
         (folder.path / f".worker-{number}.{number:016x}.half").touch()
     scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
@@ -172,7 +171,7 @@ def test_each_renewal_is_seen_though_the_wall_clock_stands_or_goes_back(
 ) -> None:
     held = put(folder, 1)
     clock = iter(range(10**18, 0, -(10**12)))
-    monkeypatch.setattr("kvrouter.planes.discovery.file.folder.time.time_ns", lambda: next(clock))
+    monkeypatch.setattr("kvrouter.transports.discovery.file.folder.time.time_ns", lambda: next(clock))
     scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
     stamps = set()
     for _ in range(10):
@@ -253,9 +252,9 @@ def test_a_card_that_changed_and_cannot_be_written_keeps_its_lease(
     scanner = Scanner(folder, remove_after_s=FOR_EVER_S)
     put(folder, 1)
     (before,) = scanner.look().records
-    changed = Held(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
+    changed = HeldCard(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
 
-    def full(_: CardRecord) -> Held:
+    def full(_: CardRecord) -> HeldCard:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as disk:
@@ -272,9 +271,9 @@ def test_a_card_that_cannot_be_written_is_told_also_where_its_lease_cannot_be_re
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(folder, 1)
-    changed = Held(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
+    changed = HeldCard(CardRecord(card(1, draining=True), LEASE_S), UNWRITTEN)
 
-    def full(_: CardRecord) -> Held:
+    def full(_: CardRecord) -> HeldCard:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read_only(*_: object, **__: object) -> None:
@@ -319,7 +318,7 @@ async def test_what_a_sink_raises_ends_no_watch(store: FileStore) -> None:
 WORKER = """
 import asyncio, sys
 from pathlib import Path
-from kvrouter.planes.discovery.file import FileDiscovery
+from kvrouter.transports.discovery.file import FileDiscovery
 from tests.support.discovery_stores import LEASE_S, card, nobody
 
 async def live():

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.planes.discovery.file import FileDiscovery
-from kvrouter.planes.discovery.file.folder import MARKER
+from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.discovery.file.folder import MARKER
 from tests.support.discovery_stores import FileStore, card, file_store, listen, nobody
 
 

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.held import WRITE_TRIES, HeldCards, OtherWrote
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.discovery.wire import RECORD_MAX_BYTES, CardRecord
+from kvrouter.transports.discovery.card_publisher import WRITE_TRIES, HeldCards, OtherWrote
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord
 from tests.support.discovery_stores import card
 
 ONE = WorkerId(1)

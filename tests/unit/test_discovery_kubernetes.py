@@ -8,16 +8,16 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvrouter.assembly.router_wires import nats_needs
 from kvrouter.config import load_settings
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.operator.plan import fleet_name
-from kvrouter.planes.discovery.kubernetes import Account, KubernetesDiscovery, Pod, account_of_pod
-from kvrouter.planes.discovery.kubernetes.account import Token
-from kvrouter.planes.discovery.kubernetes.api import reason
-from kvrouter.planes.discovery.kubernetes.backoff import Backoff
-from kvrouter.planes.discovery.kubernetes.discovery import LEASE_S
-from kvrouter.planes.discovery.kubernetes.objects import (
+from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
+from kvrouter.transports.discovery.kubernetes import Account, KubernetesDiscovery, OwnerPod, account_of_pod
+from kvrouter.transports.discovery.kubernetes.account import Token
+from kvrouter.transports.discovery.kubernetes.api import reason
+from kvrouter.transports.discovery.kubernetes.discovery import LEASE_S
+from kvrouter.transports.discovery.kubernetes.follow import Backoff
+from kvrouter.transports.discovery.kubernetes.objects import (
     FLEET_LABEL,
     Status,
     WorkerObject,
@@ -25,9 +25,9 @@ from kvrouter.planes.discovery.kubernetes.objects import (
     encode_object,
     record_of,
 )
-from kvrouter.planes.discovery.kubernetes.server import STORE_ERRORS, ApiError, ApiServer
-from kvrouter.planes.discovery.leases import RENEWALS_PER_LEASE
-from kvrouter.planes.discovery.wire import CardRecord
+from kvrouter.transports.discovery.kubernetes.server import STORE_ERRORS, ApiError, ApiServer
+from kvrouter.transports.discovery.wire import CardRecord
+from kvrouter.wiring.router_transports import nats_needs
 from tests.support.discovery_stores import card, nobody
 
 RECORD = CardRecord(card(5), 60.0, (), False)
@@ -62,7 +62,7 @@ async def test_a_connection_outlives_the_time_between_two_renewals(
 
 def test_a_record_is_the_same_after_it_was_an_object() -> None:
     body = encode_object(
-        RECORD, fleet="a-1", renewals=3, replaces="17", owners=(Pod("pod-1", "uid-1").reference(),)
+        RECORD, fleet="a-1", renewals=3, replaces="17", owners=(OwnerPod("pod-1", "uid-1").reference(),)
     )
     found = msgspec.json.decode(body, type=WorkerObject)
     assert record_of(found, fleet="a-1") == RECORD

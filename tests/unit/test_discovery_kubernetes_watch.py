@@ -12,23 +12,22 @@ import pytest
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.kubernetes import follow
-from kvrouter.planes.discovery.kubernetes.account import Account
-from kvrouter.planes.discovery.kubernetes.api import WorkersApi
-from kvrouter.planes.discovery.kubernetes.backoff import Backoff
-from kvrouter.planes.discovery.kubernetes.objects import (
-    Event,
+from kvrouter.transports.discovery.card_tracker import StoreRefusals, WatcherSinks
+from kvrouter.transports.discovery.kubernetes import follow
+from kvrouter.transports.discovery.kubernetes.account import Account
+from kvrouter.transports.discovery.kubernetes.api import WorkersApi
+from kvrouter.transports.discovery.kubernetes.discovery import WorkersWatch
+from kvrouter.transports.discovery.kubernetes.follow import Backoff
+from kvrouter.transports.discovery.kubernetes.objects import (
     Status,
+    WatchEvent,
     WorkerObject,
     encode_object,
     name_of,
 )
-from kvrouter.planes.discovery.kubernetes.server import ApiError
-from kvrouter.planes.discovery.kubernetes.watch import WorkersWatch
-from kvrouter.planes.discovery.leases import Delivery
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.discovery.refusals import Refusals
-from kvrouter.planes.discovery.wire import CardRecord
+from kvrouter.transports.discovery.kubernetes.server import ApiError
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.discovery.wire import CardRecord
 from tests.support.discovery_stores import Ear, card
 from tests.support.waits import until
 
@@ -36,7 +35,7 @@ FLEET = "space"
 LONG_S = 60.0
 FORBIDDEN = ApiError(Status(403, "Forbidden", "cannot watch"))
 GONE = ApiError(Status(410, "Expired", "too old resource version"))
-News = list[Event] | Exception | None
+News = list[WatchEvent] | Exception | None
 """Events, what breaks the watch, or its end."""
 
 
@@ -61,7 +60,7 @@ class ScriptedApi(WorkersApi):
         return list(self.objects.values()), str(self.version)
 
     @asynccontextmanager
-    async def watch(self, version: str) -> AsyncIterator[AsyncIterator[list[Event]]]:
+    async def watch(self, version: str) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
         if self.refuses_watches is not None:
             raise self.refuses_watches
         self.began_at.append(version)
@@ -74,7 +73,7 @@ class ScriptedApi(WorkersApi):
             raise ApiError(Status(409, "Conflict", "another version"))
         del self.objects[name_of(FLEET, worker_id)]
 
-    def write(self, worker: WorkerCard, *, lease_s: float = LONG_S, withdrawn: bool = False) -> Event:
+    def write(self, worker: WorkerCard, *, lease_s: float = LONG_S, withdrawn: bool = False) -> WatchEvent:
         """Keep a card, and return the event of it, which nobody is told yet."""
         self.version += 1
         name = name_of(FLEET, worker.worker_id)
@@ -82,21 +81,21 @@ class ScriptedApi(WorkersApi):
         made["metadata"] |= {"resourceVersion": str(self.version), "uid": f"uid of {name}"}
         text = json.dumps(made).encode()
         self.objects[name] = msgspec.json.decode(text, type=WorkerObject)
-        return Event("MODIFIED", msgspec.Raw(text))
+        return WatchEvent("MODIFIED", msgspec.Raw(text))
 
-    def bookmark(self) -> Event:
+    def bookmark(self) -> WatchEvent:
         """An event that tells a version and nothing else."""
         self.version += 1
         text = json.dumps(
             {"apiVersion": "v", "kind": "k", "metadata": {"resourceVersion": str(self.version)}}
         )
-        return Event("BOOKMARK", msgspec.Raw(text.encode()))
+        return WatchEvent("BOOKMARK", msgspec.Raw(text.encode()))
 
     def tell(self, news: News) -> None:
         """Tell the open watch."""
         self._news.put_nowait(news)
 
-    async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[Event]]:
+    async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[WatchEvent]]:
         while (told := await news.get()) is not None:
             if isinstance(told, Exception):
                 raise told
@@ -115,12 +114,12 @@ class Scene:
     async def listen(self, *, quiet_s: float = LONG_S, remove_after_s: float = LONG_S) -> None:
         watch = WorkersWatch(
             self.api,
-            Delivery(self.ear.take, self.ear.gone, self.ear.store),
+            WatcherSinks(self.ear.take, self.ear.gone, self.ear.store),
             fleet=FLEET,
             tick_s=0.02,
             quiet_s=quiet_s,
             remove_after_s=remove_after_s,
-            refusals=Refusals(lambda *trouble: self.troubles.append(trouble)),
+            refusals=StoreRefusals(lambda *trouble: self.troubles.append(trouble)),
             on_trouble=lambda *trouble: self.troubles.append(trouble),
         )
         self._watches.append(watch)

@@ -1,9 +1,9 @@
 """What a watcher makes of what it sees in a store, by a clock that the test turns."""
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.planes.discovery.leases import REPLACED_MAX, CardLeases, Left, claim, still_claims
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.discovery.wire import CardRecord
+from kvrouter.transports.discovery.card_tracker import REPLACED_MAX, CardLeases, Left, claim, still_claims
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.discovery.wire import CardRecord
 from tests.support.discovery_stores import card
 
 LEASE_S = 10.0

@@ -10,10 +10,10 @@ import pytest
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.planes.discovery.nats import NatsDiscovery
-from kvrouter.planes.discovery.port import Gone
-from kvrouter.planes.discovery.wire import CardRecord, encode_record
-from kvrouter.planes.seal import Seal
+from kvrouter.transports.discovery.nats import NatsDiscovery
+from kvrouter.transports.discovery.port import Gone
+from kvrouter.transports.discovery.wire import CardRecord, encode_record
+from kvrouter.transports.message_auth import Seal
 from tests.support.discovery_stores import (
     LEASE_S,
     TOKEN,
@@ -327,7 +327,7 @@ async def test_withdrawing_while_nats_is_away_is_told(mortal: NatsStore) -> None
 WORKER = """
 import asyncio, sys
 import nats
-from kvrouter.planes.discovery.nats import NatsDiscovery
+from kvrouter.transports.discovery.nats import NatsDiscovery
 from tests.support.discovery_stores import LEASE_S, TOKEN, card, nobody
 
 async def live():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrouter.planes.discovery import refusals
-from kvrouter.planes.discovery.refusals import Refusals
+from kvrouter.transports.discovery import card_tracker
+from kvrouter.transports.discovery.card_tracker import StoreRefusals
 
 
 @pytest.fixture
@@ -12,11 +12,11 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def made(told: list[str]) -> Refusals:
-    return Refusals(lambda what, _: told.append(what))
+def made(told: list[str]) -> StoreRefusals:
+    return StoreRefusals(lambda what, _: told.append(what))
 
 
-def test_it_is_told_once_until_it_holds_a_card(made: Refusals, told: list[str]) -> None:
+def test_it_is_told_once_until_it_holds_a_card(made: StoreRefusals, told: list[str]) -> None:
     for _ in range(2):
         made.tell("a", "a", "why")
         made.tell("a", "a", "why")
@@ -24,7 +24,7 @@ def test_it_is_told_once_until_it_holds_a_card(made: Refusals, told: list[str]) 
     assert told == ["a", "a"]
 
 
-def test_a_watch_that_is_behind_tells_nothing_again(made: Refusals, told: list[str]) -> None:
+def test_a_watch_that_is_behind_tells_nothing_again(made: StoreRefusals, told: list[str]) -> None:
     made.tell("a", "a", "why", version=2)
     made.forget("a", version=3)
     made.tell("a", "a", "why", version=2)
@@ -36,9 +36,9 @@ def test_a_watch_that_is_behind_tells_nothing_again(made: Refusals, told: list[s
 
 
 def test_no_more_is_remembered_than_the_limit(
-    made: Refusals, told: list[str], monkeypatch: pytest.MonkeyPatch
+    made: StoreRefusals, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "REFUSALS_MAX", 2)
+    monkeypatch.setattr(card_tracker, "REFUSALS_MAX", 2)
     for key in "abc":
         made.tell(key, key, "why", version=1)
     assert told == ["a", "b"]

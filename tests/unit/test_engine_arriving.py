@@ -9,13 +9,13 @@ import pytest
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.engines.openai.arriving import ArrivingStream
-from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.streams import ArrivingStream
+from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
-from kvrouter.engines.vllm.facts import ask_facts
-from kvrouter.engines.vllm.ways import VllmWays
-from kvrouter.planes.requests.port import EngineStream, StreamBroken
+from kvrouter.engines.vllm.introspect import ask_facts
+from kvrouter.transports.requests.port import EngineStream, StreamBroken
 from tests.support.engine_legs import leg, written
 from tests.support.engine_server import Answer, Ends, ScriptedEngine, scripted_engine
 from tests.support.scripted_worker import ScriptedStream
@@ -32,7 +32,9 @@ async def attached(engine: ScriptedEngine) -> AsyncIterator[ServedEngine]:
     facts = await ask_facts(asking)
     await asking.close()
     await server.open()  # with no connection yet: a call takes its time
-    at = ServedEngine(server, VllmWays(WorkerId(7), facts, model="tiny"), Told({}, decode, facts.block_size))
+    at = ServedEngine(
+        server, VllmClient(WorkerId(7), facts, model="tiny"), ZmqEvents({}, decode, facts.block_size)
+    )
     try:
         yield at
     finally:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvrouter.assembly import attached as attached_module
-from kvrouter.assembly.attach_words import Attached, EngineAt, EngineKind, events_of
-from kvrouter.assembly.attached import attach
-from kvrouter.assembly.engine_worker import EngineWorkerSpec, engine_card
+from kvrouter.attach import attachment as attached_module
+from kvrouter.attach.attachment import attach
+from kvrouter.attach.spec import EngineWorkerSpec, engine_card
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, Epoch, WorkerId
 from kvrouter.core.workers import EventLane, EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
-from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.attach import Attached, EngineAt, EngineKind, events_of
+from kvrouter.engines.kv_events.listener import EventsAt
 from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
 from tests.support.trtllm_answers import TRTLLM_PAGES
 from tests.support.waits import until

@@ -13,13 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.events import Cleared, Medium, Removed, Stored
+from kvrouter.core.events import Cleared, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, EngineHash
-from kvrouter.worker.door_address import DoorAddress
-from kvrouter.worker.engine_door import CONNECTIONS_MAX, FRAME_BYTES_MAX, TOKEN_BYTES_MAX
-from kvrouter.worker.engine_frames import VERSION
+from kvrouter.worker.engine_door import (
+    CONNECTIONS_MAX,
+    FRAME_BYTES_MAX,
+    TOKEN_BYTES_MAX,
+    VERSION,
+    DoorAddress,
+)
 from tests.support.behind_door import BLOCK_SIZE, TOKEN, Behind, behind_door
 from tests.support.logged import event_of, events_of
 from tests.support.waits import LIMIT_S, until

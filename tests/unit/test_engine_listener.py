@@ -8,8 +8,8 @@ import pytest
 
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.customs.listener import EngineListener, EventsAt
-from kvrouter.engines.customs.words import EngineFacts
+from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
+from kvrouter.engines.kv_events.records import EngineTraits
 from kvrouter.engines.vllm.events import decode
 from tests.support.engine_heard import Heard
 from tests.support.engine_publisher import Publisher, publisher, stored_event, vllm_batch
@@ -30,7 +30,7 @@ async def listening(
     listener = EngineListener(
         at,
         decode,
-        EngineFacts(32, dp_rank=RANK),
+        EngineTraits(32, dp_rank=RANK),
         on_events=heard.on_events,
         on_change=heard.on_change,
         replay_limit_s=replay_limit_s,

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvrouter.assembly.mock_account import mock_account
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.events import KvEvent, Stored
 from kvrouter.core.ids import DpRank, WorkerId
@@ -14,7 +13,8 @@ from kvrouter.core.workers import LoadReport, Role
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
 from kvrouter.engines.port import Engine
 from kvrouter.mock import KvLoadFailurePolicy, MockConfig, Timing
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.engine_legs import leg
 
 IN_TIME_S = 60.0

@@ -6,14 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.assembly import attached, beside, pod_fleet
-from kvrouter.assembly.engine_pods import PodsDiscovery
-from kvrouter.assembly.nats import NatsUnreachable
-from kvrouter.assembly.pod_fleet import JOINED, MISTAKEN, REFUSED, PodPolicy, worker_id_of
-from kvrouter.assembly.pods_followed import EnginePods, policy_of
+from kvrouter.attach import attachment, pod_fleet
+from kvrouter.attach.pod_fleet import (
+    JOINED,
+    MISTAKEN,
+    REFUSED,
+    EnginePods,
+    PodPolicy,
+    policy_of,
+    worker_id_of,
+)
+from kvrouter.commands.engine_pods import PodsDiscovery
 from kvrouter.config import KvTransferSpec
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.wiring.nats import NatsUnreachable
 from kvrouter.worker import Worker
 from tests.support.engine_pods import ZONE
 from tests.support.engine_pods_served import down, here, pod_at
@@ -25,8 +32,8 @@ IN_ZONE = PodPolicy(transfer=KvTransferSpec(domain="zone"))
 
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "ASK_AGAIN_S", 0.01)
-    for each in (beside, pod_fleet):
+    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    for each in (attachment, pod_fleet):
         monkeypatch.setattr(each, "TRIED_AGAIN_S", 0.01)
 
 

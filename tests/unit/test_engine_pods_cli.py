@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from kvrouter.assembly import engine_pods
 from kvrouter.cli import main
+from kvrouter.commands import engine_pods
 from kvrouter.config.engine_pods import engine_of
-from kvrouter.core.pods import EnginePod, PodPort
+from kvrouter.core.workers import EnginePod, PodPort
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes-engines"
 

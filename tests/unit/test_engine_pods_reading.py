@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from kvrouter.config import KvTransferSpec
 from kvrouter.config.engine_pods import PLACES, WORDS, engine_of
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.core.pods import EnginePod
-from kvrouter.core.workers import Role
-from kvrouter.planes.discovery.kubernetes.pods import pod_of
+from kvrouter.core.workers import EnginePod, Role
+from kvrouter.transports.discovery.kubernetes.pods import pod_of
 from tests.support.engine_pods import ENGINE, ZONE, pod, pod_json
 
 RACK = "grove.io/topology.rack"

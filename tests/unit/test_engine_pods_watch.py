@@ -11,15 +11,15 @@ from typing import Literal
 import msgspec
 import pytest
 
-from kvrouter.planes.discovery.kubernetes import Account, PodsApi, PodsWatch, follow, pods, pods_reason
-from kvrouter.planes.discovery.kubernetes.objects import Event, Status
-from kvrouter.planes.discovery.kubernetes.server import ApiError
+from kvrouter.transports.discovery.kubernetes import Account, PodsApi, PodsWatch, follow, pods, pods_reason
+from kvrouter.transports.discovery.kubernetes.objects import Status, WatchEvent
+from kvrouter.transports.discovery.kubernetes.server import ApiError
 from tests.support.engine_pods import pod_json
 from tests.support.waits import until
 
 FORBIDDEN = ApiError(Status(403, "Forbidden", "cannot list"))
 EXPIRED = ApiError(Status(410, "Expired", "too old resource version"))
-News = list[Event] | Exception | None
+News = list[WatchEvent] | Exception | None
 
 
 class ScriptedApi(PodsApi):
@@ -41,7 +41,7 @@ class ScriptedApi(PodsApi):
         return [msgspec.Raw(json.dumps(each).encode()) for each in self.pods.values()], "100"
 
     @asynccontextmanager
-    async def watch(self, version: str) -> AsyncIterator[AsyncIterator[list[Event]]]:
+    async def watch(self, version: str) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
         self.began_at.append(version)
         self._news = asyncio.Queue(100)
         yield self._stream(self._news)
@@ -49,12 +49,12 @@ class ScriptedApi(PodsApi):
     def tell(  # type: ignore[override]  # the script's, not that of events
         self, kind: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"], given: object
     ) -> None:
-        self._news.put_nowait([Event(kind, msgspec.Raw(json.dumps(given).encode()))])
+        self._news.put_nowait([WatchEvent(kind, msgspec.Raw(json.dumps(given).encode()))])
 
     def ends(self, how: Exception | None) -> None:
         self._news.put_nowait(how)
 
-    async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[Event]]:
+    async def _stream(self, news: asyncio.Queue[News]) -> AsyncIterator[list[WatchEvent]]:
         while (told := await news.get()) is not None:
             if isinstance(told, Exception):
                 raise told

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_legs import said_hi
 from tests.support.engine_server import JSON, Answer, Ends, event_of, page, scripted_engine
 from tests.support.engine_watched import attached

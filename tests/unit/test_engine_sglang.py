@@ -17,15 +17,15 @@ from kvrouter.core.requests import (
     Leg,
 )
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.engines.customs.listener import EventsAt
+from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import Unasked
 from kvrouter.engines.openai.server import EngineFailed, EngineServer
-from kvrouter.engines.openai.streams import Reading, SseStream
+from kvrouter.engines.openai.streams import AnswerReading, SseStream
+from kvrouter.engines.sglang.attach import SglangClient
 from kvrouter.engines.sglang.calls import GenerateReader, call_of
-from kvrouter.engines.sglang.facts import SglangFacts, ask_facts, ask_loads
-from kvrouter.engines.sglang.ways import SglangWays
-from kvrouter.planes.requests.port import WorkerUnreachable
+from kvrouter.engines.sglang.introspect import SglangInfo, ask_facts, ask_loads
+from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_legs import client_call as client
 from tests.support.engine_legs import full_leg as leg
 from tests.support.engine_server import SGLANG_PAGES, Answer, ScriptedEngine, page, scripted_engine, sse
@@ -45,8 +45,8 @@ R0, R1 = DpRank(0), DpRank(1)
 W = WorkerId(7)
 
 
-def passing(*, added_token_ids: bool = False, added_usage: bool = False) -> Reading:
-    return Reading(
+def passing(*, added_token_ids: bool = False, added_usage: bool = False) -> AnswerReading:
+    return AnswerReading(
         passes_raw=True, added_token_ids=added_token_ids, unasked=Unasked.NOTHING, added_usage=added_usage
     )
 
@@ -125,7 +125,10 @@ def test_both_legs_get_the_same_call_and_the_same_meeting_place() -> None:
         "rid": "r-i#1#decode",
         "stream_options": {"include_usage": True},
     }
-    assert (prefill.streams, prefill.reading) == (False, Reading(passes_raw=False, unasked=Unasked.NOTHING))
+    assert (prefill.streams, prefill.reading) == (
+        False,
+        AnswerReading(passes_raw=False, unasked=Unasked.NOTHING),
+    )
     assert (decode.streams, decode.reading) == (True, passing(added_usage=True))
 
 
@@ -145,7 +148,7 @@ def test_tokens_go_where_tokens_are_taken(kind: Leg) -> None:
         **MET,
     }  # fmt: skip
     assert (call.path, call.streams) == ("/generate", not is_prefill)
-    assert call.reading == Reading(passes_raw=False)
+    assert call.reading == AnswerReading(passes_raw=False)
     assert isinstance(call.reader(), GenerateReader)
     assert call.reader() is not call.reader()
 
@@ -246,7 +249,7 @@ def change(engine: ScriptedEngine, **fields: object) -> None:
 
 async def test_a_real_engine_tells_everything(server: EngineServer) -> None:
     facts = await ask_facts(server)
-    assert facts == SglangFacts(
+    assert facts == SglangInfo(
         version="0.5.23",
         model="tiny",
         tokenizer="tiny-model",
@@ -296,7 +299,7 @@ async def test_an_engine_of_a_pair_takes_nothing_that_has_no_pair_and_its_client
     engine: ScriptedEngine, server: EngineServer, mode: str, kind: Leg
 ) -> None:
     change(engine, disaggregation_mode=mode)
-    ways = SglangWays(W, await ask_facts(server))
+    ways = SglangClient(W, await ask_facts(server))
     for request in (leg(client(CHAT)), leg(None, kind)):
         with pytest.raises(EngineFailed, match=f"{mode} mode takes no request without"):
             ways.call_of(request)
@@ -359,7 +362,7 @@ async def test_only_after_a_look_that_failed_is_it_asked_which_start_this_is(
     engine: ScriptedEngine, server: EngineServer
 ) -> None:
     facts = await ask_facts(server)
-    ways = SglangWays(W, facts)
+    ways = SglangClient(W, facts)
     assert [(await ways.look(server)).started for _ in range(2)] == [facts.started] * 2
     assert engine.asked["/server_info"] == 1
     loads = engine.pages["/v1/loads"]

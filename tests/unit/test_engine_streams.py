@@ -12,14 +12,14 @@ from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, Kvrouter
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.engines.openai.events import read_event
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import PIECE_BYTES, Reading, SseStream, WholeStream
+from kvrouter.engines.openai.streams import PIECE_BYTES, AnswerReading, SseStream, WholeStream
 from kvrouter.engines.sglang.calls import GenerateReader
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Call, Ends, ScriptedEngine, event_of, page, sse
 from tests.support.waits import until
 
-RAW = Reading(passes_raw=True)
-TOKENS = Reading(passes_raw=False)
+RAW = AnswerReading(passes_raw=True)
+TOKENS = AnswerReading(passes_raw=False)
 PATH = "/v1/completions"
 WHOLE = page("vllm-0.32.0-completion.json")
 
@@ -35,10 +35,10 @@ class Asked:
     engine: ScriptedEngine
     server: EngineServer
 
-    async def stream(self, reading: Reading = RAW) -> SseStream:
+    async def stream(self, reading: AnswerReading = RAW) -> SseStream:
         return SseStream(await self.server.post(PATH, b"{}"), reading)
 
-    def whole(self, reading: Reading = TOKENS) -> WholeStream:
+    def whole(self, reading: AnswerReading = TOKENS) -> WholeStream:
         return WholeStream(self.server.ask(PATH, b"{}"), reading)
 
     async def call(self) -> Call:
@@ -76,7 +76,7 @@ async def test_a_recorded_answer_passes_byte_for_byte() -> None:
 async def test_a_fingerprint_beside_the_usage_goes_back_to_the_last_event(fingerprint: str) -> None:
     last = {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]}
     usage = {"choices": [], "usage": {"prompt_tokens": 2}, "system_fingerprint": fingerprint}
-    reading = Reading(passes_raw=True, added_usage=True)
+    reading = AnswerReading(passes_raw=True, added_usage=True)
     async with asked(Answer((sse(token(1), last, usage),))) as at:
         chunks = await read(await at.stream(reading))
     own = sse(token(1), {**last, "system_fingerprint": fingerprint})

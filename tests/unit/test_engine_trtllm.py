@@ -14,8 +14,7 @@ from kvrouter.core.requests import EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import finish_of, read_event
 from kvrouter.engines.openai.server import EngineFailed, failure_of
-from kvrouter.engines.openai.sse import DONE, EventCutter
-from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.openai.streams import DONE, AnswerReading, EventCutter
 from kvrouter.engines.trtllm.calls import LOST_KV, call_of
 from kvrouter.engines.trtllm.handoff import PrefillReader
 from tests.support.engine_legs import client_call, leg
@@ -65,13 +64,13 @@ def test_a_streamed_chat_goes_as_it_was_written() -> None:
     call, body = asked(leg(call=client_call(CHAT)))
     assert body == {**CHAT, "stream_options": USAGE}
     assert (call.path, call.streams) == ("/v1/chat/completions", True)
-    assert call.reading == Reading(passes_raw=True, added_usage=True)
+    assert call.reading == AnswerReading(passes_raw=True, added_usage=True)
 
 
 @pytest.mark.parametrize("options", [USAGE, {}, {"include_usage": True, "continuous_usage_stats": True}])
 def test_a_client_that_gets_the_usage_keeps_it(options: dict[str, object]) -> None:
     call, body = asked(leg(call=client_call({**CHAT, "stream_options": options})))
-    assert (body["stream_options"], call.reading) == (options, Reading(passes_raw=True))
+    assert (body["stream_options"], call.reading) == (options, AnswerReading(passes_raw=True))
 
 
 @pytest.mark.parametrize("options", [None, {"include_usage": False}, {"include_usage": None}])
@@ -82,7 +81,7 @@ def test_from_others_it_is_taken_out_again(options: dict[str, object] | None) ->
 
 def test_an_answer_that_is_not_streamed_gets_no_stream_options() -> None:
     call, body = asked(leg(call=client_call(COMPLETION)))
-    assert (body, call.streams, call.reading) == (COMPLETION, False, Reading(passes_raw=True))
+    assert (body, call.streams, call.reading) == (COMPLETION, False, AnswerReading(passes_raw=True))
 
 
 def test_what_is_no_object_is_the_clients_mistake() -> None:
@@ -101,13 +100,13 @@ def test_tokens_go_as_a_completion_that_answers_in_tokens() -> None:
         "stop_token_ids": [2], "ignore_eos": False,
     }  # fmt: skip
     assert (call.path, call.streams) == ("/v1/completions", True)
-    assert call.reading == Reading(passes_raw=False)
+    assert call.reading == AnswerReading(passes_raw=False)
     assert "seed" not in asked(leg())[1]
 
 
 def test_what_goes_on_elsewhere_is_drawn_as_the_client_said_and_has_no_other_field() -> None:
     call, body = asked(leg(call=client_call(CHAT), resumed_tokens=1))
-    assert (call.path, call.reading) == ("/v1/completions", Reading(passes_raw=False))
+    assert (call.path, call.reading) == ("/v1/completions", AnswerReading(passes_raw=False))
     assert body == {
         "model": "tiny", "prompt": [5, 6, 7], "max_tokens": 9, "min_tokens": 0, "stream": True,
         "stream_options": USAGE, "detokenize": False, "temperature": 0.1,
@@ -136,7 +135,7 @@ def test_a_prefill_leg_is_context_only_and_not_streamed(body: dict[str, object] 
     call, sent = asked(request)
     assert sent["disaggregated_params"] == {"request_type": "context_only"}
     assert (sent["stream"], "stream_options" in sent) == (False, False)
-    assert (call.streams, call.reading) == (False, Reading(passes_raw=False))
+    assert (call.streams, call.reading) == (False, AnswerReading(passes_raw=False))
     if body is not None:
         assert {**sent, **body, "stream": None} == {**sent, "stream": None}
 
@@ -350,4 +349,4 @@ def test_a_completion_of_tokens_that_ended_has_its_token() -> None:
     assert call.answered is not None
     event = call.reader()(call.answered)
     assert (event.token_ids, event.finish) == ((606,), FinishReason.STOP)
-    assert call.reading == Reading(passes_raw=False)
+    assert call.reading == AnswerReading(passes_raw=False)

@@ -9,15 +9,15 @@ import pytest_asyncio
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.engines.openai.engine import Look
+from kvrouter.engines.openai.engine import Probe
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.trtllm.facts import TrtllmFacts, ask_facts
-from kvrouter.engines.trtllm.ways import IDLE_AFTER_LOOKS, TrtllmWays
-from kvrouter.planes.requests.port import WorkerUnreachable
+from kvrouter.engines.trtllm.attach import IDLE_AFTER_LOOKS, TrtllmClient
+from kvrouter.engines.trtllm.introspect import TrtllmInfo, ask_facts
+from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.trtllm_answers import ScriptedTrtllm, scripted_trtllm
 
 RANK = WorkerRank(WorkerId(7), DpRank(0))
-FACTS = TrtllmFacts(version="1.3.0", model="tiny", context_length=4096, block_size=32, total_blocks=200)
+FACTS = TrtllmInfo(version="1.3.0", model="tiny", context_length=4096, block_size=32, total_blocks=200)
 BUSY = LoadReport(rank=RANK, active_blocks=3, total_blocks=200, running_requests=2, waiting_requests=4)
 
 
@@ -35,8 +35,8 @@ async def server(engine: ScriptedTrtllm) -> AsyncIterator[EngineServer]:
     await server.close()
 
 
-def ways(facts: TrtllmFacts = FACTS, block_size: int = 32) -> TrtllmWays:
-    return TrtllmWays(WorkerId(7), facts, block_size=block_size)
+def ways(facts: TrtllmInfo = FACTS, block_size: int = 32) -> TrtllmClient:
+    return TrtllmClient(WorkerId(7), facts, block_size=block_size)
 
 
 async def test_an_engine_that_ran_something_tells_everything(server: EngineServer) -> None:
@@ -121,7 +121,7 @@ async def test_what_cannot_be_read_is_refused(
 
 
 async def test_its_load_is_that_of_its_last_iteration(server: EngineServer) -> None:
-    assert await ways().look(server) == Look((BUSY,))
+    assert await ways().look(server) == Probe((BUSY,))
 
 
 def took(kv_bytes: int, start_s: float, end_s: float) -> dict[str, object]:
@@ -130,7 +130,7 @@ def took(kv_bytes: int, start_s: float, end_s: float) -> dict[str, object]:
 
 
 async def test_a_decode_engine_tells_what_kv_it_fetched(engine: ScriptedTrtllm, server: EngineServer) -> None:
-    looking = TrtllmWays(WorkerId(7), FACTS, block_size=32, fetches_kv=True)
+    looking = TrtllmClient(WorkerId(7), FACTS, block_size=32, fetches_kv=True)
     assert (await looking.look(server)).loads == (BUSY,)
     engine.set_json("/perf_metrics", [took(100, 5.0, 5.5), {"perf_metrics": {"timing_metrics": {}}}])
     (report,) = (await looking.look(server)).loads
@@ -166,24 +166,24 @@ async def test_an_engine_that_runs_nothing_any_more_holds_nothing(
     looking = ways()
     engine_page = engine.pages["/metrics"]
     engine.set_json("/metrics", [])
-    assert [await looking.look(server) for _ in range(3)] == [Look(())] * 3
+    assert [await looking.look(server) for _ in range(3)] == [Probe(())] * 3
     engine.pages["/metrics"] = engine_page
-    assert await looking.look(server) == Look((BUSY,))
+    assert await looking.look(server) == Probe((BUSY,))
     engine.set_json("/metrics", [])
     for _ in range(1, IDLE_AFTER_LOOKS):
-        assert await looking.look(server) == Look(())
-    assert await looking.look(server) == Look((LoadReport(rank=RANK, active_blocks=0, total_blocks=200),))
+        assert await looking.look(server) == Probe(())
+    assert await looking.look(server) == Probe((LoadReport(rank=RANK, active_blocks=0, total_blocks=200),))
 
 
 async def test_an_engine_that_is_too_busy_to_tell_its_load_is_well(
     engine: ScriptedTrtllm, server: EngineServer
 ) -> None:
     engine.set_page("/metrics", "", status=500)
-    assert await ways().look(server) == Look(())
+    assert await ways().look(server) == Probe(())
 
 
 async def test_an_old_engine_is_not_asked_for_its_load(engine: ScriptedTrtllm, server: EngineServer) -> None:
-    assert await ways(replace(FACTS, version="1.1.0")).look(server) == Look(())
+    assert await ways(replace(FACTS, version="1.1.0")).look(server) == Probe(())
     assert engine.asked["/metrics"] == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvrouter.core.events import Cleared, KvEvent, Stored
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.customs.telling import Listener
+from kvrouter.engines.kv_events.listener import EventListener
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.trtllm.polled import EVENTS_AT_ONCE, Polled
 from tests.support.trtllm_answers import ScriptedTrtllm, created, native, removed, scripted_trtllm, stored
@@ -25,7 +25,7 @@ class Told:
 
     events: list[KvEvent] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
-    listener: Listener | None = None
+    listener: EventListener | None = None
 
     def on_events(self, dp_rank: DpRank, events: tuple[KvEvent, ...]) -> None:
         assert dp_rank == DpRank(0)

@@ -6,15 +6,15 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvrouter.assembly import embedded
-from kvrouter.assembly.attach_words import EngineAt, EngineKind
-from kvrouter.assembly.attached import attach
+from kvrouter.attach.attachment import attach
+from kvrouter.commands import embedded
 from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport
+from kvrouter.engines.attach import EngineAt, EngineKind
 from kvrouter.engines.port import Engine, EngineState, WatchedEngine
-from kvrouter.planes.requests.port import StreamBroken
+from kvrouter.transports.requests.port import StreamBroken
 from tests.support.engine_heard import Heard
 from tests.support.engine_legs import client_call, leg
 from tests.support.engine_server import JSON, Answer, page

@@ -9,7 +9,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import CallRoute, ClientCall, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.engines.openai.engine import EngineCall
-from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.openai.streams import AnswerReading
 from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
 from tests.support.engine_legs import client_call as client
 from tests.support.engine_legs import full_leg as leg
@@ -40,7 +40,7 @@ def test_a_streamed_chat_goes_as_it_was_written_and_is_asked_for_what_routing_ne
     }
     assert b'"temperature":0.1,' in call.body
     assert (call.path, call.streams) == ("/v1/chat/completions", True)
-    assert call.reading == Reading(passes_raw=True, added_token_ids=True, added_usage=True)
+    assert call.reading == AnswerReading(passes_raw=True, added_token_ids=True, added_usage=True)
     assert call.headers == {"X-Request-Id": "r-i#1"}
 
 
@@ -48,20 +48,20 @@ def test_nothing_is_added_that_the_client_asked_for_itself() -> None:
     said = {**COMPLETION, "return_token_ids": False, "stream_options": {"include_usage": True, "x": 1}}
     call, body = asked(leg(client(said)))
     assert body == {**said, "model": "tiny"}
-    assert call.reading == Reading(passes_raw=True)
+    assert call.reading == AnswerReading(passes_raw=True)
 
 
 @pytest.mark.parametrize("several", [{"n": 2}, {"prompt": ["hi", "ho"]}, {"prompt": [[1, 2], [3]]}])
 def test_several_answers_are_not_asked_for_their_usage(several: dict[str, object]) -> None:
     call, body = asked(leg(client({**COMPLETION, **several}, resumable=False)))
     assert "stream_options" not in body
-    assert call.reading == Reading(passes_raw=True)
+    assert call.reading == AnswerReading(passes_raw=True)
 
 
 @pytest.mark.parametrize("one", [{"n": 1}, {"n": None}, {"prompt": [1, 2]}, {"prompt": "[["}])
 def test_one_answer_is_asked_for_its_usage(one: dict[str, object]) -> None:
     call, _ = asked(leg(client({**COMPLETION, **one}, resumable=False)))
-    assert call.reading == Reading(passes_raw=True, added_usage=True)
+    assert call.reading == AnswerReading(passes_raw=True, added_usage=True)
 
 
 def test_usage_that_the_client_does_not_want_is_asked_for_beside_its_other_options() -> None:
@@ -72,14 +72,14 @@ def test_usage_that_the_client_does_not_want_is_asked_for_beside_its_other_optio
 def test_an_answer_that_nobody_could_go_on_with_needs_no_tokens() -> None:
     call, body = asked(leg(client(CHAT, resumable=False)))
     assert "return_token_ids" not in body
-    assert call.reading == Reading(passes_raw=True, added_usage=True)
+    assert call.reading == AnswerReading(passes_raw=True, added_usage=True)
 
 
 def test_a_whole_answer_is_asked_for_as_the_client_did() -> None:
     said = {name: value for name, value in CHAT.items() if name != "stream"}
     call, body = asked(leg(client(said)))
     assert body == {**said, "model": "tiny"}
-    assert (call.streams, call.reading) == (False, Reading(passes_raw=True))
+    assert (call.streams, call.reading) == (False, AnswerReading(passes_raw=True))
 
 
 @pytest.mark.parametrize("said", [CHAT, COMPLETION])
@@ -98,7 +98,7 @@ def test_a_prefill_keeps_the_prompt_and_makes_one_token(said: dict[str, object])
         "kv_transfer_params": ASK_FOR_KV,
     }
     assert call.path == ("/v1/chat/completions" if is_chat else "/v1/completions")
-    assert (call.streams, call.reading) == (False, Reading(passes_raw=False))
+    assert (call.streams, call.reading) == (False, AnswerReading(passes_raw=False))
 
 
 def test_a_prefill_of_what_goes_on_elsewhere_is_of_tokens() -> None:
@@ -210,7 +210,7 @@ def test_what_goes_on_elsewhere_is_a_completion_of_tokens_without_stop_strings()
         "min_tokens": 2,
     }
     assert (call.path, call.streams) == ("/v1/completions", True)
-    assert call.reading == Reading(passes_raw=False)
+    assert call.reading == AnswerReading(passes_raw=False)
 
 
 def test_a_request_that_no_client_wrote_says_how_tokens_are_drawn() -> None:

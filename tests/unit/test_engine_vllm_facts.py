@@ -9,13 +9,18 @@ from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.engines.customs.listener import EventsAt
-from kvrouter.engines.openai.metrics import Sample, read_metrics
-from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.vllm.facts import RankFacts, VllmFacts, ask_facts, reachable
-from kvrouter.engines.vllm.loads import LOAD_METRICS, load_reports
-from kvrouter.engines.vllm.ways import VllmWays
-from kvrouter.planes.requests.port import WorkerUnreachable
+from kvrouter.engines.kv_events.listener import EventsAt
+from kvrouter.engines.openai.server import EngineServer, Sample, read_metrics
+from kvrouter.engines.vllm.attach import VllmClient
+from kvrouter.engines.vllm.introspect import (
+    LOAD_METRICS,
+    RankInfo,
+    VllmInfo,
+    ask_facts,
+    load_reports,
+    reachable,
+)
+from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_legs import leg
 from tests.support.engine_server import ScriptedEngine, page, scripted_engine
 
@@ -30,7 +35,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-async def ask(engine: ScriptedEngine) -> VllmFacts:
+async def ask(engine: ScriptedEngine) -> VllmInfo:
     server = EngineServer(engine.url)
     await server.open()
     try:
@@ -60,14 +65,14 @@ def two_ranks(engine: ScriptedEngine, *, block_size: int = 32, n_blocks: int = 2
 
 async def test_a_real_engine_tells_everything(engine: ScriptedEngine) -> None:
     facts = await ask(engine)
-    assert facts == VllmFacts(
+    assert facts == VllmInfo(
         version="0.32.0",
         models=("tiny",),
         adapters=(),
         root="tiny-model",
         context_length=2048,
         prefix_caching=True,
-        ranks={R0: RankFacts(32, 200)},
+        ranks={R0: RankInfo(32, 200)},
         events={R0: EventsAt("tcp://127.0.0.1:16201", "tcp://127.0.0.1:16301", "kv-events")},
         started_s=1.79528047303e09,
     )
@@ -95,7 +100,7 @@ async def test_ranks_are_told_in_order_whatever_the_page_has_first(engine: Scrip
     source = engine.json("/kv_event_sources")["0"]
     engine.set_json("/kv_event_sources", {"1": {**source, "endpoint": "tcp://*:16202"}, "0": source})
     facts = await ask(engine)
-    assert list(facts.ranks.items()) == [(R0, RankFacts(32, 200)), (R1, RankFacts(32, 150))]
+    assert list(facts.ranks.items()) == [(R0, RankInfo(32, 200)), (R1, RankInfo(32, 150))]
     assert facts.events[R1].events == "tcp://127.0.0.1:16202"
 
 
@@ -194,7 +199,7 @@ def test_only_what_was_asked_for_is_read_of_a_page() -> None:
     assert read_metrics(b"", LOAD_METRICS) == {}
 
 
-def reports(text: str, ranks: dict[DpRank, RankFacts]) -> list[LoadReport]:
+def reports(text: str, ranks: dict[DpRank, RankInfo]) -> list[LoadReport]:
     return load_reports(read_metrics(text.encode(), LOAD_METRICS), ranks, W)
 
 
@@ -209,7 +214,7 @@ def test_loads_are_told_for_each_rank() -> None:
             'vllm:num_requests_running{engine="1"} 3.0\nvllm:num_requests_waiting{engine="1"} 2.0\n',
         ]
     )
-    assert reports(text, {R0: RankFacts(32, 200), R1: RankFacts(32, 100)}) == [
+    assert reports(text, {R0: RankInfo(32, 200), R1: RankInfo(32, 100)}) == [
         LoadReport(rank=WorkerRank(W, R0), active_blocks=50, total_blocks=200),
         LoadReport(
             rank=WorkerRank(W, R1), active_blocks=50, total_blocks=100, running_requests=3, waiting_requests=2
@@ -240,16 +245,16 @@ def test_what_an_engine_fetched_is_told_where_its_page_has_all_of_it(
 ) -> None:
     lines = [line for line in FETCHED.splitlines() if lacks is None or lacks not in line]
     text = "\n".join([USED.format(0, 0.25) + USED.format(1, 0.5), *lines, ""])
-    first, second = reports(text, {R0: RankFacts(32, 200), R1: RankFacts(32, 200)})
+    first, second = reports(text, {R0: RankInfo(32, 200), R1: RankInfo(32, 200)})
     assert (first.kv_transfers, second.kv_transfers) == (told, None)
 
 
 @pytest.mark.parametrize("value", ["-1", "NaN", "+Inf", "1e300"])
 def test_a_figure_that_cannot_be_counts_as_not_told(value: str) -> None:
     text = USED.format(0, 0.25) + FETCHED.replace("393216.0", value)
-    (report,) = reports(text, {R0: RankFacts(32, 200)})
+    (report,) = reports(text, {R0: RankInfo(32, 200)})
     assert report.kv_transfers is None
-    assert reports(USED.format(0, value), {R0: RankFacts(32, 200)}) == []
+    assert reports(USED.format(0, value), {R0: RankInfo(32, 200)}) == []
 
 
 @pytest.mark.parametrize(
@@ -265,14 +270,14 @@ def test_a_figure_that_cannot_be_counts_as_not_told(value: str) -> None:
     ],
 )
 def test_a_rank_of_which_no_load_is_told_has_no_report(text: str, n_reports: int) -> None:
-    assert len(reports(text, {R0: RankFacts(32, 200)})) == n_reports
+    assert len(reports(text, {R0: RankInfo(32, 200)})) == n_reports
 
 
 async def test_a_look_has_the_loads_and_the_start(engine: ScriptedEngine) -> None:
     server = EngineServer(engine.url)
     await server.open()
     try:
-        ways = VllmWays(W, await ask_facts(server), model="tiny")
+        ways = VllmClient(W, await ask_facts(server), model="tiny")
         look = await ways.look(server)
         assert [report.total_blocks for report in look.loads] == [200]
         assert look.started == 1.79528047303e09
@@ -291,7 +296,7 @@ async def test_an_engine_that_was_started_anew_with_nixl_has_to_say_where_its_kv
     silent = b'{"choices":[{"finish_reason":"length"}]}'
     prefill = leg(kind=Leg.PREFILL)
     try:
-        ways = VllmWays(W, await ask_facts(server), model="tiny")
+        ways = VllmClient(W, await ask_facts(server), model="tiny")
         assert ways.call_of(prefill).reader()(silent).kv_transfer_params == {}
         engine.replace(METRICS, "1.79528047303e+09", "1.8e+09")
         engine.set_page(

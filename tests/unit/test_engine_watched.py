@@ -6,9 +6,9 @@ import pytest
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Look
+from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Probe
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.planes.requests.port import WorkerUnreachable
+from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.engine_facts import STARTED_S
 from tests.support.engine_legs import said_hi
 from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
@@ -48,11 +48,11 @@ async def test_a_mistake_in_a_look_is_shown_and_looking_goes_on() -> None:
     class Mistaken:
         n_looks = 0
 
-        async def look(self, server: EngineServer) -> Look:
+        async def look(self, server: EngineServer) -> Probe:
             self.n_looks += 1
             if self.n_looks == 1:
                 raise RuntimeError("of ours")
-            return Look((), STARTED_S)
+            return Probe((), STARTED_S)
 
     shown: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: shown.append(context["exception"]))
@@ -69,11 +69,11 @@ async def test_fewer_looks_in_vain_are_not_told() -> None:
 
         n_looks = 0
 
-        async def look(self, server: EngineServer) -> Look:
+        async def look(self, server: EngineServer) -> Probe:
             self.n_looks += 1
             if self.n_looks % SILENT_AFTER_LOOKS:
                 raise WorkerUnreachable("not now")
-            return Look((), STARTED_S)
+            return Probe((), STARTED_S)
 
     flaky = Flaky()
     async with scripted_engine() as scripted, attached(scripted, ways=flaky) as watched:
@@ -86,10 +86,10 @@ async def test_no_odd_answer_ends_the_looking(error: Exception) -> None:
     class Odd:
         fails = True
 
-        async def look(self, server: EngineServer) -> Look:
+        async def look(self, server: EngineServer) -> Probe:
             if self.fails:
                 raise error
-            return Look((), STARTED_S)
+            return Probe((), STARTED_S)
 
     odd = Odd()
     async with scripted_engine() as scripted, attached(scripted, ways=odd) as watched:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrouter.assembly.worker_wires import lane_of
 from kvrouter.config import PlaneSettings
 from kvrouter.core.workers import EventLane
+from kvrouter.wiring.worker_transports import lane_of
 
 
 @pytest.mark.parametrize(

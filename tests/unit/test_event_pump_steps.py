@@ -5,14 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Removed, Stored
+from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Removed, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import BlockIndex
-from kvrouter.planes.events.port import AnswerTooLarge
-from kvrouter.service import entrance, event_pump, index_work
+from kvrouter.service import event_ingest, index_work, rank_ingest
 from kvrouter.service.index_work import STEP_BLOCKS, STEP_EVENTS, Steps
+from kvrouter.transports.events.port import AnswerTooLarge
 from tests.support.waits import until
 from tests.unit.test_service_event_pump import (
     EPOCH,
@@ -197,7 +196,7 @@ async def test_a_worker_that_starts_anew_while_it_is_loaded_begins_empty() -> No
 async def test_when_too_much_waits_the_newest_is_let_go_and_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(entrance, "WAITING_EVENTS_MAX", 3)
+    monkeypatch.setattr(rank_ingest, "WAITING_EVENTS_MAX", 3)
     bench = Bench()
     await big(bench, many())
     events: list[KvEvent] = [stored(0, 1), stored(1, 1, parent=100), Cleared(), stored(0, 2)]
@@ -272,13 +271,13 @@ async def test_a_rank_whose_reading_fails_has_no_snapshot(monkeypatch: pytest.Mo
         yield
         raise mistake
 
-    monkeypatch.setattr(event_pump, "listed", listed)
+    monkeypatch.setattr(event_ingest, "listed", listed)
     assert await bench.pump.snapshot(SLOT) is None
     assert shown == [mistake]
 
 
 async def test_only_so_many_whole_states_are_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_pump, "SNAPSHOTS_ASKED_MAX", 2)
+    monkeypatch.setattr(event_ingest, "SNAPSHOTS_ASKED_MAX", 2)
     bench = Bench()
     ranks = [WorkerRank(WorkerId(10 + number), DpRank(0)) for number in range(5)]
     for slot, rank in enumerate(ranks):
@@ -416,7 +415,7 @@ async def test_a_rank_that_announces_a_larger_snapshot_than_its_card_can_need_is
 
 
 async def test_what_waits_for_the_index_is_bounded_in_blocks_too() -> None:
-    waiting = entrance.Waiting()
+    waiting = rank_ingest.WaitingBatches()
     large = KvBatch(RANK, EPOCH, EventId(0), (stored_run(1, 200_000),))
     n_kept = sum(waiting.add(large) for _ in range(60))
     assert 1 <= n_kept <= 5

@@ -4,7 +4,7 @@ import asyncio
 
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.loads import LatestLoads
+from kvrouter.transports.events.loads import LatestLoads
 from tests.support.virtual_time import run_in_virtual_time
 
 

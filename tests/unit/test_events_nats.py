@@ -7,18 +7,17 @@ from uuid import uuid4
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored
+from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import BlockIndex
-from kvrouter.planes.events.nats import NatsEventPublisher
-from kvrouter.planes.events.port import DropReason
-from kvrouter.planes.events.subjects import events_subject, loads_subject, recovery_subject
-from kvrouter.service.event_pump import EventPump
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.nats import NatsEventPublisher
+from kvrouter.transports.events.port import DropReason
+from kvrouter.transports.events.subjects import events_subject, loads_subject, recovery_subject
 from kvrouter.worker import KvPublisher
 from tests.support.event_ends_nats import TOKEN, NatsEnds, connect
 from tests.support.event_waits import card, until_heard
@@ -108,7 +107,7 @@ async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsSe
     """Stores and removals are lost with the connection; the next heartbeat reveals it."""
     async with two_ends(own_nats) as ends:
         index, slot = BlockIndex(), Slot(0)
-        pump = EventPump(index, ends.subscriber, ModelObserved(Telemetry(), "m"))
+        pump = EventIngest(index, ends.subscriber, ModelInstrumentation(Telemetry(), "m"))
         ends.subscriber.subscribe(pump.on_batch, lambda _report: None)
         worker = KvPublisher(ends.publisher, worker_id=RANK.worker_id, epoch=EPOCH, block_size=1)
         ends.serve_recovery(RANK.worker_id, worker)

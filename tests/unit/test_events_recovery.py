@@ -7,28 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import Held, KvBatch, KvSnapshot
+from kvrouter.core.events import Held, KvBatch, KvSnapshot, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.planes.events.port import AnswerTooLarge
-from kvrouter.planes.events.recovery import (
+from kvrouter.transports.events.port import AnswerTooLarge
+from kvrouter.transports.events.recovery import (
     ENVELOPE_BYTES,
     TRANSFER_IDLE_S,
-    AnswerDesk,
+    RecoveryAnswers,
     recover_range,
     recover_snapshot,
 )
-from kvrouter.planes.events.wire import (
+from kvrouter.transports.events.wire import (
     RANGE_MAX_BYTES,
     SNAPSHOT_MAX_BYTES,
     Answer,
     Busy,
     FirstPiece,
-    Gone,
     Piece,
     PieceQuestion,
     SnapshotQuestion,
+    TransferGone,
     Whole,
     decode_answer,
     encode_answer,
@@ -61,7 +60,7 @@ class Wire:
 
     def __init__(self, n_blocks: int = 100, change: Callable[[Answer], Answer] | None = None) -> None:
         self.source = Source(n_blocks)
-        self.desk = AnswerDesk(transfers_max=2)
+        self.desk = RecoveryAnswers(transfers_max=2)
         self.desk.serve(RANK.worker_id, self.source)
         self.now_s = 0.0
         self.change = change
@@ -129,14 +128,16 @@ async def test_sizes_that_cannot_be_are_refused_before_anything_is_kept(first: F
     assert caught.value.param == "total_bytes"
 
 
-@pytest.mark.parametrize("answer", [Piece(1, b""), Gone(), Whole(b"\x00 no snapshot"), Whole(b"")])
+@pytest.mark.parametrize("answer", [Piece(1, b""), TransferGone(), Whole(b"\x00 no snapshot"), Whole(b"")])
 async def test_what_is_no_answer_is_a_mistake_of_the_peer(answer: Answer) -> None:
     with pytest.raises(ProtocolError):
         await recover_snapshot(Wire(change=lambda _: answer).ask, RANK)
 
 
 async def test_a_transfer_that_is_over_in_the_middle_is_none() -> None:
-    wire = Wire(change=lambda answer: Gone() if isinstance(answer, Piece) and answer.number == 3 else answer)
+    wire = Wire(
+        change=lambda answer: TransferGone() if isinstance(answer, Piece) and answer.number == 3 else answer
+    )
     assert await recover_snapshot(wire.ask, RANK) is None
 
 
@@ -187,7 +188,7 @@ def test_a_worker_with_too_many_transfers_does_no_work_and_is_asked_again() -> N
     assert run_in_virtual_time(ask_again()) == wire.source.snapshot, "others were given up"
     for answer in begun[:2]:
         assert isinstance(answer, FirstPiece)
-        assert wire.answer(encode_question(PieceQuestion(answer.transfer, 1))) == Gone()
+        assert wire.answer(encode_question(PieceQuestion(answer.transfer, 1))) == TransferGone()
 
 
 @pytest.mark.parametrize("number", [-1, 0, 17, 10**12])
@@ -195,8 +196,8 @@ def test_a_piece_that_is_not_there_ends_the_transfer(number: int) -> None:
     wire = Wire()
     first = wire.begin()
     assert isinstance(first, FirstPiece)
-    assert wire.answer(encode_question(PieceQuestion(first.transfer, number))) == Gone()
-    assert wire.answer(encode_question(PieceQuestion(first.transfer, 1))) == Gone()
+    assert wire.answer(encode_question(PieceQuestion(first.transfer, number))) == TransferGone()
+    assert wire.answer(encode_question(PieceQuestion(first.transfer, 1))) == TransferGone()
 
 
 def test_a_transfer_is_kept_while_its_pieces_are_asked_for() -> None:
@@ -206,7 +207,7 @@ def test_a_transfer_is_kept_while_its_pieces_are_asked_for() -> None:
     for number in (1, 2, 3):
         wire.now_s += TRANSFER_IDLE_S - 1.0
         wire.begin()
-        assert wire.answer(encode_question(PieceQuestion(first.transfer, number))) != Gone()
+        assert wire.answer(encode_question(PieceQuestion(first.transfer, number))) != TransferGone()
 
 
 @pytest.mark.parametrize("frame", [b"", b"\xc0", b"\x81\xa4type\xa5other", b"x" * 50])

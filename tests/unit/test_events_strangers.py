@@ -7,14 +7,13 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored
+from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.events.nats import NatsEventPublisher
-from kvrouter.planes.events.nats_recovery import NatsRecovery
-from kvrouter.planes.events.subjects import events_subject, recovery_subject
+from kvrouter.transports.events.nats import NatsEventPublisher
+from kvrouter.transports.events.nats_recovery import NatsRecovery
+from kvrouter.transports.events.subjects import events_subject, recovery_subject
 from tests.support.event_ends_nats import TOKEN, NatsEnds, connect
 from tests.support.event_waits import until_heard
 from tests.support.nats_server import NatsServer

@@ -7,19 +7,18 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.events import KvBatch, KvSnapshot, Stored
+from kvrouter.core.events import KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
-from kvrouter.planes.events.wire import (
+from kvrouter.transports.events.wire import (
     BATCH_MAX_BYTES,
     VERSION,
     SnapshotQuestion,
     encode_batch,
     encode_question,
 )
-from kvrouter.planes.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
+from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
 from tests.support.event_waits import card, until_heard
 from tests.support.waits import LIMIT_S, until
 

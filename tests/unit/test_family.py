@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.assembly import family as room
-from kvrouter.assembly.family import Family, Pauses
-from kvrouter.assembly.lifetime import LOST_PLACE
+from kvrouter.processes import supervisor as room
+from kvrouter.processes.lifetime import LOST_PLACE
+from kvrouter.processes.supervisor import RestartBackoff, Supervisor
 from tests.support.logged import event_of, events_of
 from tests.support.processes import eventually
 
@@ -27,8 +27,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def family() -> AsyncIterator[Family]:
-    ours = Family(prefix_lines=True)
+async def family() -> AsyncIterator[Supervisor]:
+    ours = Supervisor(prefix_lines=True)
     yield ours
     await ours.stop("", 0.0)
 
@@ -51,13 +51,13 @@ def told(log: pytest.LogCaptureFixture, event: str) -> list[str]:
 
 def test_pauses_grow_to_a_limit_and_begin_anew_after_a_good_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "RESTART_AFTER_S", 1.0)
-    pauses = Pauses()
+    pauses = RestartBackoff()
     assert [pauses.after(0.5) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert [pauses.after(room.RUNS_WELL_S), pauses.after(0.5)] == [1, 2]
 
 
 async def test_what_cannot_be_started_is_tried_again(
-    family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    family: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     program = tmp_path / "python"
@@ -77,7 +77,7 @@ async def test_what_cannot_be_started_is_tried_again(
 
 
 async def test_one_that_was_killed_is_started_again(
-    family: Family, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    family: Supervisor, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     child = await family.start("worker a/0", (sys.executable, "-c", LIVES), os.environ)
     await said(capsys, "lives")
@@ -88,7 +88,7 @@ async def test_one_that_was_killed_is_started_again(
 
 
 async def test_one_whose_place_is_anothers_is_run_in_standby_from_then_on(
-    family: Family, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    family: Supervisor, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     command = (sys.executable, "-c", GIVES_WAY, "--index", "0")
     child = await family.start("worker a/0", command, os.environ, standby=("--standby",))
@@ -100,7 +100,7 @@ async def test_one_whose_place_is_anothers_is_run_in_standby_from_then_on(
 
 
 async def test_who_does_not_end_is_killed_and_nobody_is_started_again(
-    family: Family, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    family: Supervisor, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvrouter")
     stays = await family.start("worker a/0", (sys.executable, "-c", IGNORES), os.environ)

@@ -4,11 +4,10 @@ from typing import get_args
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, KvBatch, KvEvent, KvSnapshot, Removed, Stored
+from kvrouter.core.events import Cleared, KvBatch, KvEvent, KvSnapshot, Removed, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.feed.rank_feed import TABLE, RankFeed
-from kvrouter.feed.words import (
+from kvrouter.feed.states import (
     Apply,
     AskRange,
     AskSnapshot,

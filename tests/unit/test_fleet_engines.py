@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvrouter.assembly import Embedded, attached, beside, embedded
+from kvrouter.attach import attachment
+from kvrouter.commands import Embedded, embedded
 from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_document
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.ids import Taint, WorkerId
@@ -30,8 +31,8 @@ CALL = {"model": "tiny", "prompt": "hello", "max_tokens": 3}
 
 @pytest.fixture(autouse=True)
 def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attached, "ASK_AGAIN_S", 0.01)
-    monkeypatch.setattr(beside, "TRIED_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.01)
 
 
 @dataclass

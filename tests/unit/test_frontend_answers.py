@@ -17,13 +17,13 @@ from kvrouter.core.errors import (
 )
 from kvrouter.core.requests import FinishReason, Usage
 from kvrouter.frontend.errors import MethodNotAllowed, error_body, error_event, error_headers
-from kvrouter.frontend.openai.answers import Answer, Kind, answer_id
+from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 
 USAGE = Usage(prompt_tokens=11, completion_tokens=3, cached_tokens=8)
 
 
-def answer(kind: Kind, *, usage_null: bool = False) -> Answer:
-    return Answer(
+def answer(kind: RouteKind, *, usage_null: bool = False) -> AnswerFormat:
+    return AnswerFormat(
         kind, answer_id=answer_id(kind, "r1"), model="m", created_s=1_700_000_000, usage_null=usage_null
     )
 
@@ -40,7 +40,7 @@ def chunk_of(event: bytes) -> ChatCompletionChunk:
 
 
 def test_a_whole_chat() -> None:
-    body = answer(Kind.CHAT).whole("Paris", FinishReason.STOP, USAGE, nvext=None)
+    body = answer(RouteKind.CHAT).whole("Paris", FinishReason.STOP, USAGE, nvext=None)
     read = ChatCompletion.model_validate_json(body, strict=True)
     assert read.id == "chatcmpl-r1"
     assert read.choices[0].message.content == "Paris"
@@ -52,7 +52,7 @@ def test_a_whole_chat() -> None:
 
 
 def test_a_whole_completion() -> None:
-    body = answer(Kind.COMPLETION).whole("Paris", FinishReason.LENGTH, USAGE, nvext={"worker_id": {}})
+    body = answer(RouteKind.COMPLETION).whole("Paris", FinishReason.LENGTH, USAGE, nvext={"worker_id": {}})
     read = Completion.model_validate_json(body, strict=True)
     assert read.id == "cmpl-r1"
     assert read.choices[0].text == "Paris"
@@ -62,7 +62,7 @@ def test_a_whole_completion() -> None:
 
 @pytest.mark.parametrize("usage_null", [False, True])
 def test_the_events_of_a_chat(usage_null: bool) -> None:
-    of = answer(Kind.CHAT, usage_null=usage_null)
+    of = answer(RouteKind.CHAT, usage_null=usage_null)
     events = [of.first_event(), of.text_event("Pa"), of.text_event_with_usage("ris", USAGE)]
     events += [of.last_event(FinishReason.STOP), of.last_event(FinishReason.STOP, nvext={"a": 1})]
     chunks = [chunk_of(event) for event in events]
@@ -80,7 +80,7 @@ def test_the_events_of_a_chat(usage_null: bool) -> None:
 
 def test_the_events_of_a_completion() -> None:
     """The client's type has no finish reason of null, and OpenAI sends one; the client does not check."""
-    of = answer(Kind.COMPLETION)
+    of = answer(RouteKind.COMPLETION)
     assert of.first_event() == b""
     text = msgspec.json.decode(data_of(of.text_event("Pa")))
     assert text["choices"][0] == {"index": 0, "text": "Pa", "logprobs": None, "finish_reason": None}
@@ -90,13 +90,13 @@ def test_the_events_of_a_completion() -> None:
     assert (read.choices[0].text, read.choices[0].finish_reason) == ("", "length")
 
 
-@given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), max_size=8), st.sampled_from(Kind))
-def test_events_decode_back_to_the_text(texts: list[str], kind: Kind) -> None:
+@given(st.lists(st.text(alphabet=st.characters(codec="utf-8")), max_size=8), st.sampled_from(RouteKind))
+def test_events_decode_back_to_the_text(texts: list[str], kind: RouteKind) -> None:
     of = answer(kind)
     read = []
     for event in map(of.text_event, texts):
         choice = msgspec.json.decode(data_of(event))["choices"][0]
-        read.append(choice["delta"]["content"] if kind is Kind.CHAT else choice["text"])
+        read.append(choice["delta"]["content"] if kind is RouteKind.CHAT else choice["text"])
     assert read == texts
 
 

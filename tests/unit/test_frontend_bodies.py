@@ -19,7 +19,7 @@ from kvrouter.frontend import bodies
 from kvrouter.frontend.bodies import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_LOOP_BYTES, PAGE_BYTES_MAX
 from kvrouter.frontend.openai import parse
 from kvrouter.frontend.openai.scanned import NUMBERS_MIN, BodyBounds, ScannedBody, scanned
-from kvrouter.text.encode_pool import EncodeLimits, EncodePool, PromptOverBudget
+from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
 from tests.support.planes import ScriptedStream

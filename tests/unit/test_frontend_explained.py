@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.service.decisions import ATTEMPTS_MAX
+from kvrouter.service.model_router import ATTEMPTS_MAX
 from tests.support.fleets import MODEL, card
 from tests.support.front import SECRET, error_of, open_house, says, takeover_instructions, zoned_pairs
 from tests.support.planes import ScriptedStream

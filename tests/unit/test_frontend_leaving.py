@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests.port import AliveSink
+from kvrouter.transports.requests.port import AliveSink
 from tests.support.fleets import MODEL, card
 from tests.support.front import House, open_house, says, token_ids
 from tests.support.planes import silent

@@ -9,7 +9,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.observed import HINTS_LOGGED_MAX, FrontObserved
+from kvrouter.frontend.instrumentation import HINTS_LOGGED_MAX, FrontendInstrumentation
 from kvrouter.frontend.openai.nvext import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, NvextReader
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.telemetry import Telemetry
@@ -177,7 +177,7 @@ def test_a_question_is_known_however_it_is_written(written: str) -> None:
 
 
 def test_the_log_names_each_hint_once_and_not_any_number(caplog: pytest.LogCaptureFixture) -> None:
-    observed = FrontObserved(Telemetry())
+    observed = FrontendInstrumentation(Telemetry())
     for _ in range(3):
         for place in range(2 * HINTS_LOGGED_MAX):
             observed.routing_hint_ignored(f"nvext.made_up_{place}", "unknown field")

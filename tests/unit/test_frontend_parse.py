@@ -13,6 +13,7 @@ from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai.decode import SHOWN_CHARS_MAX
 from kvrouter.frontend.openai.parse import ChatCall, CompletionCall
+from kvrouter.frontend.openai.routing_hints import TAINT_CHARS_MAX, TAINTS_MAX
 from kvrouter.frontend.openai.scanned import (
     DEPTH_MAX,
     ITEMS_MAX,
@@ -23,7 +24,6 @@ from kvrouter.frontend.openai.scanned import (
     BodyOverBounds,
     scanned,
 )
-from kvrouter.frontend.openai.wishes import TAINT_CHARS_MAX, TAINTS_MAX
 from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.planes.requests.port import StreamBroken
+from kvrouter.transports.requests.port import StreamBroken
 from tests.support.fleets import MODEL
 from tests.support.front import open_house, token_ids
 from tests.support.planes import ScriptedStream

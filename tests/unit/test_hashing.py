@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvrouter.core.columns import pack_hashes, unpack_hashes
+from kvrouter.core.events import pack_hashes, unpack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed, sequence_hashes
 
 RECORDED = Path(__file__).parent.parent / "data" / "hash_vectors.json"

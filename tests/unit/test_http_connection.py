@@ -3,9 +3,9 @@
 import pytest
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.frontend.http.connection import ServerConnection
+from kvrouter.frontend.http.connection import MessageParser, ServerConnection
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import (
+from kvrouter.frontend.http.response import (
     BadRequest,
     CloseReason,
     ConnectionClosed,
@@ -13,7 +13,6 @@ from kvrouter.frontend.http.messages import (
     Request,
     RequestHead,
 )
-from kvrouter.frontend.http.parsing import MessageParser
 
 RATE = "the request's body took too long to arrive: 30 s below 100 bytes/s"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from kvrouter.assembly.lifetime import descriptors_for
 from kvrouter.frontend.http import HttpEvent, HttpServer, Limits
+from kvrouter.processes.lifetime import descriptors_for
 from tests.support.descriptors import no_descriptor_left
 from tests.support.http_serving import GET, LAST_GET, LOOPS, QUICK, Run, echo, runner, serving
 from tests.support.waits import until
@@ -112,7 +112,7 @@ def test_connections_leave_descriptors_for_all_else(
     numbers: int,
 ) -> None:
     """Who asked for more than there is room for is warned, and nobody else."""
-    monkeypatch.setattr("kvrouter.assembly.lifetime.allow_many_files", lambda: files_max)
+    monkeypatch.setattr("kvrouter.processes.lifetime.allow_many_files", lambda: files_max)
     room = descriptors_for(wanted)
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
     assert ("config_warning" in caplog.text) == (wanted is not None and connections < wanted)

@@ -12,10 +12,10 @@ import uvloop
 from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.http import HttpRequestAcceptor, HttpRequestPlane
-from kvrouter.planes.requests.http.frames import ALIVE, FRAMES, chunk_frame
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
-from kvrouter.planes.requests.wire import REQUEST_MAX_BYTES
+from kvrouter.transports.requests.http import HttpRequestAcceptor, HttpRequestPlane
+from kvrouter.transports.requests.http.frames import ALIVE, FRAMES, chunk_frame
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.stream import REQUEST_MAX_BYTES
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.waits import until
@@ -190,7 +190,7 @@ async def test_a_router_that_follows_with_another_token_or_certificate_says_so()
 
 
 async def test_a_request_above_the_limit_never_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.planes.requests.http.plane.REQUEST_MAX_BYTES", 10)
+    monkeypatch.setattr("kvrouter.transports.requests.http.plane.REQUEST_MAX_BYTES", 10)
     async with both_ends() as ends:
         with pytest.raises(InvalidRequest, match="above"):
             await ends.plane.open(ends.address, leg())

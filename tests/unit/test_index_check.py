@@ -3,7 +3,14 @@
 import pytest
 
 from kvrouter.core.ids import Slot
-from kvrouter.service.index_check import SPAN_S, WINDOW_ANSWERS, Answers, Compared, IndexCheck, Prediction
+from kvrouter.service.engine_reports import (
+    SPAN_S,
+    WINDOW_ANSWERS,
+    AnswerCounts,
+    Compared,
+    IndexCheck,
+    Prediction,
+)
 
 SLOT = Slot(3)
 BLOCK = 16
@@ -39,7 +46,7 @@ def noted(
     check: IndexCheck | None = None,
     spread_s: float = SPAN_S,
     begun_s: float = 0.0,
-) -> list[Answers | None]:
+) -> list[AnswerCounts | None]:
     """The verdicts on these answers."""
     said = compared(errors_blocks, check=check, spread_s=spread_s, begun_s=begun_s)
     return [each.wrong for each in said]
@@ -49,12 +56,12 @@ def noted(
 def test_a_window_of_wrong_predictions_is_told_once(error: int) -> None:
     verdicts = noted([error] * WINDOW_ANSWERS)
     assert verdicts[:-1] == [None] * (WINDOW_ANSWERS - 1)
-    assert verdicts[-1] == Answers(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
+    assert verdicts[-1] == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS, float(error))
 
 
 def test_half_of_the_answers_are_enough_and_fewer_are_not() -> None:
     half = WINDOW_ANSWERS // 2
-    assert noted([0] * half + [3] * half)[-1] == Answers(WINDOW_ANSWERS, half, 1.5)
+    assert noted([0] * half + [3] * half)[-1] == AnswerCounts(WINDOW_ANSWERS, half, 1.5)
     assert noted([0] * (half + 1) + [3] * (half - 1))[-1] is None
 
 
@@ -118,11 +125,11 @@ def test_the_last_answers_are_shown_also_after_a_verdict_until_the_rank_is_gone(
     check = IndexCheck(block_size=BLOCK)
     assert check.last_answers(SLOT) is None
     compared([0, 0, 0, -4], check=check)
-    assert check.last_answers(SLOT) == Answers(4, 1, -1.0)
+    assert check.last_answers(SLOT) == AnswerCounts(4, 1, -1.0)
     assert noted([4] * WINDOW_ANSWERS, check=check)[-1] is not None
-    assert check.last_answers(SLOT) == Answers(WINDOW_ANSWERS, WINDOW_ANSWERS, 4.0)
+    assert check.last_answers(SLOT) == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS, 4.0)
     compared([0] * (WINDOW_ANSWERS // 2), check=check)
-    assert check.last_answers(SLOT) == Answers(WINDOW_ANSWERS, WINDOW_ANSWERS // 2, 2.0)
+    assert check.last_answers(SLOT) == AnswerCounts(WINDOW_ANSWERS, WINDOW_ANSWERS // 2, 2.0)
     check.freed(SLOT)
     assert check.last_answers(SLOT) is None
 

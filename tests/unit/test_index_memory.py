@@ -5,8 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Removed, Stored
+from kvrouter.core.events import Cleared, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
 from kvrouter.index.native import BlockIndex

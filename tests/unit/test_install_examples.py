@@ -9,7 +9,7 @@ import yaml
 
 from kvrouter.operator.admission import validate
 from kvrouter.operator.api import KIND, read_deployment, read_topology
-from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
 from kvrouter.operator.plan import Plan, PlanDefaults, plan
 from tests.support.chart import Manifest, of_kind
 

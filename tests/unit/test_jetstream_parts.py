@@ -5,15 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, KvBatch, Removed
+from kvrouter.core.events import Cleared, KvBatch, Removed, pack_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
-from kvrouter.planes.events.drops import Drops
-from kvrouter.planes.events.jetstream import replay as replay_module
-from kvrouter.planes.events.jetstream.delivery import _place
-from kvrouter.planes.events.jetstream.publisher import merged
-from kvrouter.planes.events.jetstream.replay import Replay, ReplayParts
-from kvrouter.planes.events.jetstream.words import LaneNames
+from kvrouter.transports.events.jetstream import stream_subscriber as replay_module
+from kvrouter.transports.events.jetstream.consumer import _place
+from kvrouter.transports.events.jetstream.publisher import merged
+from kvrouter.transports.events.jetstream.stream import LaneNames
+from kvrouter.transports.events.jetstream.stream_subscriber import Replay, ReplayParts
+from kvrouter.transports.events.loads import Drops
 from tests.support.event_ends_jetstream import Notes
 from tests.support.waits import until
 
@@ -117,7 +116,7 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, pending: int = 1) -> None:
         FakeDelivery.made = []
         FakeDelivery.pending = pending
-        monkeypatch.setattr(replay_module, "Delivery", FakeDelivery)
+        monkeypatch.setattr(replay_module, "PushConsumer", FakeDelivery)
         self.handed: list[bytes] = []
         self.ended: list[Replay] = []
         parts = ReplayParts(

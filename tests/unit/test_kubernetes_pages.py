@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import kvrouter.operator
-from kvrouter.assembly import pod_fleet
+from kvrouter.attach import pod_fleet
 from kvrouter.core import errors
 from kvrouter.core.errors import KvrouterError, Reason
 from kvrouter.operator.labels import Source

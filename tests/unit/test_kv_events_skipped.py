@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
-from kvrouter.engines.customs.follower import BatchFollower
-from kvrouter.engines.customs.words import EngineFacts, Skipped
-from kvrouter.engines.openai.engine import ServedEngine, Told
+from kvrouter.engines.kv_events.event_stream import EngineEventStream
+from kvrouter.engines.kv_events.records import EngineTraits, Skipped
+from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode
-from kvrouter.engines.vllm.facts import RankFacts, VllmFacts
-from kvrouter.engines.vllm.ways import VllmWays
+from kvrouter.engines.vllm.introspect import RankInfo, VllmInfo
 from kvrouter.worker import worker as worker_module
 from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
 from tests.support.engine_server import scripted_engine
@@ -34,7 +34,7 @@ def published(seq: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def test_each_rank_has_its_own_counts_and_what_is_of_none_is_the_sockets_own() -> None:
-    follower = BatchFollower(decode, EngineFacts(block_size=32, dp_rank=R1), can_replay=False)
+    follower = EngineEventStream(decode, EngineTraits(block_size=32, dp_rank=R1), can_replay=False)
     orphans = stored_event(2, parent=1), stored_event(3, parent=2)
     follower.on_published(published(0, vllm_batch(*orphans, dp_rank=0)))
     follower.on_published(published(1, vllm_batch(stored_event(5, block_size=16), dp_rank=1)))
@@ -49,20 +49,20 @@ def test_each_rank_has_its_own_counts_and_what_is_of_none_is_the_sockets_own() -
 
 
 def test_counts_are_a_copy() -> None:
-    follower = BatchFollower(decode, EngineFacts(block_size=32), can_replay=False)
+    follower = EngineEventStream(decode, EngineTraits(block_size=32), can_replay=False)
     follower.skipped(R0)[Skipped.ORPHAN] += 1
     assert follower.skipped(R0) == Counter()
 
 
 async def test_an_engines_reports_tell_what_was_skipped() -> None:
-    facts = VllmFacts(
+    facts = VllmInfo(
         version="0.32.0",
         models=("tiny",),
         adapters=(),
         root="tiny-model",
         context_length=2048,
         prefix_caching=True,
-        ranks={R0: RankFacts(32, 200)},
+        ranks={R0: RankInfo(32, 200)},
         events={},
         started_s=None,
     )
@@ -73,8 +73,8 @@ async def test_an_engines_reports_tell_what_was_skipped() -> None:
         await server.open()
         engine = ServedEngine(
             server,
-            VllmWays(WorkerId(7), facts, model="tiny"),
-            Told({R0: publisher.at}, decode, 32),
+            VllmClient(WorkerId(7), facts, model="tiny"),
+            ZmqEvents({R0: publisher.at}, decode, 32),
             look_each_s=0.005,
         )
         await engine.start(lambda *_: None, loads.append)

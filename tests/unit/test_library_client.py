@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.assembly import MockFleet
+from kvrouter.commands import MockFleet
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ShuttingDown
 from kvrouter.core.workers import WorkerCard
-from kvrouter.library import Answers, Client, Endpoint, Runtime
+from kvrouter.library import AnswerPieces, Client, Endpoint, Runtime
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.mock_fleets import LONG_TOKENS, alike
 from tests.support.planes import ScriptedPlane
@@ -20,7 +20,7 @@ LONG: Mapping[str, object] = {
     "stop_conditions": {"max_tokens": LONG_TOKENS, "ignore_eos": True},
 }
 
-Send = Callable[[Client], Awaitable[Answers]]
+Send = Callable[[Client], Awaitable[AnswerPieces]]
 
 WAYS: dict[str, Send] = {
     "generate": lambda client: client.generate(LONG),

@@ -10,7 +10,7 @@ from typing import TypedDict
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.assembly import MockFleet
+from kvrouter.commands import MockFleet
 from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
@@ -372,5 +372,5 @@ async def test_a_worker_with_another_block_size_is_refused_and_logged(
         for n in range(4):
             worker_id, _, _ = await router.best_worker(PROMPT, request_id=f"r{n}")
             assert worker_id == 2
-    refused = [record for record in caplog.records if record.name == "kvrouter.library.fleet_of"]
+    refused = [record for record in caplog.records if record.name == "kvrouter.library.router"]
     assert [(record.levelname, event_of(record)) for record in refused] == [("ERROR", "worker_refused")]

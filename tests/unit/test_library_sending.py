@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.library import Client
-from kvrouter.planes.requests.port import WorkerUnreachable
+from kvrouter.transports.requests.port import WorkerUnreachable
 from tests.support.blocks import told_by
 from tests.support.embedding import program, tokens_of
 from tests.support.mock_fleets import alike, prompt

@@ -9,7 +9,7 @@ from kvrouter import KvIndexer, KvRouter
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.workers import Role
-from kvrouter.library import Answer, Answers, Endpoint, Runtime
+from kvrouter.library import AnswerPiece, AnswerPieces, Endpoint, Runtime
 from tests.support.blocks import told_by
 from tests.support.embedding import Program, program, tokens_of
 from tests.support.fleets import BLOCK_SIZE, HandDiscovery, HandEvents, card
@@ -27,7 +27,7 @@ def prefill_endpoint(here: Program) -> Endpoint:
     return here.runtime.namespace("default").component("prefill").endpoint("generate")
 
 
-async def only_piece(answer: Answers) -> Answer:
+async def only_piece(answer: AnswerPieces) -> AnswerPiece:
     (piece,) = [piece async for piece in answer]
     return piece
 

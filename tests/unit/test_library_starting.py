@@ -10,11 +10,11 @@ from kvrouter.core.errors import ShuttingDown
 from kvrouter.core.ids import RouterId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.library import KvRouter, Runtime
-from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
-from kvrouter.planes.events.port import BatchSink, LoadSink
-from kvrouter.planes.sync.memory import MemorySyncPlane
-from kvrouter.planes.sync.port import MessageSink
 from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
+from kvrouter.transports.events.port import BatchSink, LoadSink
+from kvrouter.transports.sync.port import MessageSink
+from tests.oracles.sync import MemorySyncPlane
 from tests.support.fleets import HandDiscovery, HandEvents, card
 from tests.support.planes import ScriptedPlane
 from tests.support.waits import until

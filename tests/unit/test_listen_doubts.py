@@ -5,8 +5,8 @@ import socket
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.assembly.tls import doubts
 from kvrouter.config import PlaneSettings, Settings
+from kvrouter.wiring.tls import doubts
 
 
 def test_the_defaults_and_a_worker_that_others_find_are_beyond_doubt() -> None:

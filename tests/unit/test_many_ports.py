@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from kvrouter.assembly.address import CannotListen
-from kvrouter.assembly.many import free_ports
+from kvrouter.commands.multi_process import free_ports
 from kvrouter.core.errors import ConfigError
+from kvrouter.processes.lifetime import CannotListen
 from tests.support.processes import free_ports as some_free_ports
 
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvrouter.assembly.family import copy_lines
+from kvrouter.processes.supervisor import copy_lines
 
 LIMIT_BYTES = 64
 

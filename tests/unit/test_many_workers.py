@@ -5,11 +5,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvrouter.assembly.lifetime import allow_many_files
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import EventLane, EventSource
-from kvrouter.planes.events.zmq import ZmqEventSubscriber
+from kvrouter.processes.lifetime import allow_many_files
+from kvrouter.transports.events.zmq import ZmqEventSubscriber
 from tests.support.event_waits import card
 
 LIBZMQ_DEFAULT = 1_023

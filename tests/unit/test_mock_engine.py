@@ -2,15 +2,14 @@
 
 import pytest
 
-from kvrouter.core.columns import count_hashes
 from kvrouter.core.errors import ConfigError, InvalidRequest
-from kvrouter.core.events import Removed, Stored
+from kvrouter.core.events import Removed, Stored, count_hashes
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import Bootstrap, FinishReason, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock import MockConfig, Outputs, Timing
 from kvrouter.mock.engine import KvWanted
-from kvrouter.mock.network import Arrived
+from kvrouter.mock.handoff import Arrived
 from tests.support.mock_engine import cached_tokens_of, config, engine, request, tokens_of
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kvrouter.mock.network import DomainPair, Links, Network
+from kvrouter.mock.handoff import DomainPair, Links, Network
 from kvrouter.topology.links import Link
 
 LINKS = Links(

@@ -1,7 +1,6 @@
 import pytest
 
-from kvrouter.core.columns import pack_hashes, unpack_hashes
-from kvrouter.core.events import KvEvent, Removed, Stored
+from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import sequence_hashes
 from kvrouter.mock.config import EngineHashing
 from kvrouter.mock.paged_kv import BlockTable, PagedKv

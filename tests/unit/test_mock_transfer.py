@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrouter.assembly.mock_account import mock_account
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.mock import MockConfig
+from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.mock_processes import N_PROMPT, processes, read_all
 
 

@@ -8,13 +8,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.assembly.mock_account import mock_account
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import Role
-from kvrouter.engines.mock import MockCluster, MockStream, Refusal, TransferSettings
-from kvrouter.engines.mock.frames import (
+from kvrouter.engines.mock import MockCluster, MockStream, PeerRefusal, TransferSettings
+from kvrouter.engines.mock.transfer import (
     FRAME_BYTES_MAX,
     HELLO,
     HELLO_BYTES_MAX,
@@ -23,6 +22,7 @@ from kvrouter.engines.mock.frames import (
     encode_word,
 )
 from kvrouter.mock import Done, Failed, GiveUp, Join, MockConfig, Peer, Ready, SinkWord, Want
+from kvrouter.wiring.mock_fleet import mock_account
 from tests.support.mock_processes import (
     IN_TIME_S,
     SETTINGS,
@@ -70,28 +70,31 @@ def packed(**fields: object) -> bytes:
 
 
 STRANGERS = {
-    "http": (b"GET / HTTP/1.1\r\n\r\n", Refusal.TOO_LARGE),
-    "another protocol": (frame(b"hello"), Refusal.STRANGER),
-    "an empty frame": (frame(b""), Refusal.STRANGER),
-    "another version": (frame(HELLO + b"1 " + TOKEN.encode()), Refusal.VERSION),
-    "another token": (encode_hello("open"), Refusal.TOKEN),
-    "no token": (encode_hello(""), Refusal.TOKEN),
-    "a long hello": (frame(HELLO + b"2 " + b"x" * HELLO_BYTES_MAX), Refusal.TOO_LARGE),
-    "garbage after the hello": (hello() + frame(b"\xc1\xff\x00garbage"), Refusal.MALFORMED),
-    "a huge frame after the hello": (hello() + (FRAME_BYTES_MAX + 1).to_bytes(4, "big"), Refusal.TOO_LARGE),
-    "the largest length": (hello() + b"\xff" * 4, Refusal.TOO_LARGE),
-    "a word of a source": (hello() + encode_word(Ready(1, 1, "a")), Refusal.MALFORMED),
+    "http": (b"GET / HTTP/1.1\r\n\r\n", PeerRefusal.TOO_LARGE),
+    "another protocol": (frame(b"hello"), PeerRefusal.STRANGER),
+    "an empty frame": (frame(b""), PeerRefusal.STRANGER),
+    "another version": (frame(HELLO + b"1 " + TOKEN.encode()), PeerRefusal.VERSION),
+    "another token": (encode_hello("open"), PeerRefusal.TOKEN),
+    "no token": (encode_hello(""), PeerRefusal.TOKEN),
+    "a long hello": (frame(HELLO + b"2 " + b"x" * HELLO_BYTES_MAX), PeerRefusal.TOO_LARGE),
+    "garbage after the hello": (hello() + frame(b"\xc1\xff\x00garbage"), PeerRefusal.MALFORMED),
+    "a huge frame after the hello": (
+        hello() + (FRAME_BYTES_MAX + 1).to_bytes(4, "big"),
+        PeerRefusal.TOO_LARGE,
+    ),
+    "the largest length": (hello() + b"\xff" * 4, PeerRefusal.TOO_LARGE),
+    "a word of a source": (hello() + encode_word(Ready(1, 1, "a")), PeerRefusal.MALFORMED),
     "no expiry": (
         hello() + packed(type="Join", meeting="x/y", expiry_s=NAN, may_follow=True),
-        Refusal.MALFORMED,
+        PeerRefusal.MALFORMED,
     ),
-    "a negative count": (hello() + encode_word(Want(-1)), Refusal.MALFORMED),
-    "an unknown field": (hello() + packed(type="Done", more=1), Refusal.MALFORMED),
-    "no word": (hello() + packed(type="Give", kv_tokens=1), Refusal.MALFORMED),
-    "bad text": (hello() + frame(b"\x82\xa4type\xa6GiveUp\xa6reason\xa2\xff\xff"), Refusal.MALFORMED),
-    "want before join": (hello() + encode_word(Want(1)), Refusal.OUT_OF_ORDER),
-    "done before join": (hello() + encode_word(Done()), Refusal.OUT_OF_ORDER),
-    "give up before join": (hello() + encode_word(GiveUp("x")), Refusal.OUT_OF_ORDER),
+    "a negative count": (hello() + encode_word(Want(-1)), PeerRefusal.MALFORMED),
+    "an unknown field": (hello() + packed(type="Done", more=1), PeerRefusal.MALFORMED),
+    "no word": (hello() + packed(type="Give", kv_tokens=1), PeerRefusal.MALFORMED),
+    "bad text": (hello() + frame(b"\x82\xa4type\xa6GiveUp\xa6reason\xa2\xff\xff"), PeerRefusal.MALFORMED),
+    "want before join": (hello() + encode_word(Want(1)), PeerRefusal.OUT_OF_ORDER),
+    "done before join": (hello() + encode_word(Done()), PeerRefusal.OUT_OF_ORDER),
+    "give up before join": (hello() + encode_word(GiveUp("x")), PeerRefusal.OUT_OF_ORDER),
 }
 
 
@@ -119,7 +122,7 @@ async def test_words_out_of_order_end_the_handoff_as_if_the_sink_was_lost(words:
         last = (await answers(pair, hello(), joins(pair), *said))[-1]
         assert isinstance(last, Failed)
         assert "does not belong here" in last.reason
-        assert pair.prefill_cluster.transfer_counts().refused == {Refusal.OUT_OF_ORDER: 1}
+        assert pair.prefill_cluster.transfer_counts().refused == {PeerRefusal.OUT_OF_ORDER: 1}
         await pair.until_idle()
 
 
@@ -140,7 +143,7 @@ async def test_a_hello_that_is_not_followed_by_a_handoff_does_not_stay() -> None
     async with processes(prefill_settings=impatient) as pair:
         (last,) = await answers(pair, hello())
         assert isinstance(last, Failed)
-        assert pair.prefill_cluster.transfer_counts().refused == {Refusal.STRANGER: 1}
+        assert pair.prefill_cluster.transfer_counts().refused == {PeerRefusal.STRANGER: 1}
         assert mock_account(pair.prefill_cluster) == "1 connections refused: stranger"
 
 
@@ -151,7 +154,7 @@ async def test_a_silent_decode_process_is_lost() -> None:
         assert isinstance(words[0], Ready)
         assert words[0].src_domain == "a"
         assert isinstance(words[-1], Failed)
-        assert pair.prefill_cluster.transfer_counts().refused == {Refusal.SILENT: 1}
+        assert pair.prefill_cluster.transfer_counts().refused == {PeerRefusal.SILENT: 1}
         await pair.until_idle()
 
 
@@ -197,18 +200,18 @@ async def false_source(says: bytes) -> AsyncIterator[Peer]:
 
 
 FALSE_SOURCES = {
-    "nothing": (b"", Refusal.SILENT),
-    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", Refusal.TOO_LARGE),
-    "garbage": (frame(b"\xc1"), Refusal.MALFORMED),
-    "a word of a sink": (encode_word(Done()), Refusal.MALFORMED),
-    "ready twice": (encode_word(Ready(1, 1_000_000, "a")) * 2, Refusal.OUT_OF_ORDER),
+    "nothing": (b"", PeerRefusal.SILENT),
+    "http": (b"HTTP/1.1 400 Bad Request\r\n\r\n", PeerRefusal.TOO_LARGE),
+    "garbage": (frame(b"\xc1"), PeerRefusal.MALFORMED),
+    "a word of a sink": (encode_word(Done()), PeerRefusal.MALFORMED),
+    "ready twice": (encode_word(Ready(1, 1_000_000, "a")) * 2, PeerRefusal.OUT_OF_ORDER),
 }
 
 
 @pytest.mark.parametrize("name", list(FALSE_SOURCES))
 async def test_a_false_source_fails_its_decode_leg(name: str) -> None:
     says, refusal = FALSE_SOURCES[name]
-    patience = IMPATIENT if refusal is Refusal.SILENT else SETTINGS
+    patience = IMPATIENT if refusal is PeerRefusal.SILENT else SETTINGS
     async with processes(decode_settings=patience, links=SLOW_LINKS) as pair, false_source(says) as peer:
         pair.peer = peer
         _, last = await read_all(await pair.send(Leg.DECODE, room=5))

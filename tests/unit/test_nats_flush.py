@@ -5,7 +5,7 @@ import asyncio
 import nats
 import pytest
 
-from kvrouter.planes.nats_flush import flush, flush_subscriptions
+from kvrouter.transports.nats_client import flush, flush_subscriptions
 from tests.support.nats_server import NatsServer
 from tests.support.waits import LIMIT_S
 

@@ -3,7 +3,7 @@
 import pytest
 from nats.js.api import ClusterInfo, PeerInfo
 
-from kvrouter.planes.discovery.nats.majority import HEARD_WITHIN_S, check_majority
+from kvrouter.transports.discovery.nats.bucket import HEARD_WITHIN_S, check_majority
 
 NS = 1_000_000_000
 HEARD = PeerInfo(current=True, active=NS)

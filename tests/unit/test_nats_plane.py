@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.planes.requests.nats.frames import (
+from kvrouter.transports.requests.nats.frames import (
     Chunk,
     FromWorker,
     Lost,
@@ -23,8 +23,8 @@ from kvrouter.planes.requests.nats.frames import (
     requests_subject,
     seal_of,
 )
-from kvrouter.planes.requests.nats.link import WINDOW_TOKENS
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.nats.plane import WINDOW_TOKENS
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.support.nats_ends import TOKEN, Loses, both_ends
 from tests.support.nats_server import NatsServer, running_nats
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
@@ -112,7 +112,7 @@ async def test_a_chunk_that_no_message_can_hold_ends_its_leg_with_a_reason() -> 
 async def test_a_request_above_the_limit_never_leaves(
     shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrouter.planes.requests.nats.plane.REQUEST_MAX_BYTES", 10)
+    monkeypatch.setattr("kvrouter.transports.requests.nats.plane.REQUEST_MAX_BYTES", 10)
     async with both_ends(shared_nats) as ends:
         with pytest.raises(InvalidRequest, match="above"):
             await ends.plane.open(ends.address, leg())
@@ -121,7 +121,7 @@ async def test_a_request_above_the_limit_never_leaves(
 async def test_a_size_above_the_limit_is_refused_before_it_is_collected(
     shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrouter.planes.requests.nats.acceptor.REQUEST_MAX_BYTES", 10)
+    monkeypatch.setattr("kvrouter.transports.requests.nats.acceptor.REQUEST_MAX_BYTES", 10)
     async with both_ends(shared_nats) as ends:
         with pytest.raises(InvalidRequest, match="above"):
             await ends.plane.open(ends.address, leg())

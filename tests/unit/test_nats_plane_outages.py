@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.support.nats_ends import PATIENCE_S, both_ends
 from tests.support.nats_server import NatsServer
 from tests.support.scripted_worker import IN_TIME_S, leg, read_all

@@ -4,7 +4,7 @@ import nats.errors
 import pytest
 from nats.js.errors import APIError, ServiceUnavailableError
 
-from kvrouter.planes.nats_reasons import NO_ANSWER, NO_JETSTREAM, reason
+from kvrouter.transports.nats_client import NO_ANSWER, NO_JETSTREAM, reason
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pydantic import JsonValue
 from kvrouter.config.problems import Problem, dotted
 from kvrouter.operator.admission import Verdict
 from kvrouter.operator.api import ClusterTopology, Level
-from kvrouter.operator.facts import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
 from tests.support.operator_deployments import (
     AGGREGATED,
     GROVE,

@@ -18,10 +18,15 @@ from pydantic import JsonValue
 from kvrouter.config.problems import Problem
 from kvrouter.core.errors import ConfigError
 from kvrouter.operator.admission import Review, Verdict
-from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.admission.server import BINDING_BYTES_MAX, AdmissionDoor, Facts, Labels, Tried
-from kvrouter.operator.admission.shown import ShownCertificate
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.admission.certificates import (
+    AUTHORITY_CERT,
+    SERVING_CERT,
+    SERVING_KEY,
+    ShownCertificate,
+    renewed,
+)
+from kvrouter.operator.admission.server import BINDING_BYTES_MAX, AdmissionServer, Facts, Labels, Tried
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import BoundPod
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import GROVE, Document, deployment
@@ -117,7 +122,7 @@ async def opened(
     data = secret()
     certificate = ShownCertificate(*write(folder, data))
     found = Opened("", Heard(), data, folder)
-    door = AdmissionDoor(
+    door = AdmissionServer(
         facts=facts,
         labels=labels,
         tried=tried,
@@ -407,7 +412,7 @@ def test_a_certificate_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
 async def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
     async with opened(tmp_path) as door:
         port = int(door.url.rpartition(":")[2])
-        other = AdmissionDoor(
+        other = AdmissionServer(
             facts=known,
             labels=placed,
             tried=taken,

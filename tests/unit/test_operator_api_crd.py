@@ -8,8 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from kvrouter.operator.api.crd import CRD_FILE, crd_yaml, deployment_crd
-from kvrouter.operator.api.schema import Schema, structural
+from kvrouter.operator.api.crd import CRD_FILE, Schema, crd_yaml, deployment_crd, structural
 from scripts.write_crds import main
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvrouter.operator.api import ClusterTopology, Level, read_topology, topology_label
 from kvrouter.operator.api.names import LEVEL_CHARS_MAX
-from kvrouter.operator.facts import by_name
+from kvrouter.operator.cluster_info import by_name
 
 LEVELS = (Level("zone", "topology.kubernetes.io/zone"), Level("rack", "example.com/rack"))
 

@@ -7,10 +7,10 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.api import KIND
-from kvrouter.operator.reconcile.applied import OWNED, WORKLOADS, Applied, Place
-from kvrouter.operator.reconcile.cluster import Cluster, Refused
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of
-from kvrouter.operator.reconcile.watched import Watched
+from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS, Applier, ObjectRef
+from kvrouter.operator.reconcile.cluster import Cluster, RequestRefused
+from kvrouter.operator.reconcile.informer import Informer
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of
 
 UID = "uid-of-llm"
 LLM: Manifest = {"metadata": {"namespace": "team", "name": "llm", "uid": UID}}
@@ -21,24 +21,24 @@ class Objects:
 
     def __init__(self, *there: Manifest) -> None:
         self.there = {(str(each["kind"]), key_of(each)): each for each in there}
-        self.deleted: list[Place] = []
+        self.deleted: list[ObjectRef] = []
         self.refuses: dict[str, int] = {}
 
-    def watched(self) -> Mapping[Kind, Watched[str]]:
-        return cast(Mapping[Kind, Watched[str]], {kind: _OfKind(self, kind.name) for kind in OWNED})
+    def watched(self) -> Mapping[ResourceKind, Informer[str]]:
+        return cast(Mapping[ResourceKind, Informer[str]], {kind: _OfKind(self, kind.name) for kind in OWNED})
 
-    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+    async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
         return self.there.get((kind.name, key))
 
-    async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def apply(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         status = self.refuses.get(key_of(manifest).name)
         if status is not None:
-            raise Refused(f"PATCH /{kind.plural}: no", status=status, said="no")
+            raise RequestRefused(f"PATCH /{kind.plural}: no", status=status, said="no")
         self.there[kind.name, key_of(manifest)] = manifest
         return manifest
 
-    async def delete(self, kind: Kind, key: Key, *, uid: str) -> None:
-        self.deleted.append(Place(kind.name, key))
+    async def delete(self, kind: ResourceKind, key: Key, *, uid: str) -> None:
+        self.deleted.append(ObjectRef(kind.name, key))
 
 
 class _OfKind:
@@ -63,16 +63,16 @@ async def test_nothing_of_another_namespace_is_a_deployments_own_whatever_uid_it
     mine = owned("Deployment", "llm-decode", api="apps/v1")
     foreign = owned("Deployment", "forged", api="apps/v1", namespace="elsewhere")
     cluster = Objects(mine, foreign)
-    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(Cluster, cluster), cluster.watched())
     assert applied.objects_of(LLM, WORKLOADS) == [mine]
     changes = await applied.apply(Key("team", "llm"), UID, [])
-    assert changes.removed == cluster.deleted == [Place("Deployment", Key("team", "llm-decode"))]
+    assert changes.removed == cluster.deleted == [ObjectRef("Deployment", Key("team", "llm-decode"))]
 
 
 async def test_an_account_of_somebody_else_gets_no_rights() -> None:
     taken = owned("ServiceAccount", "llm-workers", api="v1", uid="of-another")
     cluster = Objects(taken)
-    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(Cluster, cluster), cluster.watched())
     rbac = "rbac.authorization.k8s.io/v1"
     wanted = [
         owned("ServiceAccount", "llm-workers", api="v1"),
@@ -81,14 +81,14 @@ async def test_an_account_of_somebody_else_gets_no_rights() -> None:
         owned("RoleBinding", "llm-frontends", api=rbac),
     ]
     changes = await applied.apply(Key("team", "llm"), UID, wanted)
-    assert changes.taken == [Place("ServiceAccount", Key("team", "llm-workers"))]
+    assert changes.taken == [ObjectRef("ServiceAccount", Key("team", "llm-workers"))]
     assert [str(place) for place in changes.created] == ["Role llm-workers", "RoleBinding llm-frontends"]
 
 
 async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_there_is_one() -> None:
     old = owned("Deployment", "llm-old", api="apps/v1")
     cluster = Objects(old)
-    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(Cluster, cluster), cluster.watched())
     wanted = [owned("Deployment", f"llm-{name}", api="apps/v1") for name in ("a", "b", "c")]
     cluster.refuses = {"llm-b": 422}
     changes = await applied.apply(Key("team", "llm"), UID, wanted)
@@ -103,19 +103,19 @@ async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_th
 @pytest.mark.parametrize("status", [409, 429, 503, 504])
 async def test_what_passes_by_itself_is_no_refusal_of_the_object(status: int) -> None:
     cluster = Objects()
-    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(Cluster, cluster), cluster.watched())
     cluster.refuses = {"llm-a": status}
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         await applied.apply(Key("team", "llm"), UID, [owned("Deployment", "llm-a", api="apps/v1")])
 
 
 class Uids(Objects):
     """A cluster that takes no write about an object of another uid, as an API server does."""
 
-    async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def apply(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         there = self.there.get((kind.name, key_of(manifest)))
         if metadata_of(manifest).get("uid") not in (None, there and metadata_of(there)["uid"]):
-            raise Refused("uid mismatch", status=409)
+            raise RequestRefused("uid mismatch", status=409)
         return await super().apply(kind, manifest)
 
 
@@ -125,12 +125,12 @@ async def test_what_took_the_place_of_an_object_since_the_watch_showed_it_is_not
     wanted: Manifest = {**mine, "metadata": {**metadata_of(mine), "labels": {"a": "b"}}}
     del metadata_of(wanted)["uid"]
     server = Uids(strangers)
-    applied = Applied(cast(Cluster, server), Objects(mine).watched())
-    with pytest.raises(Refused):
+    applied = Applier(cast(Cluster, server), Objects(mine).watched())
+    with pytest.raises(RequestRefused):
         await applied.apply(Key("team", "llm"), UID, [wanted])
     assert list(server.there.values()) == [strangers]
     server = Uids(mine)
-    applied = Applied(cast(Cluster, server), server.watched())
+    applied = Applier(cast(Cluster, server), server.watched())
     assert len((await applied.apply(Key("team", "llm"), UID, [wanted])).refused) == 0
     assert metadata_of(next(iter(server.there.values())))["labels"] == {"a": "b"}
 
@@ -138,7 +138,7 @@ async def test_what_took_the_place_of_an_object_since_the_watch_showed_it_is_not
 class Generations(Objects):
     """A cluster that counts how often the spec of an object changed."""
 
-    async def apply(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def apply(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         return self.put(manifest)
 
     def put(self, manifest: Manifest) -> Manifest:
@@ -155,7 +155,7 @@ def scaled_to(replicas: int) -> Manifest:
 
 async def test_a_watch_that_is_behind_does_not_look_like_somebody_who_scales() -> None:
     server, shown = Generations(), Generations()
-    applied = Applied(cast(Cluster, server), shown.watched())
+    applied = Applier(cast(Cluster, server), shown.watched())
     for replicas in (3, 4):
         await applied.apply(Key("team", "llm"), UID, [scaled_to(replicas)])
     shown.put(scaled_to(3))
@@ -197,9 +197,9 @@ def decode() -> Manifest:
 
 async def test_what_a_deployment_of_the_same_name_left_behind_is_adopted() -> None:
     cluster = Objects(left_behind())
-    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(Cluster, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [decode()])
-    place = Place("Deployment", Key("team", "llm-decode"))
+    place = ObjectRef("Deployment", Key("team", "llm-decode"))
     assert (changes.adopted, changes.taken, changes.created) == ([place], [], [])
     assert changes.done == {"adopted": [place]}
     assert (await applied.apply(Key("team", "llm"), UID, [decode()])).done == {}
@@ -212,7 +212,7 @@ async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is
     wanted = decode()
     metadata_of(wanted)["ownerReferences"] = [now]
     cluster = Objects(left_behind(ownerReferences=[before]))
-    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(Cluster, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [wanted])
     assert [str(place) for place in changes.awaiting_gc] == ["Deployment llm-decode"]
     assert (changes.taken, changes.done) == ([], {})
@@ -237,7 +237,7 @@ async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is
 )
 async def test_what_is_somebodys_or_nobodys_of_that_name_is_not(metadata: dict[str, JsonValue]) -> None:
     cluster = Objects(left_behind(**metadata))
-    applied = Applied(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(Cluster, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [decode()])
     assert [str(place) for place in changes.taken] == ["Deployment llm-decode"]
     assert changes.done == {}

@@ -10,10 +10,10 @@ from kvrouter.operator.api import ConditionStatus
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import registers_elsewhere
 from kvrouter.operator.reconcile.cards import FLEET_LABEL, WORKERS, Cards, fleet_of
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest
-from kvrouter.operator.status import Refusals, Registered, Workers, events_of, role_mistakes
-from kvrouter.planes.discovery.kubernetes import objects
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind
+from kvrouter.operator.status import RefusedObjects, Registered, Workers, events_of, role_mistakes
 from kvrouter.topology import Fallback, Required
+from kvrouter.transports.discovery.kubernetes import objects
 from tests.support.deployments import deployment
 from tests.support.statuses import FALSE, FRONTEND, TRUE, UNKNOWN, condition, pods, said, status, worker
 
@@ -79,14 +79,14 @@ def test_without_a_ready_frontend_nobody_takes_requests(monkeypatch: pytest.Monk
 
 def test_a_start_is_no_event_and_what_is_ready_and_serves_nobody_is_one() -> None:
     alone = Workers([PREFILL])
-    starting = status(pods(a=(1, 0)), refusals=Refusals(writes=["x"]), workers=alone)
+    starting = status(pods(a=(1, 0)), refusals=RefusedObjects(writes=["x"]), workers=alone)
     assert "NoDecodeWorkers" not in [event.reason for event in events_of(None, starting)]
     ready = status(pods(a=(1, 0)), previous=starting, workers=alone)
     assert [event.reason for event in events_of(starting, ready)][1:] == ["NoDecodeWorkers"]
     assert events_of(ready, status(pods(a=(1, 0)), previous=ready, workers=alone)) == ()
     serving = status(pods(a=(1, 1)), previous=ready, workers=Workers([PREFILL, DECODE]))
     assert "RequestsServed" in [event.reason for event in events_of(ready, serving)]
-    broken = status(pods(a=(1, 1)), previous=serving, refusals=Refusals(writes=["x"]), workers=alone)
+    broken = status(pods(a=(1, 1)), previous=serving, refusals=RefusedObjects(writes=["x"]), workers=alone)
     assert "NoDecodeWorkers" in [event.reason for event in events_of(serving, broken)]
 
 
@@ -121,7 +121,7 @@ def test_a_frontend_that_looks_elsewhere_is_known(main: Manifest, told: str | No
 
 
 def test_the_kind_is_the_one_that_workers_write() -> None:
-    assert Kind(f"{objects.GROUP}/{objects.VERSION}", objects.KIND, objects.PLURAL) == WORKERS
+    assert ResourceKind(f"{objects.GROUP}/{objects.VERSION}", objects.KIND, objects.PLURAL) == WORKERS
     assert FLEET_LABEL == objects.FLEET_LABEL
 
 

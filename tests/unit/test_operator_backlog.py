@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.operator.reconcile.backlog import FIRST_RETRY_S, RETRY_MAX_S, Backlog
-from kvrouter.operator.reconcile.election import Candidate, LeaseTimes
+from kvrouter.operator.reconcile.election import LeaseCandidate, LeaseTimes
 from kvrouter.operator.reconcile.kinds import Key, Manifest
+from kvrouter.operator.reconcile.workqueue import FIRST_RETRY_S, RETRY_MAX_S, Workqueue
 
 TODAY = datetime(2026, 1, 1, tzinfo=UTC)
 PLACE = Key("kvrouter", "operator")
 
 
 def test_what_is_added_twice_is_looked_at_once_at_the_earlier_time() -> None:
-    backlog = Backlog[str]()
+    backlog = Workqueue[str]()
     backlog.add("a", 5.0)
     backlog.add("a", 2.0)
     backlog.add("a", 9.0)
@@ -27,7 +27,7 @@ def test_what_is_added_twice_is_looked_at_once_at_the_earlier_time() -> None:
 
 
 def test_what_changes_while_it_is_worked_on_comes_again_and_never_twice_at_a_time() -> None:
-    backlog = Backlog[str]()
+    backlog = Workqueue[str]()
     backlog.add("a", 0.0)
     assert backlog.take(0.0) == "a"
     backlog.add("a", 1.0)
@@ -37,7 +37,7 @@ def test_what_changes_while_it_is_worked_on_comes_again_and_never_twice_at_a_tim
 
 
 def test_what_fails_comes_ever_later_until_it_is_well() -> None:
-    backlog = Backlog[str]()
+    backlog = Workqueue[str]()
     backlog.add("a", 0.0)
     delays_s = []
     now_s = 0.0
@@ -56,7 +56,7 @@ def test_what_fails_comes_ever_later_until_it_is_well() -> None:
 
 
 def test_a_full_backlog_takes_no_other_key() -> None:
-    backlog = Backlog[str](entries_max=1)
+    backlog = Workqueue[str](entries_max=1)
     assert backlog.add("a", 5.0)
     assert not backlog.add("b", 1.0)
     assert backlog.add("a", 2.0)
@@ -64,7 +64,7 @@ def test_a_full_backlog_takes_no_other_key() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["add", "take", "done", "failed"]))))
 def test_no_change_is_missed_and_nothing_is_worked_on_twice_at_a_time(steps: list[tuple[str, str]]) -> None:
-    backlog, owed, working = Backlog[str](), set[str](), set[str]()
+    backlog, owed, working = Workqueue[str](), set[str](), set[str]()
     for now, (key, step) in enumerate(steps):
         if step == "add":
             backlog.add(key, now)
@@ -91,7 +91,7 @@ def test_no_change_is_missed_and_nothing_is_worked_on_twice_at_a_time(steps: lis
 
 
 def test_a_lease_is_taken_only_when_nobody_renewed_it_for_as_long_as_it_holds() -> None:
-    ours, theirs = (Candidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
+    ours, theirs = (LeaseCandidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
     first = theirs.claim(None, 0.0, TODAY)
     assert first is not None
     assert ours.claim(first, 100.0, TODAY) is None
@@ -106,7 +106,7 @@ def test_a_lease_is_taken_only_when_nobody_renewed_it_for_as_long_as_it_holds() 
 
 
 def test_a_lease_that_is_given_back_is_free_at_once_and_only_its_holder_gives_it_back() -> None:
-    ours, theirs = (Candidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
+    ours, theirs = (LeaseCandidate(name, PLACE, LeaseTimes()) for name in ("ours", "theirs"))
     held = ours.claim(None, 0.0, TODAY)
     assert theirs.release(held, TODAY) is None
     free = ours.release(held, TODAY)
@@ -114,7 +114,7 @@ def test_a_lease_that_is_given_back_is_free_at_once_and_only_its_holder_gives_it
 
 
 def test_a_renewal_keeps_the_time_of_its_first_claim_and_the_version_that_it_read() -> None:
-    ours = Candidate("ours", PLACE, LeaseTimes())
+    ours = LeaseCandidate("ours", PLACE, LeaseTimes())
     held = ours.claim(None, 0.0, TODAY)
     assert held is not None
     stored: Manifest = {**held, "metadata": {"name": "operator", "resourceVersion": "7"}}

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from kvrouter.operator.api import ClusterTopology, Level
-from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.labels import Copy, Node
 from kvrouter.operator.reconcile.bindings import (
     KINDS,
     OPERATOR_LABEL,
     Bindings,
-    Wanted,
+    WantedLabels,
     owner_label,
     policies_for,
     wanted_by,
 )
-from kvrouter.operator.reconcile.cluster import Cluster, Found, Refused
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, metadata_of
+from kvrouter.operator.reconcile.cluster import Cluster, ObjectList, RequestRefused
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, metadata_of
 
 ZONE = Copy("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
 LEASE = Key("kvrouter-system", "kvrouter-operator")
@@ -28,9 +28,9 @@ RACK = Copy("rack", "example.com/rack", "example.com/rack")
 
 def test_one_policy_for_each_set_of_levels_and_for_all_who_want_it() -> None:
     wanted = [
-        Wanted(Key("b", "chat"), ("chat-decode",), (ZONE,)),
-        Wanted(Key("a", "llm"), ("llm-decode", "llm-prefill"), (ZONE,)),
-        Wanted(Key("a", "code"), ("code-decode",), (RACK,)),
+        WantedLabels(Key("b", "chat"), ("chat-decode",), (ZONE,)),
+        WantedLabels(Key("a", "llm"), ("llm-decode", "llm-prefill"), (ZONE,)),
+        WantedLabels(Key("a", "code"), ("code-decode",), (RACK,)),
     ]
     policies = policies_for(wanted, NODES, LEASE)
     assert policies == policies_for(reversed(wanted), NODES[::-1], LEASE)
@@ -57,7 +57,7 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
     for lease in (LEASE, *others):
         label = owner_label(lease)
         assert re.fullmatch(r"[a-z0-9][-a-z0-9.]{0,61}[a-z0-9]", label)
-        wanted = [Wanted(Key("a", "llm"), ("llm-decode",), (ZONE,))]
+        wanted = [WantedLabels(Key("a", "llm"), ("llm-decode",), (ZONE,))]
         ((name, manifests),) = policies_for(wanted, NODES, lease).items()
         names.add(name)
         for manifest in manifests:
@@ -70,7 +70,7 @@ def test_a_policy_says_whose_it_is_and_no_two_operators_write_the_same() -> None
 
 def test_workers_want_the_label_that_their_policy_names_and_frontends_none() -> None:
     policy = {"labelKey": "example.com/rack", "domain": "rack"}
-    assert wanted_by(graph(policy), ClusterFacts(), ()) == Wanted(
+    assert wanted_by(graph(policy), ClusterFacts(), ()) == WantedLabels(
         Key("team", "llm"), ("llm-prefill", "llm-decode"), (RACK,)
     )
 
@@ -99,25 +99,25 @@ class OneRefused(Cluster):
         self.refused = f"{copy.domain}={copy.node_label}"
         self.written: list[Manifest] = []
 
-    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
         if self.refused in str(manifest["spec"]):
-            raise Refused("too long", status=422)
+            raise RequestRefused("too long", status=422)
         self.written.append(manifest)
         return manifest
 
-    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
-        return Found([], "1")
+    async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
+        return ObjectList([], "1")
 
 
 async def test_a_policy_that_is_refused_keeps_no_other_from_being_written() -> None:
     cluster = OneRefused(RACK)
     bindings = Bindings(cluster, LEASE)
     wanted = [
-        Wanted(Key("a", "code"), ("code-decode",), (RACK,)),
-        Wanted(Key("b", "chat"), ("chat-decode",), (ZONE,)),
+        WantedLabels(Key("a", "code"), ("code-decode",), (RACK,)),
+        WantedLabels(Key("b", "chat"), ("chat-decode",), (ZONE,)),
     ]
     for _ in range(2):
-        with pytest.raises(Refused, match="too long"):
+        with pytest.raises(RequestRefused, match="too long"):
             await bindings.write(wanted, NODES)
         assert bindings.refused == {Key("a", "code"): "too long"}
     assert [manifest["kind"] for manifest in cluster.written] == [kind.name for kind in KINDS]
@@ -134,8 +134,8 @@ def graph(policy: dict[str, str] | None) -> dict[str, Any]:
 async def test_a_policy_that_is_taken_at_last_is_refused_no_more() -> None:
     cluster = OneRefused(RACK)
     bindings = Bindings(cluster, LEASE)
-    wanted = [Wanted(Key("a", "code"), ("code-decode",), (RACK,))]
-    with pytest.raises(Refused):
+    wanted = [WantedLabels(Key("a", "code"), ("code-decode",), (RACK,))]
+    with pytest.raises(RequestRefused):
         await bindings.write(wanted, NODES)
     cluster.refused = "no such level"
     await bindings.write(wanted, NODES)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.operator.plan import Manifest, plan, zone_budgets
-from kvrouter.operator.plan.budgets import BUDGETS, Held, budget_name, has_budgets, held_for
+from kvrouter.operator.plan.budgets import BUDGETS, HeldBudget, budget_name, has_budgets, held_for
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.statuses import REQUIRED
 
@@ -25,7 +25,7 @@ steps = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3 * HOLD_S)), min_
 def test_a_drain_leaves_a_worker_where_there_were_more_and_waits_no_longer_than_the_hold(
     seen: list[tuple[int, int]],
 ) -> None:
-    held, now = Held(0), NOW
+    held, now = HeldBudget(0), NOW
     fewer_for_s = 0
     for ready, later_s in seen:
         now += timedelta(seconds=later_s)
@@ -35,11 +35,11 @@ def test_a_drain_leaves_a_worker_where_there_were_more_and_waits_no_longer_than_
         assert held.at_least >= 1 or held.workers <= 1
         fewer_for_s = fewer_for_s + later_s if was.fewer_since is not None and ready < was.workers else 0
         if fewer_for_s >= HOLD_S:
-            assert held == Held(ready)
+            assert held == HeldBudget(ready)
 
 
 def test_a_single_worker_may_go_and_of_several_some_stay() -> None:
-    left = [Held(workers).at_least for workers in (0, 1, 2, 3, 4, 5, 8)]
+    left = [HeldBudget(workers).at_least for workers in (0, 1, 2, 3, 4, 5, 8)]
     assert left == [0, 0, 1, 2, 3, 3, 6]
 
 
@@ -83,7 +83,7 @@ def test_without_a_policy_each_component_has_a_budget_and_with_one_the_frontends
 
 @given(st.floats(0.0, 1e6), st.floats(0.0, 1e6))
 def test_a_zone_keeps_its_budget_for_as_long_as_the_operator_is_told(hold_s: float, later_s: float) -> None:
-    held = held_for(Held(4), 1, NOW, hold_s)
+    held = held_for(HeldBudget(4), 1, NOW, hold_s)
     assert held_for(held, 1, NOW + timedelta(seconds=later_s), hold_s).workers == (
         1 if timedelta(seconds=later_s) >= timedelta(seconds=hold_s) else 4
     )

@@ -5,8 +5,8 @@ from typing import cast
 import pytest
 
 from kvrouter.operator.reconcile.claims import AGAIN_S, GONE_S, Claims, takeover_instructions
-from kvrouter.operator.reconcile.cluster import Cluster, Refused
-from kvrouter.operator.reconcile.kinds import LEASES, Key, Kind, Manifest, metadata_of, version_of
+from kvrouter.operator.reconcile.cluster import Cluster, RequestRefused
+from kvrouter.operator.reconcile.kinds import LEASES, Key, Manifest, ResourceKind, metadata_of, version_of
 
 ONE, TWO = Key("one", "kvrouter-operator"), Key("two", "kvrouter-operator")
 PLACE = Key("team", "llm")
@@ -24,19 +24,19 @@ class Server:
         self.now_s = 0.0
         self.reads = 0
 
-    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+    async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
         assert kind == LEASES
         self.reads += 1
         if key not in self.leases:
             return None
         if self.leases[key] is None:
-            raise Refused("GET /x: forbidden", status=403)
+            raise RequestRefused("GET /x: forbidden", status=403)
         return {"metadata": {"resourceVersion": str(self.leases[key])}}
 
-    async def apply(self, _kind: Kind, manifest: Manifest, *, subresource: str) -> Manifest:
+    async def apply(self, _kind: ResourceKind, manifest: Manifest, *, subresource: str) -> Manifest:
         assert subresource == "status"
         if version_of(manifest) != version_of(self.deployment):
-            raise Refused("PATCH /x: conflict", status=409)
+            raise RequestRefused("PATCH /x: conflict", status=409)
         version = str(int(version_of(self.deployment)) + 1)
         metadata = {**metadata_of(self.deployment), "resourceVersion": version}
         self.deployment = {"metadata": metadata, "status": manifest["status"]}
@@ -53,7 +53,7 @@ async def test_the_first_one_keeps_it_while_its_lease_is_renewed() -> None:
     assert await one.other(seen) is None
     assert server.deployment["status"] == {"observedGeneration": 3, "operator": "one/kvrouter-operator"}
     assert await one.other(seen) is None, "its own watch may be late"
-    with pytest.raises(Refused):
+    with pytest.raises(RequestRefused):
         await two.other(seen)
     for renewals in range(100):
         server.leases[ONE], server.now_s = renewals, server.now_s + 10.0

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from kvrouter.operator.classes import class_of
+from kvrouter.operator.api.deployment import class_of
 from kvrouter.operator.labels import BoundPod
 from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, Manifest
-from kvrouter.operator.reconcile.places import Places
+from kvrouter.operator.reconcile.places import NodePlaces
 from tests.support.quiet_cluster import QuietCluster
 
 ZONE = "topology.kubernetes.io/zone"
@@ -46,7 +46,7 @@ async def test_a_binding_is_labelled_for_workers_of_the_operators_class_alone() 
     graphs = [graph("blue", of_class="blue"), graph("other", of_class="green")]
     node: Manifest = {"metadata": {"name": "node", "labels": {ZONE: "a"}}}
     cluster = QuietCluster({DEPLOYMENTS_OF_GRAPHS: graphs, NODES: [node]})
-    places = Places(cluster, namespace="", lost=lambda _kind, _error: None, class_name="blue")
+    places = NodePlaces(cluster, namespace="", lost=lambda _kind, _error: None, class_name="blue")
     following = asyncio.create_task(places.run())
     async with asyncio.timeout(30.0):
         await cluster.watched.wait()

@@ -8,12 +8,11 @@ from typing import cast
 import pytest
 
 from kvrouter.operator.admission.certificates import SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.doors import ADMISSION, AdmissionWork, CertificateFiles
-from kvrouter.operator.health import Health
-from kvrouter.operator.observed import Observed
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost, Refused
+from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost, RequestRefused
 from kvrouter.operator.reconcile.definition import Definition, why_not_ours
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, Key, Kind, Manifest
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, Key, Manifest, ResourceKind
+from kvrouter.operator.servers import ADMISSION, AdmissionWork, CertificateFiles
 from tests.support.deployments import DEFAULTS
 from tests.support.quiet_cluster import QuietCluster
 
@@ -37,7 +36,7 @@ class Server:
         self.definition: Manifest | Exception | None = FOREIGN
         self.lost: asyncio.Queue[None] = asyncio.Queue()
 
-    async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
+    async def read(self, _kind: ResourceKind, _key: Key) -> Manifest | None:
         if isinstance(self.definition, Exception):
             self.lost.put_nowait(None)
             raise self.definition
@@ -52,7 +51,7 @@ class Looked(QuietCluster):
         self.definition = FOREIGN
         self.looked: asyncio.Queue[None] = asyncio.Queue()
 
-    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+    async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
         self.looked.put_nowait(None)
         return self.definition
 
@@ -85,7 +84,7 @@ async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
         assert (definition.is_ours, states.empty()) == (False, True)
         server.definition = OURS
         assert (await reports.queue.get(), await states.get()) == (None, "begun")
-        server.definition = Refused("forbidden", status=403)
+        server.definition = RequestRefused("forbidden", status=403)
         assert "may not be read" in str(await reports.queue.get())
         assert (await states.get(), definition.is_ours) == ("ended", False)
         server.definition = OURS
@@ -99,10 +98,10 @@ async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
     "failure",
     [
         ClusterLost("connection refused"),
-        Refused("too many requests", status=429),
-        Refused("etcdserver: leader changed", status=500),
-        Refused("the server is shutting down", status=503),
-        Refused("Unauthorized", status=401),
+        RequestRefused("too many requests", status=429),
+        RequestRefused("etcdserver: leader changed", status=500),
+        RequestRefused("the server is shutting down", status=503),
+        RequestRefused("Unauthorized", status=401),
     ],
 )
 async def test_while_nobody_can_be_asked_what_was_seen_last_holds(failure: ClusterError) -> None:
@@ -127,9 +126,9 @@ async def test_the_admission_door_reads_no_deployment_of_another_projects_defini
     assert data is not None
     for name in (SERVING_CERT, SERVING_KEY):
         (tmp_path / name).write_bytes(data[name])
-    server, health = Looked(), Health()
+    server, health = Looked(), ReplicaHealth()
     health.waits_for(ADMISSION, "its door is not open yet")
-    observed = Observed(health)
+    observed = OperatorInstrumentation(health)
     definition = Definition(server, observed, look_s=0.001)
     work = AdmissionWork(
         certificate=CertificateFiles(cert=tmp_path / SERVING_CERT, key=tmp_path / SERVING_KEY),

@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 
 from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
-from kvrouter.operator.reconcile.applied import BUDGETS
-from kvrouter.operator.reconcile.cluster import Change, Cluster, Found, Refused
-from kvrouter.operator.reconcile.driver import FACTS_S, Driver
+from kvrouter.operator.reconcile.apply import BUDGETS
+from kvrouter.operator.reconcile.cluster import Cluster, ObjectList, RequestRefused, WatchChange
+from kvrouter.operator.reconcile.controller import FACTS_S, Controller
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     EVENTS,
@@ -20,8 +20,8 @@ from kvrouter.operator.reconcile.kinds import (
     PODS,
     TOPOLOGIES,
     Key,
-    Kind,
     Manifest,
+    ResourceKind,
     key_of,
     metadata_of,
 )
@@ -31,7 +31,7 @@ from tests.support.deployments import DEFAULTS, FACTS, deployment
 from tests.support.quiet_cluster import QuietCluster
 from tests.support.statuses import REQUIRED
 
-THERE: dict[Kind, list[Manifest]] = {
+THERE: dict[ResourceKind, list[Manifest]] = {
     NODES: [{"metadata": {"name": f"n{number}", "resourceVersion": "1"}} for number in range(50)],
     PODS: [
         {
@@ -55,24 +55,24 @@ class Quiet(Cluster):
         self.nodes_may_come = asyncio.Event()
         self.relabelled = asyncio.Event()
 
-    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
+    async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
         if kind == NODES:
             await self.nodes_may_come.wait()
-        return Found(THERE.get(kind, []), "1")
+        return ObjectList(THERE.get(kind, []), "1")
 
     async def watch(
         self,
-        kind: Kind,
+        kind: ResourceKind,
         version: str,
         *,
         namespace: str = "",
         labels: str = "",
         for_s: int,
         opened: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[Change, Manifest], None]:
+    ) -> AsyncGenerator[tuple[WatchChange, Manifest], None]:
         if kind == NODES:
             yield (
-                Change.MODIFIED,
+                WatchChange.MODIFIED,
                 {"metadata": {"name": "n1", "resourceVersion": "2", "labels": {"example.com/rack": "r1"}}},
             )
             self.relabelled.set()
@@ -90,9 +90,9 @@ class Looks:
 
     def __init__(self) -> None:
         self.done: asyncio.Queue[Key] = asyncio.Queue()
-        self.losses: list[Kind] = []
+        self.losses: list[ResourceKind] = []
         self.errors: list[Exception | None] = []
-        self.refused_events: list[Refused] = []
+        self.refused_events: list[RequestRefused] = []
 
     def looked(self, key: Key, _duration_s: float, error: Exception | None, _retry_s: float) -> None:
         self.errors.append(error)
@@ -100,12 +100,12 @@ class Looks:
 
     def stood_back(self, _key: Key, _holder: str | None) -> None: ...
     def waiting(self, _deployments: int) -> None: ...
-    def lost(self, kind: Kind, _error: object) -> None:
+    def lost(self, kind: ResourceKind, _error: object) -> None:
         self.losses.append(kind)
 
     def changed(self, _key: Key, _changes: object) -> None: ...
     def labelled(self, _pod: Key) -> None: ...
-    def event_refused(self, error: Refused) -> None:
+    def event_refused(self, error: RequestRefused) -> None:
         self.refused_events.append(error)
 
 
@@ -126,13 +126,13 @@ class Zoned(QuietCluster):
         super().__init__({DEPLOYMENTS_OF_GRAPHS: [graph], BUDGETS: [budget]})
         self.deleted: asyncio.Queue[Key] = asyncio.Queue()
 
-    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
         return manifest
 
-    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         return manifest
 
-    async def delete(self, kind: Kind, key: Key, *, uid: str) -> None:
+    async def delete(self, kind: ResourceKind, key: Key, *, uid: str) -> None:
         self.deleted.put_nowait(key)
 
 
@@ -147,18 +147,18 @@ class Overloaded(QuietCluster):
         self.asked = 0
         self.refused: asyncio.Queue[None] = asyncio.Queue()
 
-    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
+    async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
         if kind == TOPOLOGIES[0]:
             self.asked += 1
             if self.asked > 1:
                 self.refused.put_nowait(None)
-                raise Refused("no", status=self.status)
+                raise RequestRefused("no", status=self.status)
         return await super().find(kind, namespace=namespace, labels=labels)
 
-    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
         return manifest
 
-    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         return manifest
 
 
@@ -167,7 +167,7 @@ async def leads(
     cluster: Cluster, looks: Looks, *, defaults: PlanDefaults = DEFAULTS, facts_s: float = FACTS_S
 ) -> AsyncGenerator[None]:
     """A driver that leads until the block ends."""
-    driver = Driver(
+    driver = Controller(
         cluster,
         defaults=defaults,
         identity="one",
@@ -205,9 +205,9 @@ class WithoutEvents(Overloaded):
         super().__init__(status=503)
         self.of_event = status
 
-    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         if kind == EVENTS:
-            raise Refused("no", status=self.of_event)
+            raise RequestRefused("no", status=self.of_event)
         return manifest
 
 
@@ -237,7 +237,7 @@ async def test_pods_are_searched_for_a_node_that_changes_and_not_for_each_that_i
         searched.append(pod)
         return node_name_of(pod)
 
-    monkeypatch.setattr("kvrouter.operator.reconcile.driver.node_name_of", searching)
+    monkeypatch.setattr("kvrouter.operator.reconcile.controller.node_name_of", searching)
     cluster, looks = Quiet(), Looks()
     async with leads(cluster, looks):
         cluster.nodes_may_come.set()

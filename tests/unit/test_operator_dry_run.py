@@ -6,15 +6,15 @@ from typing import cast
 import pytest
 
 from kvrouter.operator.admission import Review, changed_manifests
-from kvrouter.operator.facts import ClusterFacts
-from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, ClusterLost, Refused
+from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, ClusterLost, RequestRefused
 from kvrouter.operator.reconcile.dry_run import DryRun
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import Document, deployment
 
 DECODE = "my-llm-decode"
-SERVICE = Kind("v1", "Service", "services")
+SERVICE = ResourceKind("v1", "Service", "services")
 
 
 class Server:
@@ -26,7 +26,7 @@ class Server:
         self.there: Manifest | None = None
         self.hangs = False
 
-    async def dry_run(self, kind: Kind, manifest: Manifest) -> None:
+    async def dry_run(self, kind: ResourceKind, manifest: Manifest) -> None:
         name = key_of(manifest).name
         self.tried.append(f"{kind.name} {name}")
         if self.hangs:
@@ -34,15 +34,15 @@ class Server:
         if kind.name == "Deployment" and name in self.answers:
             raise self.answers[name]
 
-    async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
+    async def read(self, _kind: ResourceKind, _key: Key) -> Manifest | None:
         return self.there
 
     def dry_runs(self, *, namespace: str = "", within_s: float = 60.0) -> DryRun:
         return DryRun(cast(Cluster, self), defaults=DEFAULTS, namespace=namespace, within_s=within_s)
 
 
-def refused(said: str, status: int = 422) -> Refused:
-    return Refused(f"PATCH /x: {said}", status=status, said=said)
+def refused(said: str, status: int = 422) -> RequestRefused:
+    return RequestRefused(f"PATCH /x: {said}", status=status, said=said)
 
 
 def review(new: Document, old: Document | None = None) -> Review:
@@ -100,7 +100,7 @@ async def test_of_a_change_only_what_it_changes_is_tried() -> None:
         refused("failed to convert new object (a/b; apps/v1) to proper version: quantities must match", 500),
     ],
 )
-async def test_what_is_wrong_with_an_object_is_told_at_its_component(error: Refused) -> None:
+async def test_what_is_wrong_with_an_object_is_told_at_its_component(error: RequestRefused) -> None:
     verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterFacts())
     (problem,) = verdict.problems
     assert problem.path == ("spec", "components", 2)

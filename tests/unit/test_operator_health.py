@@ -7,18 +7,18 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from kvrouter.operator.doors import plain_door
-from kvrouter.operator.health import Health
+from kvrouter.operator.instrumentation import ReplicaHealth
+from kvrouter.operator.servers import plain_door
 from kvrouter.telemetry import OperatorTelemetry
 
 
 @pytest.fixture
-def health() -> Health:
-    return Health()
+def health() -> ReplicaHealth:
+    return ReplicaHealth()
 
 
 @pytest_asyncio.fixture
-async def http(health: Health) -> AsyncIterator[httpx.AsyncClient]:
+async def http(health: ReplicaHealth) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         plain_door("127.0.0.1", 0, health=health, telemetry=OperatorTelemetry()) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
@@ -27,7 +27,7 @@ async def http(health: Health) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_a_replica_is_ready_once_all_that_it_waits_for_was_there(
-    health: Health, http: httpx.AsyncClient
+    health: ReplicaHealth, http: httpx.AsyncClient
 ) -> None:
     assert await told(http, "/readyz") == (200, "ok\n")
     health.waits_for("the API server", "it has not answered yet")
@@ -45,7 +45,7 @@ async def test_a_replica_is_ready_once_all_that_it_waits_for_was_there(
 
 
 async def test_a_replica_is_not_well_when_a_part_of_it_has_ended(
-    health: Health, http: httpx.AsyncClient
+    health: ReplicaHealth, http: httpx.AsyncClient
 ) -> None:
     ends = asyncio.Event()
 

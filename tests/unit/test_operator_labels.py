@@ -7,7 +7,7 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.api import ClusterTopology, Level
-from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.labels import (
     Copy,
     Node,
@@ -26,7 +26,7 @@ from kvrouter.operator.labels import (
     read_pod,
     resolve,
 )
-from kvrouter.operator.labels.places import NODES_MAX
+from kvrouter.operator.labels.copies import NODES_MAX
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.topology import Required
 

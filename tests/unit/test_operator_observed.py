@@ -2,22 +2,21 @@
 
 import re
 
-from kvrouter.operator.health import Health
-from kvrouter.operator.observed import Observed
+from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.reconcile.cluster import ClusterLost
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, Key, Kind
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, Key, ResourceKind
 
 GONE = ClusterLost("GET /x: connection refused")
 NAME = "kvrouter_operator_"
 
 
-def lost(observed: Observed) -> dict[str, float]:
+def lost(observed: OperatorInstrumentation) -> dict[str, float]:
     page = observed.telemetry.render().decode()
     found = re.findall(rf'^{NAME}watches_lost{{kind="(\w+)"}} (\S+)', page, re.MULTILINE)
     return {kind: float(value) for kind, value in found}
 
 
-def of(observed: Observed, gauge: str) -> float:
+def of(observed: OperatorInstrumentation, gauge: str) -> float:
     page = observed.telemetry.render().decode()
     found = re.search(rf"^{NAME}{gauge} (\S+)", page, re.MULTILINE)
     assert found is not None
@@ -25,7 +24,7 @@ def of(observed: Observed, gauge: str) -> float:
 
 
 def test_what_a_leader_could_not_watch_is_no_loss_once_it_follows() -> None:
-    observed = Observed(Health())
+    observed = OperatorInstrumentation(ReplicaHealth())
     observed.leads("one")
     for kind in (NODES, DEPLOYMENTS_OF_GRAPHS):
         observed.lost(kind, GONE)
@@ -42,8 +41,8 @@ def test_what_a_leader_could_not_watch_is_no_loss_once_it_follows() -> None:
 
 
 def test_a_kind_is_lost_while_either_cannot_watch_it() -> None:
-    observed = Observed(Health())
-    other = Kind("v1", "Other", "others")
+    observed = OperatorInstrumentation(ReplicaHealth())
+    other = ResourceKind("v1", "Other", "others")
     for told, expected in (
         ((observed.lost, GONE), 1.0),
         ((observed.lost_at_admission, GONE), 1.0),

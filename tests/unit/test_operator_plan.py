@@ -6,13 +6,13 @@ import pytest
 import yaml
 from pydantic import JsonValue
 
-from kvrouter.cli.topology import topology_wait
+from kvrouter.cli.engines import topology_wait
 from kvrouter.config import AdminAccess
 from kvrouter.config.problems import dotted
 from kvrouter.config.sources import load_settings
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api import Level, read_deployment
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.plan import (
     LEVELS_ANNOTATION,
     TEMPLATE_HASH,
@@ -24,7 +24,7 @@ from kvrouter.operator.plan import (
     read_levels,
 )
 from kvrouter.worker import topology_env
-from kvrouter.worker.topology_wait import awaited
+from kvrouter.worker.topology import awaited
 from tests.support.deployments import (
     DEFAULTS,
     FACTS,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvrouter.operator.reconcile.definition import INSTALL, TAKE_OVER, InstalledDefinition, reports
 from kvrouter.operator.reconcile.kinds import Manifest
-from kvrouter.operator.reconcile.preflight import INSTALL, TAKE_OVER, Found, reports
 
 NAME = "dynamographdeployments.nvidia.com"
 OTHER = "kvrouterworkers.kvrouter.dev"
@@ -35,7 +35,7 @@ def definition(*managers: tuple[str, str], version: str | None = "0.1.0", of: st
 
 
 def test_what_is_not_there_is_to_be_installed() -> None:
-    (report,) = reports([Found(NAME, None)])
+    (report,) = reports([InstalledDefinition(NAME, None)])
     assert report == (NAME, f"not installed yet: {INSTALL}", False)
 
 
@@ -50,27 +50,35 @@ def test_what_is_not_there_is_to_be_installed() -> None:
 def test_one_of_kvrouter_that_kubectl_wrote_is_upgraded_by_kubectl(
     managers: tuple[tuple[str, str], ...],
 ) -> None:
-    (report,) = reports([Found(NAME, definition(*managers))])
+    (report,) = reports([InstalledDefinition(NAME, definition(*managers))])
     assert not report.is_conflict
     assert report.message == f"kvrouter's own, of version 0.1.0. To upgrade it: {INSTALL}"
 
 
 def test_one_of_kvrouter_that_helm_wrote_names_the_conflict_and_may_be_taken_over() -> None:
-    (report,) = reports([Found(NAME, definition(("helm", "Update"), ("kubectl", "Update")))])
+    (report,) = reports([InstalledDefinition(NAME, definition(("helm", "Update"), ("kubectl", "Update")))])
     assert report.is_conflict
     assert "its fields are held by helm: the API server refuses" in report.message
     assert report.message.endswith(TAKE_OVER)
 
 
 def test_whoever_wrote_something_else_is_in_nobodys_way() -> None:
-    (report,) = reports([Found(NAME, definition(("cert-manager", "Update"), of="f:conversion"))])
+    (report,) = reports(
+        [InstalledDefinition(NAME, definition(("cert-manager", "Update"), of="f:conversion"))]
+    )
     assert not report.is_conflict
 
 
 def test_another_projects_is_left_and_nothing_is_ever_forced_beside_it() -> None:
     ours = definition(("helm", "Update"))
     theirs = definition(("helm", "Update"), version=None)
-    found = reports([Found(NAME, theirs, 12, 3), Found(OTHER, ours), Found("a third", None)])
+    found = reports(
+        [
+            InstalledDefinition(NAME, theirs, 12, 3),
+            InstalledDefinition(OTHER, ours),
+            InstalledDefinition("a third", None),
+        ]
+    )
     assert [report.is_conflict for report in found] == [True, True, False]
     assert "another project's definition, written by helm; it serves v1alpha1, v1beta1" in found[0].message
     assert "12 objects in 3 namespaces are of it" in found[0].message
@@ -82,6 +90,6 @@ def test_another_projects_is_left_and_nothing_is_ever_forced_beside_it() -> None
 
 
 def test_another_projects_without_objects_may_be_deleted_by_who_wants_that() -> None:
-    (report,) = reports([Found(NAME, definition(("helm", "Update"), version=None))])
+    (report,) = reports([InstalledDefinition(NAME, definition(("helm", "Update"), version=None))])
     assert "It has no objects" in report.message
     assert report.message.endswith(f"kubectl delete crd {NAME}, then {INSTALL}")

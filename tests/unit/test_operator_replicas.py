@@ -6,9 +6,9 @@ import pytest
 from pydantic import JsonValue
 
 from kvrouter.operator.plan import Manifest, plan
-from kvrouter.operator.reconcile.applied import HOLDER, WORKLOADS, release_replicas
+from kvrouter.operator.reconcile.apply import HOLDER, WORKLOADS, release_replicas
 from kvrouter.operator.reconcile.cluster import Cluster
-from kvrouter.operator.reconcile.kinds import Key, Kind
+from kvrouter.operator.reconcile.kinds import Key, ResourceKind
 from kvrouter.operator.status import component_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
@@ -28,10 +28,10 @@ class Held:
         self.there = there
         self.claimed: list[tuple[str, Manifest]] = []
 
-    async def read(self, _kind: Kind, _key: Key) -> Manifest | None:
+    async def read(self, _kind: ResourceKind, _key: Key) -> Manifest | None:
         return self.there
 
-    async def claim(self, _kind: Kind, manifest: Manifest, *, manager: str) -> Manifest:
+    async def claim(self, _kind: ResourceKind, manifest: Manifest, *, manager: str) -> Manifest:
         self.claimed.append((manager, manifest))
         return manifest
 

@@ -8,13 +8,13 @@ import pytest
 
 from kvrouter.config.problems import Problem
 from kvrouter.operator.api import ConditionStatus, DeploymentStatus
-from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import plan
 from kvrouter.operator.status import (
-    Event,
+    ConditionEvent,
     EventType,
-    Refusals,
+    RefusedObjects,
     component_status,
     deployment_status,
     events_of,
@@ -171,26 +171,26 @@ def test_what_cannot_be_read_is_not_ready_and_stays_known_for_what_it_was() -> N
 DECODE = "Deployment llm-decode: spec.template.spec.containers[0].ports[1].name: Duplicate value"
 
 
-def refused(refusals: Refusals, *, previous: DeploymentStatus | None = None) -> DeploymentStatus:
+def refused(refusals: RefusedObjects, *, previous: DeploymentStatus | None = None) -> DeploymentStatus:
     return status(pods(a=(1, 1)), refusals=refusals, previous=previous)
 
 
 def test_a_refused_write_is_told_in_the_servers_words_and_anew_for_other_words() -> None:
     good = status(pods(a=(1, 1)))
-    first = refused(Refusals(writes=[DECODE]), previous=good)
+    first = refused(RefusedObjects(writes=[DECODE]), previous=good)
     assert said(first, "Ready") == (FALSE, "WriteRefused")
     assert DECODE in condition(first, "Ready").message
     assert [event.reason for event in events_of(good, first)] == ["WriteRefused"]
-    assert events_of(first, refused(Refusals(writes=[DECODE]), previous=first)) == ()
-    other = refused(Refusals(writes=["Service llm-frontend: exceeded quota: few"]), previous=first)
+    assert events_of(first, refused(RefusedObjects(writes=[DECODE]), previous=first)) == ()
+    other = refused(RefusedObjects(writes=["Service llm-frontend: exceeded quota: few"]), previous=first)
     assert [event.note for event in events_of(first, other)] == [condition(other, "Ready").message]
-    many = condition(refused(Refusals(writes=["x" * 10_000] * 40)), "Ready").message
+    many = condition(refused(RefusedObjects(writes=["x" * 10_000] * 40)), "Ready").message
     assert len(many) < 10_000
     assert "and 35 more" in many
 
 
 def test_a_taken_name_is_told_and_a_refused_write_before_it() -> None:
-    taken = Refusals(taken=["Service llm-frontend"])
+    taken = RefusedObjects(taken=["Service llm-frontend"])
     assert said(refused(taken), "Ready") == (FALSE, "NameTaken")
     both = replace(taken, writes=[DECODE])
     assert said(refused(both), "Ready") == (FALSE, "WriteRefused")
@@ -219,14 +219,14 @@ def test_pods_that_may_not_be_made_are_told_while_some_are_missing() -> None:
             previous=None,
             now=NOW,
             workers=SERVING,
-            refusals=Refusals(pods=[told]),
+            refusals=RefusedObjects(pods=[told]),
         )
         assert condition(found, "Ready").reason == reason
 
 
 def test_labels_that_the_server_refuses_are_told() -> None:
     pod = worker("decode", None, ready=False)
-    found = status([pod], refusals=Refusals(labels=[f"Pod {pod.name}: denied by the policy engine"]))
+    found = status([pod], refusals=RefusedObjects(labels=[f"Pod {pod.name}: denied by the policy engine"]))
     assert said(found, "TopologyResolved") == (FALSE, "LabelsNotCopied")
     assert "denied by the policy engine" in condition(found, "TopologyResolved").message
 
@@ -266,7 +266,7 @@ def test_events_tell_what_became_otherwise_and_only_that() -> None:
     bad = status(pods(a=(1, 0)), previous=good)
     note = condition(bad, "DomainBalanced").message
     assert events_of(None, good) == ()
-    assert events_of(good, bad) == (Event(EventType.WARNING, "DomainWithoutDecode", note),)
+    assert events_of(good, bad) == (ConditionEvent(EventType.WARNING, "DomainWithoutDecode", note),)
     assert events_of(bad, status(pods(a=(2, 0)), previous=bad)) == ()
     assert [(event.type, event.reason) for event in events_of(bad, good)] == [
         (EventType.NORMAL, "DomainsBalanced")

@@ -13,8 +13,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException
 
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
-from kvrouter.operator.reconcile.kinds import NODES, PODS, Kind, Manifest, metadata_of
-from kvrouter.operator.reconcile.watched import Watched
+from kvrouter.operator.reconcile.informer import Informer
+from kvrouter.operator.reconcile.kinds import NODES, PODS, Manifest, ResourceKind, metadata_of
 
 Watching = Callable[[web.StreamResponse], Awaitable[None]]
 
@@ -74,7 +74,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
         waits.append(delay_s)
         await sleep(0)
 
-    monkeypatch.setattr("kvrouter.operator.reconcile.watched.asyncio.sleep", sleeping)
+    monkeypatch.setattr("kvrouter.operator.reconcile.informer.asyncio.sleep", sleeping)
     watches: asyncio.Queue[None] = asyncio.Queue()
 
     async def watching(told: web.StreamResponse) -> None:
@@ -205,11 +205,11 @@ async def api_server(
 
 @asynccontextmanager
 async def watched(
-    cluster: Cluster, kind: Kind, lost: Callable[[ClusterError | None], None] = lambda _: None
-) -> AsyncIterator[tuple[Watched[None], asyncio.Queue[Manifest]]]:
+    cluster: Cluster, kind: ResourceKind, lost: Callable[[ClusterError | None], None] = lambda _: None
+) -> AsyncIterator[tuple[Informer[None], asyncio.Queue[Manifest]]]:
     """Each object that came, changed or went is put into the queue."""
     changed: asyncio.Queue[Manifest] = asyncio.Queue()
-    found: Watched[None] = Watched(
+    found: Informer[None] = Informer(
         cluster, kind, group_of=lambda _: None, changed=changed.put_nowait, lost=lost, retry_s=0.01
     )
     async with asyncio.TaskGroup() as group:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.passed_tokens import PassedTokens, passed_tokens
+from kvrouter.frontend.response_passthrough import PassedTokens, passed_tokens
 from kvrouter.text.model import TextModel
 from tests.support.front import mock_text
 from tests.support.parsed import parse_passed

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.awake import AwakeClock
+from kvrouter.transports.requests.legs import AwakeClock
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
 from tests.support.wire import DEAD_AFTER_S
 from tests.support.wires import WIRES_WITH_NETWORK

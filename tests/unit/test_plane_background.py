@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvrouter.planes.background import go_on
-from kvrouter.planes.requests.followers import Followers
+from kvrouter.transports.background import go_on
+from kvrouter.transports.requests.liveness import LivenessListeners
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ async def test_a_follower_that_fails_keeps_no_other_from_hearing(told: list[dict
     def fail(_is_alive: bool) -> None:
         raise ZeroDivisionError
 
-    followers, heard = Followers(), list[bool]()
+    followers, heard = LivenessListeners(), list[bool]()
     followers.add(fail)
     followers.add(heard.append)
     followers.tell(is_alive=False)

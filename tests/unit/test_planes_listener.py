@@ -10,14 +10,14 @@ from typing import ClassVar
 import pytest
 import trustme
 
-from kvrouter.assembly.health import Health, health_pages
-from kvrouter.assembly.lifetime import share_descriptors
+from kvrouter.commands.worker_process import WorkerHealth, health_pages
 from kvrouter.config import PlaneSettings
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.planes.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, Listener, TcpServer
-from kvrouter.planes.requests.http import HttpRequestAcceptor
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor
-from kvrouter.planes.requests.tcp.hello import GREETING_BYTES
+from kvrouter.processes.lifetime import share_descriptors
+from kvrouter.transports.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, Listener, TcpServer
+from kvrouter.transports.requests.http import HttpRequestAcceptor
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor
+from kvrouter.transports.requests.tcp.frames import GREETING_BYTES
 from tests.support.descriptors import no_descriptor_left
 from tests.support.http_serving import LOOPS, Run, runner
 from tests.support.processes import free_ports
@@ -252,7 +252,7 @@ def test_a_probe_is_answered_when_no_descriptor_is_left(run: Run) -> None:
     async def scenario() -> None:
         port = free_ports(1)
         planes = PlaneSettings(listen_host="127.0.0.1", health_port=port)
-        async with health_pages(planes, lambda: Health.OK):
+        async with health_pages(planes, lambda: WorkerHealth.OK):
             (caller,) = callers_at(port, 1)
             with no_descriptor_left():
                 assert (await read_all(caller)).startswith(b"HTTP/1.1 503 ")
@@ -267,7 +267,7 @@ def test_a_probe_is_answered_when_no_descriptor_is_left(run: Run) -> None:
 def test_a_workers_connections_fit_the_limit_of_open_files(
     monkeypatch: pytest.MonkeyPatch, files_max: int, wanted: int, connections: int, numbers: int
 ) -> None:
-    monkeypatch.setattr("kvrouter.assembly.lifetime.allow_many_files", lambda: files_max)
+    monkeypatch.setattr("kvrouter.processes.lifetime.allow_many_files", lambda: files_max)
     room = share_descriptors(wanted)
     assert (room.connections_max, room.numbers_max) == (connections, numbers)
 

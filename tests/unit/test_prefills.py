@@ -22,10 +22,10 @@ from kvrouter.core.ids import DpRank, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.fleet import CircuitState, Fault
+from kvrouter.service.attempt import Placement
 from kvrouter.service.bookings import Bookings, RequestInUse
-from kvrouter.service.observed import ServiceObserved
-from kvrouter.service.placement import Placement
-from kvrouter.service.prefills import Prefilled, Prefills, PrefillsFull, UnknownPrefill
+from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
 from tests.support.waits import until
@@ -44,7 +44,7 @@ class Place:
     bench: Bench
     plane: ScriptedPlane
     bookings: Bookings
-    prefills: Prefills
+    prefills: PrefillDispatch
 
     async def prefill(self, request_id: str = "r1") -> Prefilled:
         return await self.prefills.prefill(self.bench.model, generate_request(request_id=request_id))
@@ -76,10 +76,10 @@ async def place(
     bench = Bench(plane, config, prefill_alone=True)
     await bench.start(*cards)
     bookings = Bookings()
-    prefills = Prefills(
+    prefills = PrefillDispatch(
         plane,
         bookings,
-        ServiceObserved(bench.telemetry),
+        ServiceInstrumentation(bench.telemetry),
         redispatches_max=2,
         limit_s=limit_s,
         prefills_max=prefills_max,

@@ -6,16 +6,15 @@ from math import exp
 import pytest
 
 from kvrouter import KvRouter, KvRouterConfig
-from kvrouter.assembly.router import routing_settings
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.native import Ledger
 from kvrouter.service.cache_view import NoCacheView
-from kvrouter.service.decisions import DecisionLog
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.instrumentation import ModelInstrumentation
+from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.telemetry import Telemetry
+from kvrouter.wiring.router import routing_settings
 from tests.support.embedding import program
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
 from tests.support.mock_fleets import BLOCK, alike, prompt
@@ -36,7 +35,7 @@ def room(config: KvRouterConfig, *, workers: int = 2, seed: int = 7) -> ModelRou
         config=config,
         settings=routing_settings(config, None),
         decisions=DecisionLog(requests_max=1),
-        observed=ModelObserved(Telemetry(), MODEL),
+        observed=ModelInstrumentation(Telemetry(), MODEL),
         seed=seed,
     )
 

@@ -19,11 +19,11 @@ from benchmarks.replay.fleet import (
 from benchmarks.replay.synthesis import BLOCK_WORDS, scaled_tokens
 from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, read_sample
 from benchmarks.replay_sample import FLEET, MODES, SAMPLE, parse_modes
-from kvrouter.assembly.described import mock_engine
 from kvrouter.config import FleetFile, MockEngineSpec, load_fleet, read_document
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.wiring.fleet_build import mock_engine
 
 READY_SERVER = """
 import os, signal, sys

@@ -16,7 +16,7 @@ from benchmarks.replay.synthesis import (
     scaled_tokens,
 )
 from benchmarks.replay.trace import TRACE_BLOCK_TOKENS, BlockId, SampleRow, TraceRow, read_sample
-from kvrouter.text.words import FIRST_WORD_ID, mock_words
+from kvrouter.text.model import FIRST_WORD_ID, mock_words
 from scripts.select_trace_sample import SAMPLE
 
 VOCABULARY = 1000
@@ -67,8 +67,8 @@ def test_a_partial_block_gives_a_part_of_its_words() -> None:
 
 
 def test_a_prompt_is_one_token_a_word_for_the_mock_model() -> None:
+    from kvrouter.text.model import MOCK_FOLDER
     from kvrouter.text.tokenizer import Tokenizer
-    from kvrouter.text.words import MOCK_FOLDER
 
     words = mock_words()
     tokenizer = Tokenizer.from_folder(MOCK_FOLDER)

@@ -27,10 +27,9 @@ from kvrouter.core.sync import (
     StateQuestion,
 )
 from kvrouter.fleet import Fleet
-from kvrouter.ledger.journal import Journal, pieces
+from kvrouter.ledger.journal import Journal, SharedLedger, pieces
 from kvrouter.ledger.native import Ledger
 from kvrouter.ledger.replicas import Asks, Replicas
-from kvrouter.ledger.shared import SharedLedger
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 HERE, THERE = RouterId("here"), RouterId("there")

@@ -312,8 +312,8 @@ def test_rows_cost_nothing_unless_they_are_asked_for(monkeypatch: pytest.MonkeyP
     def fail(*_args: object, **_named: object) -> None:
         raise AssertionError("a cost that nobody asked for")
 
-    monkeypatch.setattr("kvrouter.routing.refusal.leg_costs", fail)
-    monkeypatch.setattr("kvrouter.routing.refusal.rows_of", fail)
+    monkeypatch.setattr("kvrouter.routing.explain.leg_costs", fail)
+    monkeypatch.setattr("kvrouter.routing.explain.rows_of", fail)
     for fleet in (fleet_of(worker(1)), fleet_of(worker(1, role=Role.PREFILL), worker(2, role=Role.DECODE))):
         with pytest.raises(NoEligibleWorker) as refused:
             route(request("gpu"), view(fleet))

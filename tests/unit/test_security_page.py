@@ -106,35 +106,39 @@ LIMIT_CONSTANT = re.compile(r"_?([A-Z0-9]+_)*(MAX|LIMIT)(_[A-Z0-9]+)*")
 
 NO_LIMITS = {
     "kinds of numbers, formats and names of other systems": """
-        assembly.worker_wires.PORT_MAX config.service_links._PORT_MAX mock.remote.PORT_MAX
-        mock.remote.HOST_CHARS_MAX engines.vllm.loads.FIGURE_MAX fleet.columns.INTEGER_MAX
+        wiring.worker_transports.PORT_MAX config.variables._PORT_MAX mock.remote.PORT_MAX
+        mock.remote.HOST_CHARS_MAX engines.vllm.introspect.FIGURE_MAX fleet.columns.INTEGER_MAX
         frontend.openai.nvext._NUMBER_DIGITS_MAX operator.plan.serving.PORT_DIGITS_MAX
-        operator.plan.budgets.COUNT_DIGITS_MAX planes.events.port.BLOCKS_MAX planes.events.wire.EVENT_ID_MAX
-        planes.events.wire.COUNT_MAX planes.requests.tcp.address._ID_LIMIT service.model_router.ROOM_LIMIT
+        operator.plan.budgets.COUNT_DIGITS_MAX transports.events.port.BLOCKS_MAX
+        transports.events.wire.EVENT_ID_MAX
+        transports.events.wire.COUNT_MAX transports.requests.tcp.frames._ID_LIMIT
+        service.model_router.ROOM_LIMIT
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LEVEL_CHARS_MAX
-        operator.labels.places.POD_NAME_STEM_CHARS_MAX operator.labels.places.POD_NAME_CHARS_MAX
-        operator.plan.names.NAME_CHARS_MAX operator.reconcile.bindings.OWNER_CHARS_MAX
-        operator.reconcile.recorder.NAME_CHARS_MAX operator.reconcile.recorder.MESSAGE_CHARS_MAX
-        operator.status.events.NOTE_CHARS_MAX planes.discovery.kubernetes.objects.FLEET_CHARS_MAX
-        planes.discovery.kubernetes.pods.MESSAGE_CHARS_MAX planes.discovery.kubernetes.pods.NAME_CHARS_MAX
+        operator.labels.copies.POD_NAME_STEM_CHARS_MAX operator.labels.copies.POD_NAME_CHARS_MAX
+        operator.plan.manifest.NAME_CHARS_MAX operator.reconcile.bindings.OWNER_CHARS_MAX
+        operator.reconcile.reconciler.NAME_CHARS_MAX operator.reconcile.reconciler.MESSAGE_CHARS_MAX
+        operator.status.finding.NOTE_CHARS_MAX transports.discovery.kubernetes.objects.FLEET_CHARS_MAX
+        transports.discovery.kubernetes.pods.MESSAGE_CHARS_MAX
+        transports.discovery.kubernetes.pods.NAME_CHARS_MAX
         worker.topology_env.DOMAIN_CHARS_MAX worker.topology_env.VALUE_CHARS_MAX
-        worker.topology_files._BYTES_MAX
+        worker.topology._BYTES_MAX
     """,
     "pauses, ticks and retries": """
-        assembly.family.RESTART_MAX_S assembly.nats.CONNECT_LIMIT_S assembly.nats.PINGS_UNANSWERED_MAX
-        fleet.circuit._DOUBLED_MAX operator.reconcile.backlog.RETRY_MAX_S
-        operator.reconcile.watched.RETRY_MAX_S
-        planes.discovery.kubernetes.discovery.TICK_MAX_S planes.discovery.nats.discovery.TICK_MAX_S
-        planes.events.jetstream.lane.STORED_ANSWER_MAX_S planes.events.jetstream.lane.READS_MAX
-        planes.events.zmq.sockets.RECONNECT_MAX_MS worker.topology_files._READS_MAX
-        planes.discovery.file.discovery.THREADS_MAX
+        processes.supervisor.RESTART_MAX_S wiring.nats.CONNECT_LIMIT_S wiring.nats.PINGS_UNANSWERED_MAX
+        fleet.circuit._DOUBLED_MAX operator.reconcile.workqueue.RETRY_MAX_S
+        operator.reconcile.informer.RETRY_MAX_S
+        transports.discovery.kubernetes.discovery.TICK_MAX_S transports.discovery.nats.discovery.TICK_MAX_S
+        transports.events.jetstream.stream_subscriber.STORED_ANSWER_MAX_S
+        transports.events.jetstream.stream_subscriber.READS_MAX
+        transports.events.zmq.sockets.RECONNECT_MAX_MS worker.topology._READS_MAX
+        transports.discovery.file.discovery.THREADS_MAX
     """,
     "how much of a known size is done or remembered at a time": """
-        planes.discovery.memory.REPLACED_MAX planes.events.jetstream.publisher.MERGED_EVENTS_MAX
-        routing.pick.UNSEEN_MAX telemetry.seldom.LINES_MAX text.detokenizer.HELD_TOKENS_MAX
-        frontend.openai.passed._HARMLESS_BYTES_MAX frontend.openai.passed._MODEL_BYTES_MAX
+        transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
+        routing.pick.UNSEEN_MAX telemetry.logs.LINES_MAX text.detokenizer.HELD_TOKENS_MAX
+        frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.passthrough._MODEL_BYTES_MAX
         operator.reconcile.cluster.NESTED_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX
     """,
@@ -143,10 +147,11 @@ NO_LIMITS = {
         operator.reconcile.reconciler.WARNINGS_TOLD_MAX frontend.openai.decode.SHOWN_CHARS_MAX
     """,
     "processes of `kvrouter up` and mock engines, which serve nobody else": """
-        assembly.many.STOP_LIMIT_S assembly.many.NATS_LOG_MAX_BYTES mock.paged_kv.STALE_ENTRIES_MAX
-        mock.remote.REASON_CHARS_MAX engines.mock.cluster.TURN_MAX_S engines.mock.connection.UNSENT_BYTES_MAX
-        engines.mock.connection.TOKEN_BYTES_MAX engines.mock.frames.HELLO_BYTES_MAX
-        engines.mock.frames.FRAME_BYTES_MAX
+        commands.multi_process.STOP_LIMIT_S commands.multi_process.NATS_LOG_MAX_BYTES
+        mock.paged_kv.STALE_ENTRIES_MAX
+        mock.remote.REASON_CHARS_MAX engines.mock.cluster.TURN_MAX_S engines.mock.transfer.UNSENT_BYTES_MAX
+        engines.mock.transfer.TOKEN_BYTES_MAX engines.mock.transfer.HELLO_BYTES_MAX
+        engines.mock.transfer.FRAME_BYTES_MAX
     """,
     "parts of the bounds of one template, whose sums are on the page": """
         text.chat.TIME_PATTERN_CHARS_MAX text.template_budget.DEPTH_MAX text.template_budget.NUMBER_BITS_MAX
@@ -157,69 +162,69 @@ NO_LIMITS = {
 """Constants that are named as limits are and are not on the page, by the reason."""
 
 WHERE = {
-    "connections": "assembly.lifetime.CONNECTIONS",
+    "connections": "processes.lifetime.CONNECTIONS",
     "body of a request": "frontend.bodies.BODY",
     "body of an operators' route": "frontend.bodies.PAGE",
     "what a body may become": "frontend.openai.scanned",
     "blanks outside": "core.json_bounds",
-    "requests that wait for a decode": "service.waiting",
+    "requests that wait for a decode": "service.admission_queue",
     "a field's name": "frontend.openai.scanned",
-    "messages of a chat": "text.messages text.stops frontend.openai.wishes frontend.openai.nvext",
+    "messages of a chat": "text.chat text.detokenizer frontend.openai.routing_hints frontend.openai.nvext",
     "rendering a chat template": "text.chat text.template_budget",
-    "descriptors that the process": "assembly.lifetime.FILES",
-    "refused connections": "assembly.lifetime.REFUSED",
+    "descriptors that the process": "processes.lifetime.FILES",
+    "refused connections": "processes.lifetime.REFUSED",
     "tokenizer and template": "text.source",
-    "models whose tokenizers": "assembly.texts",
+    "models whose tokenizers": "wiring.text_models",
     "text that a chat template renders": "text.chat.RENDERED",
     "token ids of a body": "frontend.bodies.NUMBERS",
     "token ids of `stop`": "frontend.openai.parse frontend.openai.schema",
-    "requests that are booked": "service.bookings service.prefills",
+    "requests that are booked": "service.bookings service.prefill_dispatch",
     "pairs of workers": "service.circuits",
-    "decisions kept of one": "service.decisions frontend.observed telemetry",
-    "values of taints": "fleet.places frontend.placed",
-    "connections to a worker": "planes.requests.unauthenticated",
-    "routers at one listener": "planes.requests.tcp.acceptor",
-    "blocks of a rank": "service.event_pump.RANK",
-    "bytes of a rank's snapshot": "planes.events.wire.SNAPSHOT",
-    "bytes of missed events": "planes.events.wire.RANGE",
-    "events of a rank that wait": "service.entrance",
+    "decisions kept of one": "service.model_router frontend.instrumentation telemetry",
+    "values of taints": "fleet.columns frontend.response_writer",
+    "connections to a worker": "transports.listener",
+    "routers at one listener": "transports.requests.tcp.acceptor",
+    "blocks of a rank": "service.event_ingest.RANK",
+    "bytes of a rank's snapshot": "transports.events.wire.SNAPSHOT",
+    "bytes of missed events": "transports.events.wire.RANGE",
+    "events of a rank that wait": "service.rank_ingest",
     "slots of a ledger": "index.port fleet.fleet",
-    "http connections": "planes.requests.http.connections",
+    "http connections": "transports.requests.http.connections",
     "connections of engines": "worker.engine_door",
-    "workers of a fleet": "service.router planes.discovery",
+    "workers of a fleet": "service.router transports.discovery",
     "dispatches of one": "journey",
-    "legs that a worker remembers": "planes.requests.legs.ENDED",
-    "what a tcp peer": "planes.requests.tcp.connection",
-    "a request, as a worker": "planes.requests.wire planes.requests.tcp.frames.CHUNK",
-    "legs that one worker runs": "planes.requests.legs",
-    "over http": "planes.requests.http",
-    "over NATS": "planes.requests.nats",
-    "an error's reason": "planes.requests.tcp.frames",
-    "senders whose": "planes.seal",
-    "a record of discovery": "planes.discovery.wire planes.discovery.leases",
-    "files of a discovery": "planes.discovery",
-    "an answer of the API server": "planes.discovery.kubernetes.server",
-    "messages of NATS": "planes.events.nats.UNREAD planes.discovery.nats.bucket",
-    "events that wait to be sent over NATS": "planes.events.nats.QUEUE",
-    "a batch of events": "planes.events.wire",
-    "sockets of one": "planes.events.zmq.subscriber.SOCKETS",
-    "messages that wait for one ZeroMQ": "planes.events.zmq",
-    "a question of recovery": "planes.events service.event_pump.SNAPSHOTS",
+    "legs that a worker remembers": "transports.requests.legs.ENDED",
+    "what a tcp peer": "transports.requests.tcp.connection",
+    "a request, as a worker": "transports.requests.stream transports.requests.tcp.frames.CHUNK",
+    "legs that one worker runs": "transports.requests.legs",
+    "over http": "transports.requests.http",
+    "over NATS": "transports.requests.nats",
+    "an error's reason": "transports.requests.tcp.frames",
+    "senders whose": "transports.message_auth",
+    "a record of discovery": "transports.discovery.wire transports.discovery.card_tracker",
+    "files of a discovery": "transports.discovery",
+    "an answer of the API server": "transports.discovery.kubernetes.server",
+    "messages of NATS": "transports.events.nats.UNREAD transports.discovery.nats.bucket",
+    "events that wait to be sent over NATS": "transports.events.nats.QUEUE",
+    "a batch of events": "transports.events.wire",
+    "sockets of one": "transports.events.zmq.subscriber.SOCKETS",
+    "messages that wait for one ZeroMQ": "transports.events.zmq",
+    "a question of recovery": "transports.events service.event_ingest.SNAPSHOTS",
     "events that a worker keeps": "worker.publisher",
-    "over JetStream": "planes.events.jetstream",
+    "over JetStream": "transports.events.jetstream",
     "replica sync: other": "ledger",
-    "replica sync: deltas": "ledger core.sync planes.sync",
+    "replica sync: deltas": "ledger core.sync transports.sync",
     "answers of an engine": "engines.openai",
     "how long an engine": "engines",
-    "KV events of an engine": "engines.customs engines.trtllm",
+    "KV events of an engine": "engines.kv_events engines.trtllm",
     "an answer that `kvrouter`": "cli",
     "a fleet file": "config",
-    "a leg in a worker": "worker.time_left",
+    "a leg in a worker": "worker.worker",
     "words of the API server": "operator.reconcile.dry_run operator.status",
     "bodies at admission": "operator.admission.server",
     "a warning at admission": "operator.admission",
     "components of a deployment": "operator.api",
-    "nodes whose labels": "operator.labels operator.reconcile.backlog operator.run",
+    "nodes whose labels": "operator.labels operator.reconcile.workqueue operator.run",
 }
 """In which row the limits of a module are, by the row's first words."""
 

@@ -1,11 +1,11 @@
 """What is tried again and again is told seldom."""
 
-from kvrouter.telemetry.seldom import LINES_MAX, Seldom
+from kvrouter.telemetry.logs import LINES_MAX, LogThrottle
 
 
 def test_the_same_line_is_told_once_in_a_while() -> None:
     now_s = 0.0
-    seldom = Seldom(again_after_s=60.0, clock=lambda: now_s)
+    seldom = LogThrottle(again_after_s=60.0, clock=lambda: now_s)
     assert seldom.allows("a")
     assert seldom.allows("b")
     now_s = 59.0
@@ -17,7 +17,7 @@ def test_the_same_line_is_told_once_in_a_while() -> None:
 
 
 def test_only_so_many_lines_are_remembered() -> None:
-    seldom = Seldom(clock=lambda: 0.0)
+    seldom = LogThrottle(clock=lambda: 0.0)
     assert all(seldom.allows(str(number)) for number in range(LINES_MAX + 1))
     assert seldom.allows("0")
     assert not seldom.allows(str(LINES_MAX))

@@ -3,8 +3,8 @@
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.routing.decision import Decision, Pick
-from kvrouter.service.decisions import ATTEMPTS_MAX, DecisionLog
+from kvrouter.routing.request import Decision, Pick
+from kvrouter.service.model_router import ATTEMPTS_MAX, DecisionLog
 from tests.support.fleets import MODEL
 
 

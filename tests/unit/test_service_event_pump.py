@@ -5,20 +5,19 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Removed, Stored
+from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import WorkerCard
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import ApproximateIndex, BlockIndex
-from kvrouter.planes.events.port import BatchSink, LoadSink
-from kvrouter.service import event_pump
+from kvrouter.service import event_ingest
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_pump import RANK_BLOCKS_MAX, EventPump
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.event_ingest import RANK_BLOCKS_MAX, EventIngest
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.port import BatchSink, LoadSink
 from tests.support.waits import until
 
 BLOCK = 4
@@ -59,10 +58,10 @@ class Bench:
         self.subscriber = AskedSubscriber()
         self.index = BlockIndex()
         self.telemetry = Telemetry()
-        self.pump = EventPump(
+        self.pump = EventIngest(
             self.index,
             self.subscriber,
-            ModelObserved(self.telemetry, "mock"),
+            ModelInstrumentation(self.telemetry, "mock"),
             rank_blocks_max=rank_blocks_max,
         )
         self.view = EventCacheView(self.index, self.pump, ApproximateIndex())
@@ -245,7 +244,7 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
     def missed() -> int:
         return caplog.text.count("kv_events_missing")
 
-    monkeypatch.setattr(event_pump, "SILENT_AFTER_S", 0.02)
+    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 0.02)
     bench = Bench()
     await bench.join()
     await until(lambda: missed() == 1)
@@ -254,7 +253,7 @@ async def test_a_rank_that_answers_but_sends_nothing_is_missed_once_until_it_is_
     assert reading.silent_s > 0.02
     await asyncio.sleep(0.05)
     assert missed() == 1, "said once"
-    monkeypatch.setattr(event_pump, "SILENT_AFTER_S", 1000.0)
+    monkeypatch.setattr(event_ingest, "SILENT_AFTER_S", 1000.0)
     bench.pump.on_batch(batch(0))
     reading = dict(bench.pump.feed_readings())[SLOT]
     assert (reading.is_missing, reading.silent_s < 1000.0) == (False, True), "a heartbeat is enough"

@@ -4,20 +4,19 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes
 from kvrouter.core.errors import KvrouterError
-from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Stored
+from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.hashing import sequence_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.native import ApproximateIndex, BlockIndex
-from kvrouter.planes.events.memory import MemoryEventPlane
-from kvrouter.planes.events.port import SnapshotFailed
 from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_pump import EventPump
+from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
-from kvrouter.service.observed import ModelObserved
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.memory import MemoryEventPlane
+from kvrouter.transports.events.port import SnapshotFailed
 from tests.support.waits import until
 
 RANKS = [WorkerRank(WorkerId(number), DpRank(0)) for number in range(3)]
@@ -77,7 +76,7 @@ class Bench:
     def __init__(self) -> None:
         self.store = Store()
         self.index = BlockIndex()
-        self.pump = EventPump(self.index, Answers(), ModelObserved(Telemetry(), "m"))
+        self.pump = EventIngest(self.index, Answers(), ModelInstrumentation(Telemetry(), "m"))
         self.snapshots = IndexSnapshots(
             self.store, lambda: [EventCacheView(self.index, self.pump, ApproximateIndex())], messages_max=9
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from kvrouter.service.waiting_room import TRIES_PER_TURN, Ticket, WaitingRoom
+from kvrouter.service.admission_queue import TRIES_PER_TURN, Ticket, WaitingRoom
 from tests.support.waits import until
 
 

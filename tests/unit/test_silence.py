@@ -3,10 +3,10 @@
 import asyncio
 import time
 
-from kvrouter.service.silence import Patience, Phase, SilenceWatch, TooLong
+from kvrouter.service.attempt import Phase, SilenceWatch, Timeouts, TooLong
 from tests.support.waits import until
 
-PATIENCE = Patience(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
+PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
 
 
 async def test_a_process_that_stood_still_takes_no_worker_for_silent() -> None:

@@ -10,15 +10,15 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from kvrouter.assembly.standalone import Standalone
+from kvrouter.commands.router import Standalone
 from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
-from kvrouter.frontend.standalone.door import StandaloneDoor
+from kvrouter.frontend.standalone.app import RouterApp
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.observed import ServiceObserved
-from kvrouter.service.prefills import Prefills
+from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.prefill_dispatch import PrefillDispatch
 from tests.support.fleets import MODEL, Bench, card
 from tests.support.front import mock_text, token_ids
 from tests.support.planes import ScriptedPlane, ScriptedStream, address_of
@@ -71,10 +71,10 @@ async def open_router(
     plane = ScriptedPlane(script)
     bench = Bench(plane, config, prefill_alone=prefill_alone)
     await bench.start(*cards)
-    observed = ServiceObserved(bench.telemetry)
+    observed = ServiceInstrumentation(bench.telemetry)
     bookings = Bookings(bookings_max=bookings_max, lease_ttl_s=lease_ttl_s, on_lapsed=observed.booking_lapsed)
-    legs = Prefills(plane, bookings, observed, redispatches_max=2, limit_s=60.0)
-    door = StandaloneDoor(
+    legs = PrefillDispatch(plane, bookings, observed, redispatches_max=2, limit_s=60.0)
+    door = RouterApp(
         bench.service,
         {MODEL: mock_text()} if has_tokenizer else {},
         bookings,

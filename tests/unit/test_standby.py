@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvrouter.assembly import ground
-from kvrouter.assembly.engine_pods import PodsDiscovery
-from kvrouter.assembly.ground import wired_ground
-from kvrouter.assembly.standby import holders
+from kvrouter.attach import transport_provider
+from kvrouter.attach.transport_provider import network_transports
+from kvrouter.commands.engine_pods import PodsDiscovery
 from kvrouter.config import Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import Role
-from kvrouter.planes.discovery.port import CardSink, GoneSink, StoreSink
+from kvrouter.processes.standby import holders
+from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from tests.support.fleets import card
 
 ONE, TWO = WorkerId(1), WorkerId(2)
@@ -68,8 +68,8 @@ async def test_those_of_one_process_wait_by_one_watch_and_connect_when_their_pla
         requests = SimpleNamespace(address_of=None)
         yield SimpleNamespace(discovery=discovery, events=events, requests=requests, recovery=None)
 
-    monkeypatch.setattr(ground, "worker_wires", wires)
-    async with wired_ground(Settings()) as wired:
+    monkeypatch.setattr(transport_provider, "worker_wires", wires)
+    async with network_transports(Settings()) as wired:
 
         async def stands(worker_id: WorkerId) -> None:
             spec: Any = SimpleNamespace(

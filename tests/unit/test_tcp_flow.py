@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
-from kvrouter.planes.requests import legs
-from kvrouter.planes.requests.port import EngineStream, StreamBroken, WorkerFull
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.planes.requests.tcp.frames import (
-    Kind,
+from kvrouter.transports.requests import legs
+from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.tcp.frames import (
+    FrameKind,
     ReadItem,
     encode_cancel,
     encode_credits,
     encode_open,
     items_decoder,
 )
-from kvrouter.planes.requests.tcp.stream import TcpStream
+from kvrouter.transports.requests.tcp.router_end import TcpStream
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
 from tests.support.wires_tcp import TOKEN
@@ -43,8 +43,8 @@ async def served() -> AsyncIterator[Acceptor]:
 
 async def opened(peer: RawRouter, *requests: EngineRequest, credit_tokens: int = 1000) -> None:
     for stream_id, request in enumerate(requests):
-        peer.send_frame(Kind.OPEN, encode_open(stream_id, credit_tokens, request))
-        await peer.next(Kind.ACCEPTED)
+        peer.send_frame(FrameKind.OPEN, encode_open(stream_id, credit_tokens, request))
+        await peer.next(FrameKind.ACCEPTED)
 
 
 async def test_tokens_of_many_streams_leave_in_one_frame(served: Acceptor) -> None:
@@ -53,7 +53,7 @@ async def test_tokens_of_many_streams_leave_in_one_frame(served: Acceptor) -> No
     await opened(peer, *(leg(str(n)) for n in range(20)))
     for n, stream in enumerate(worker.streams):
         stream.chunks.put_nowait(EngineChunk((n,)))
-    items = items_decoder.decode(await peer.next(Kind.CHUNKS))
+    items = items_decoder.decode(await peer.next(FrameKind.CHUNKS))
     assert sorted(items) == [(n, (n,), None) for n in range(20)]
     await peer.close()
 
@@ -68,9 +68,9 @@ async def test_a_worker_sends_no_more_than_it_has_credit_for_and_goes_on_with_mo
     worker.streams[0].chunks.put_nowait(whole)
     parts = []
     for _ in range(3):
-        ((_, token_ids, chunk),) = items_decoder.decode(await peer.next(Kind.CHUNKS))
+        ((_, token_ids, chunk),) = items_decoder.decode(await peer.next(FrameKind.CHUNKS))
         parts.append(EngineChunk(token_ids) if chunk is None else chunk)
-        peer.send_frame(Kind.CREDIT, encode_credits({0: 10}))
+        peer.send_frame(FrameKind.CREDIT, encode_credits({0: 10}))
     assert [part.token_ids for part in parts] == [
         tuple(range(10)),
         tuple(range(10, 20)),
@@ -90,7 +90,7 @@ async def test_a_last_chunk_without_tokens_needs_no_credit(served: Acceptor) -> 
         worker.streams[0].chunks.put_nowait(chunk)
     items: list[ReadItem] = []
     while len(items) < 2:
-        items += items_decoder.decode(await peer.next(Kind.CHUNKS))
+        items += items_decoder.decode(await peer.next(FrameKind.CHUNKS))
     assert items[1][2] == EngineChunk(finish=FinishReason.STOP)
     await peer.close()
 
@@ -143,7 +143,7 @@ def test_tokens_arrive_once_and_in_order_whatever_the_credit(
 async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
     served: Acceptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrouter.planes.requests.tcp.router_end.REQUEST_MAX_BYTES", 100)
+    monkeypatch.setattr("kvrouter.transports.requests.tcp.router_end.REQUEST_MAX_BYTES", 100)
     plane = TcpRequestPlane(token=TOKEN)
     with pytest.raises(InvalidRequest, match="bytes, over the 100 allowed") as refused:
         await plane.open(served[2], leg())
@@ -192,7 +192,7 @@ async def test_a_router_that_does_not_read_is_cut_off_at_a_limit() -> None:
     async with asyncio.timeout(IN_TIME_S):
         while not peer.writer.transport.is_closing():
             for _ in range(100):
-                peer.send_frame(Kind.OPEN, encode_open(stream_id, 9, leg(str(stream_id))))
+                peer.send_frame(FrameKind.OPEN, encode_open(stream_id, 9, leg(str(stream_id))))
                 stream_id += 1
             try:
                 await peer.writer.drain()
@@ -266,12 +266,12 @@ async def test_ended_prefill_legs_are_kept_to_a_number(
     acceptor, worker, _ = served
     peer = await RawRouter.welcomed(acceptor.port)
     for stream_id in range(4):
-        peer.send_frame(Kind.OPEN, encode_open(stream_id, 9, leg(str(stream_id), which=Leg.PREFILL)))
-        await peer.next(Kind.ACCEPTED)
+        peer.send_frame(FrameKind.OPEN, encode_open(stream_id, 9, leg(str(stream_id), which=Leg.PREFILL)))
+        await peer.next(FrameKind.ACCEPTED)
         worker.streams[stream_id].chunks.put_nowait(EngineChunk((1,), finish=FinishReason.LENGTH))
-        await peer.next(Kind.CHUNKS)
+        await peer.next(FrameKind.CHUNKS)
     for stream_id in (0, 1):
-        peer.send_frame(Kind.CANCEL, encode_cancel(stream_id, "nobody decodes"))
+        peer.send_frame(FrameKind.CANCEL, encode_cancel(stream_id, "nobody decodes"))
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[1].cancelled.wait()
     assert worker.streams[0].reasons == []
@@ -315,11 +315,11 @@ async def test_a_mistake_while_one_leg_is_cancelled_hinders_no_other(served: Acc
     peer = await RawRouter.welcomed(acceptor.port)
     await opened(peer, leg("a"))
     worker.next_stream = Mistaken
-    peer.send_frame(Kind.OPEN, encode_open(1, 9, leg("b")))
-    await peer.next(Kind.ACCEPTED)
+    peer.send_frame(FrameKind.OPEN, encode_open(1, 9, leg("b")))
+    await peer.next(FrameKind.ACCEPTED)
     worker.next_stream = ScriptedStream
-    peer.send_frame(Kind.OPEN, encode_open(2, 9, leg("c")))
-    await peer.next(Kind.ACCEPTED)
+    peer.send_frame(FrameKind.OPEN, encode_open(2, 9, leg("c")))
+    await peer.next(FrameKind.ACCEPTED)
     await peer.close()
     async with asyncio.timeout(IN_TIME_S):
         await worker.streams[0].cancelled.wait()
@@ -334,8 +334,8 @@ async def test_engines_wait_while_a_router_does_not_read() -> None:
     worker = ScriptedWorker()
     acceptor.serve(acceptor.address_of(WorkerId(1), Epoch(1)), worker)
     peer = await RawRouter.welcomed(acceptor.port)
-    peer.send_frame(Kind.OPEN, encode_open(0, 2**31, leg()))
-    await peer.next(Kind.ACCEPTED)
+    peer.send_frame(FrameKind.OPEN, encode_open(0, 2**31, leg()))
+    await peer.next(FrameKind.ACCEPTED)
     tokens = tuple(range(100_000, 102_000))
 
     async def produce() -> None:
@@ -351,7 +351,7 @@ async def test_engines_wait_while_a_router_does_not_read() -> None:
     assert n_put < 2_000
     n_read, is_over = 0, False
     while not is_over:
-        for _, token_ids, last in items_decoder.decode(await peer.next(Kind.CHUNKS)):
+        for _, token_ids, last in items_decoder.decode(await peer.next(FrameKind.CHUNKS)):
             n_read += len(token_ids)
             is_over = last is not None
     assert n_read == 2_000 * len(tokens)

@@ -8,47 +8,52 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.tcp.address import TcpAddress, read_address
-from kvrouter.planes.requests.tcp.frames import (
+from kvrouter.transports.requests.stream import is_bare
+from kvrouter.transports.requests.tcp.frames import (
     CHUNK_MAX_BYTES,
     HEADER,
     TO_ROUTER,
     TO_WORKER,
+    FrameKind,
     FrameReader,
-    Kind,
+    Secret,
+    TcpAddress,
     encode_items,
     frame,
     goodbye,
+    greeting,
+    hello,
     items_decoder,
+    read_address,
+    read_greeting,
+    read_hello,
     whole_chunk,
 )
-from kvrouter.planes.requests.tcp.hello import Secret, greeting, hello, read_greeting, read_hello
-from kvrouter.planes.requests.tcp.link import Backoff
-from kvrouter.planes.requests.wire import is_bare
+from kvrouter.transports.requests.tcp.plane import Backoff
 
 
 @given(bodies=st.lists(st.binary(max_size=40)), data=st.data())
 def test_frames_come_out_as_they_went_in_however_the_bytes_are_cut(
     bodies: list[bytes], data: st.DataObject
 ) -> None:
-    stream = b"".join(frame(Kind.CHUNKS, body) for body in bodies)
+    stream = b"".join(frame(FrameKind.CHUNKS, body) for body in bodies)
     reader = FrameReader(TO_ROUTER)
     read = []
     while stream:
         n_bytes = data.draw(st.integers(1, len(stream)))
         read += reader.feed(stream[:n_bytes])
         stream = stream[n_bytes:]
-    assert read == [(Kind.CHUNKS, body) for body in bodies]
+    assert read == [(FrameKind.CHUNKS, body) for body in bodies]
 
 
 def test_an_oversized_frame_is_refused_by_its_header() -> None:
-    header = HEADER.pack(TO_WORKER[Kind.CREDIT] + 1, Kind.CREDIT)
+    header = HEADER.pack(TO_WORKER[FrameKind.CREDIT] + 1, FrameKind.CREDIT)
     with pytest.raises(ProtocolError, match=r"CREDIT frame of 1048577 bytes is over") as refused:
         FrameReader(TO_WORKER).feed(header)
     assert refused.value.param == "length"
 
 
-@pytest.mark.parametrize("kind", [0, Kind.CHUNKS, 255])
+@pytest.mark.parametrize("kind", [0, FrameKind.CHUNKS, 255])
 def test_a_frame_that_may_not_come_here_is_refused_by_its_header(kind: int) -> None:
     with pytest.raises(ProtocolError, match=f"kind {int(kind)} may not come") as refused:
         FrameReader(TO_WORKER).feed(HEADER.pack(0, kind))

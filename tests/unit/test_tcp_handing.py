@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import HandingStream, StreamBroken
-from kvrouter.planes.requests.tcp.stream import TcpStream
+from kvrouter.transports.requests.port import HandingStream, StreamBroken
+from kvrouter.transports.requests.tcp.router_end import TcpStream
 
 
 class Connection:

@@ -12,9 +12,10 @@ import uvloop
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane, link
-from kvrouter.planes.requests.tcp.router_end import RouterEnd
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.tcp import plane as plane_module
+from kvrouter.transports.requests.tcp.router_end import RouterEnd
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawWorkers
@@ -100,7 +101,7 @@ async def test_a_worker_whose_connection_broke_stays_alive_when_it_takes_a_new_o
     acceptor: TcpRequestAcceptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a moment's trouble with the network makes a whole fleet ineligible."""
-    monkeypatch.setattr(link, "COMES_BACK_WITHIN_S", IN_TIME_S)
+    monkeypatch.setattr(plane_module, "COMES_BACK_WITHIN_S", IN_TIME_S)
     address = acceptor.address_of(WorkerId(1), Epoch(1))
     worker = ScriptedWorker()
     acceptor.serve(address, worker)
@@ -157,9 +158,9 @@ async def test_an_address_that_nobody_uses_is_forgotten() -> None:
         ends.append(End())
         return cast("RouterEnd", ends[-1])
 
-    def new_link() -> link.Link:
+    def new_link() -> plane_module.TcpLink:
         unused.clear()
-        return link.Link(connect, link.Backoff(60.0, 60.0), on_unused=unused.set)
+        return plane_module.TcpLink(connect, plane_module.Backoff(60.0, 60.0), on_unused=unused.set)
 
     asked = new_link()
     await asked.connected()

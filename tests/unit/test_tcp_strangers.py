@@ -9,11 +9,20 @@ import pytest
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.legs import Place
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.planes.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.planes.requests.tcp.frames import HEADER, Kind, encode_open, frame
-from kvrouter.planes.requests.tcp.hello import GREETING_BYTES, Secret, greeting, hello, new_nonce
+from kvrouter.transports.requests.legs import LegServer
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.tcp.frames import (
+    GREETING_BYTES,
+    HEADER,
+    FrameKind,
+    Secret,
+    encode_open,
+    frame,
+    greeting,
+    hello,
+    new_nonce,
+)
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
 from tests.support.wires_tcp import TOKEN
@@ -25,7 +34,7 @@ class Behind:
 
     acceptor: TcpRequestAcceptor
     worker: ScriptedWorker
-    place: Place
+    place: LegServer
     refusals: list[str]
     mistakes: Mistakes = field(default_factory=Mistakes)
 
@@ -68,7 +77,7 @@ async def test_a_wrong_token_is_refused_before_anything_is_parsed(behind: Behind
     for token in ("another", "", None):
         peer = await RawRouter.connect(behind.acceptor.port)
         await peer.say_hello(token=token)
-        peer.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
+        peer.send_frame(FrameKind.OPEN, encode_open(0, 9, leg()))
         assert "token" in await peer.goodbye()
         await peer.close()
     assert behind.worker.requests == []
@@ -132,24 +141,24 @@ async def test_one_connection_too_many_is_sent_away_and_those_that_are_there_go_
     extra = await RawRouter.connect(behind.acceptor.port)
     await extra.say_hello()
     assert "3 connections are open" in await extra.goodbye()
-    peers[0].send_frame(Kind.OPEN, encode_open(0, 9, leg()))
-    await peers[0].next(Kind.ACCEPTED)
+    peers[0].send_frame(FrameKind.OPEN, encode_open(0, 9, leg()))
+    await peers[0].next(FrameKind.ACCEPTED)
     for peer in [*peers, extra]:
         await peer.close()
 
 
 BAD_FRAMES = {
-    "garbage": frame(Kind.OPEN, b"\xc1\xff\x00"),
-    "an open without a request": frame(Kind.OPEN, msgspec.msgpack.encode([1])),
-    "a stream twice": frame(Kind.OPEN, encode_open(5, 9, leg("a"))) * 2,
-    "an older stream": b"".join(frame(Kind.OPEN, encode_open(n, 9, leg(str(n)))) for n in (5, 4)),
-    "credit of garbage": frame(Kind.CREDIT, b"\x93"),
-    "nested without end": frame(Kind.OPEN, b"\x93\x07\x07" + b"\x91" * 100_000),
-    "negative credit": frame(Kind.CREDIT, msgspec.msgpack.encode([[0, -5]])),
-    "a cancel without a reason": frame(Kind.CANCEL, msgspec.msgpack.encode([0])),
-    "oversized": HEADER.pack(2**32 - 1, Kind.OPEN),
-    "a frame of the other side": frame(Kind.CHUNKS, b"\x90"),
-    "an unknown kind": frame(Kind.PING)[:4] + b"\xf0",
+    "garbage": frame(FrameKind.OPEN, b"\xc1\xff\x00"),
+    "an open without a request": frame(FrameKind.OPEN, msgspec.msgpack.encode([1])),
+    "a stream twice": frame(FrameKind.OPEN, encode_open(5, 9, leg("a"))) * 2,
+    "an older stream": b"".join(frame(FrameKind.OPEN, encode_open(n, 9, leg(str(n)))) for n in (5, 4)),
+    "credit of garbage": frame(FrameKind.CREDIT, b"\x93"),
+    "nested without end": frame(FrameKind.OPEN, b"\x93\x07\x07" + b"\x91" * 100_000),
+    "negative credit": frame(FrameKind.CREDIT, msgspec.msgpack.encode([[0, -5]])),
+    "a cancel without a reason": frame(FrameKind.CANCEL, msgspec.msgpack.encode([0])),
+    "oversized": HEADER.pack(2**32 - 1, FrameKind.OPEN),
+    "a frame of the other side": frame(FrameKind.CHUNKS, b"\x90"),
+    "an unknown kind": frame(FrameKind.PING)[:4] + b"\xf0",
     "a second hello": hello(Secret(TOKEN), new_nonce(), new_nonce(), 1, 1),
 }
 
@@ -160,24 +169,24 @@ async def test_a_malformed_frame_ends_its_connection_with_a_reason_and_frees_its
 ) -> None:
     good, bad = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(2)]
     for peer, request in ((good, "good"), (bad, "bad")):
-        peer.send_frame(Kind.OPEN, encode_open(0, 9, leg(request)))
-        await peer.next(Kind.ACCEPTED)
+        peer.send_frame(FrameKind.OPEN, encode_open(0, 9, leg(request)))
+        await peer.next(FrameKind.ACCEPTED)
     bad.send(BAD_FRAMES[name])
     assert await bad.goodbye()
     assert len(behind.refusals) == 1
     assert behind.worker.streams[1].reasons != []
     assert behind.place.running_legs == 1
-    good.send_frame(Kind.OPEN, encode_open(1, 9, leg("more")))
-    await good.next(Kind.ACCEPTED)
+    good.send_frame(FrameKind.OPEN, encode_open(1, 9, leg("more")))
+    await good.next(FrameKind.ACCEPTED)
     for peer in (good, bad):
         await peer.close()
 
 
 async def test_a_connection_that_ends_inside_a_frame_frees_its_legs(behind: Behind) -> None:
     peer = await RawRouter.welcomed(behind.acceptor.port)
-    peer.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
-    await peer.next(Kind.ACCEPTED)
-    peer.send(frame(Kind.OPEN, encode_open(1, 9, leg("cut")))[:-3])
+    peer.send_frame(FrameKind.OPEN, encode_open(0, 9, leg()))
+    await peer.next(FrameKind.ACCEPTED)
+    peer.send(frame(FrameKind.OPEN, encode_open(1, 9, leg("cut")))[:-3])
     await peer.close()
     assert await behind.place.wait_idle(20.0)
     assert len(behind.worker.requests) == 1
@@ -185,11 +194,11 @@ async def test_a_connection_that_ends_inside_a_frame_frees_its_legs(behind: Behi
 
 async def test_a_request_that_cannot_be_read_is_refused_and_its_neighbours_go_on(behind: Behind) -> None:
     peer = await RawRouter.welcomed(behind.acceptor.port)
-    peer.send_frame(Kind.OPEN, msgspec.msgpack.encode([0, 9, {"request_id": "x"}]))
-    refused = msgspec.msgpack.decode(await peer.next(Kind.REFUSED))
+    peer.send_frame(FrameKind.OPEN, msgspec.msgpack.encode([0, 9, {"request_id": "x"}]))
+    refused = msgspec.msgpack.decode(await peer.next(FrameKind.REFUSED))
     assert refused[:2] == [0, "protocol_error"]
-    peer.send_frame(Kind.OPEN, encode_open(1, 9, leg()))
-    await peer.next(Kind.ACCEPTED)
+    peer.send_frame(FrameKind.OPEN, encode_open(1, 9, leg()))
+    await peer.next(FrameKind.ACCEPTED)
     await peer.close()
 
 
@@ -205,14 +214,14 @@ async def test_more_streams_than_a_connection_may_have_are_refused_as_full(behin
 
 async def test_a_leg_that_came_over_another_connection_is_refused(behind: Behind) -> None:
     first, second = [await RawRouter.welcomed(behind.acceptor.port) for _ in range(2)]
-    first.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
-    await first.next(Kind.ACCEPTED)
-    second.send_frame(Kind.OPEN, encode_open(0, 9, leg()))
-    assert msgspec.msgpack.decode(await second.next(Kind.REFUSED))[1] == "leg_repeated"
+    first.send_frame(FrameKind.OPEN, encode_open(0, 9, leg()))
+    await first.next(FrameKind.ACCEPTED)
+    second.send_frame(FrameKind.OPEN, encode_open(0, 9, leg()))
+    assert msgspec.msgpack.decode(await second.next(FrameKind.REFUSED))[1] == "leg_repeated"
     await first.close()
     assert await behind.place.wait_idle(20.0)
-    second.send_frame(Kind.OPEN, encode_open(1, 9, leg(attempt=1)))
-    await second.next(Kind.ACCEPTED)
+    second.send_frame(FrameKind.OPEN, encode_open(1, 9, leg(attempt=1)))
+    await second.next(FrameKind.ACCEPTED)
     await second.close()
 
 
@@ -251,28 +260,28 @@ async def test_a_frame_before_the_welcome_is_refused() -> None:
     async with RawWorkers() as workers:
         opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
         peer = await workers.next()
-        peer.send(greeting(new_nonce()) + frame(Kind.CHUNKS, b"\x90"))
+        peer.send(greeting(new_nonce()) + frame(FrameKind.CHUNKS, b"\x90"))
         with pytest.raises(WorkerUnreachable, match="may not come"):
             await opening
         await plane.close()
 
 
 BAD_ANSWERS = {
-    "garbage": frame(Kind.CHUNKS, b"\xc1"),
-    "a token that is none": frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, [-1], None]])),
+    "garbage": frame(FrameKind.CHUNKS, b"\xc1"),
+    "a token that is none": frame(FrameKind.CHUNKS, msgspec.msgpack.encode([[0, [-1], None]])),
     "a last chunk without credit": frame(
-        Kind.CHUNKS,
+        FrameKind.CHUNKS,
         msgspec.msgpack.encode([[0, [], EngineChunk(tuple(range(17)), finish=FinishReason.STOP)]]),
     ),
     "nested without end": frame(
-        Kind.CHUNKS,
+        FrameKind.CHUNKS,
         b"\x91\x93\x00\x90\x81\xb2kv_transfer_params\x81\xa1x" + b"\x91" * 100_000,
     ),
-    "tokens without end": frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, list(range(17)), None]])),
-    "oversized": HEADER.pack(2**31, Kind.CHUNKS),
-    "a frame of the other side": frame(Kind.OPEN, encode_open(0, 9, leg())),
-    "a failure of nothing": frame(Kind.FAILED, b"\x90"),
-    "a second welcome": frame(Kind.WELCOME, b"0" * 32),
+    "tokens without end": frame(FrameKind.CHUNKS, msgspec.msgpack.encode([[0, list(range(17)), None]])),
+    "oversized": HEADER.pack(2**31, FrameKind.CHUNKS),
+    "a frame of the other side": frame(FrameKind.OPEN, encode_open(0, 9, leg())),
+    "a failure of nothing": frame(FrameKind.FAILED, b"\x90"),
+    "a second welcome": frame(FrameKind.WELCOME, b"0" * 32),
 }
 
 
@@ -283,8 +292,8 @@ async def test_a_worker_that_breaks_the_protocol_breaks_its_streams_with_a_reaso
     async with RawWorkers() as workers:
         opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
         peer = await workers.welcome_next()
-        await peer.next(Kind.OPEN)
-        peer.send_frame(Kind.ACCEPTED, b"\x00")
+        await peer.next(FrameKind.OPEN)
+        peer.send_frame(FrameKind.ACCEPTED, b"\x00")
         stream = await opening
         peer.send(BAD_ANSWERS[name])
         with pytest.raises(StreamBroken):
@@ -299,13 +308,13 @@ async def test_answers_to_streams_that_nobody_has_are_left_alone() -> None:
     async with RawWorkers() as workers:
         opening = asyncio.create_task(plane.open(workers.address_of(), leg()))
         peer = await workers.welcome_next()
-        await peer.next(Kind.OPEN)
-        peer.send_frame(Kind.ACCEPTED, b"\x09")
-        peer.send_frame(Kind.CHUNKS, msgspec.msgpack.encode([[9, [1], None]]))
-        peer.send_frame(Kind.FAILED, msgspec.msgpack.encode([9, "stream_broken", "x", None]))
-        peer.send_frame(Kind.ACCEPTED, b"\x00")
+        await peer.next(FrameKind.OPEN)
+        peer.send_frame(FrameKind.ACCEPTED, b"\x09")
+        peer.send_frame(FrameKind.CHUNKS, msgspec.msgpack.encode([[9, [1], None]]))
+        peer.send_frame(FrameKind.FAILED, msgspec.msgpack.encode([9, "stream_broken", "x", None]))
+        peer.send_frame(FrameKind.ACCEPTED, b"\x00")
         stream = await opening
         last = EngineChunk((1, 2), finish=FinishReason.STOP)
-        peer.send_frame(Kind.CHUNKS, msgspec.msgpack.encode([[0, [], last]]))
+        peer.send_frame(FrameKind.CHUNKS, msgspec.msgpack.encode([[0, [], last]]))
         assert await read_all(stream) == ([1, 2], last)
         await plane.close()

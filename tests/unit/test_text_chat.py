@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvrouter.core.errors import ConfigError, InvalidRequest
-from kvrouter.text.chat import RANGE_STEPS_MAX, ChatTemplate
-from kvrouter.text.messages import ARGUMENT_VALUES_MAX, MESSAGES_MAX
-from kvrouter.text.words import MOCK_FOLDER
+from kvrouter.text.chat import ARGUMENT_VALUES_MAX, MESSAGES_MAX, RANGE_STEPS_MAX, ChatTemplate
+from kvrouter.text.model import MOCK_FOLDER
 
 HELLO = [{"role": "user", "content": "hello"}]
 

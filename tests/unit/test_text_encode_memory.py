@@ -10,9 +10,8 @@ import pytest
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from kvrouter.text.encode_pool import EncodePool
-from kvrouter.text.tokenizer import Tokenizer
-from kvrouter.text.words import MOCK_FOLDER
+from kvrouter.text.model import MOCK_FOLDER
+from kvrouter.text.tokenizer import EncodePool, Tokenizer
 from tests.hostile.meter import Meter
 
 TEXT_BYTES = 140_000

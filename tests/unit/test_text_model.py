@@ -10,16 +10,15 @@ from typing import Any, NoReturn
 import pytest
 
 from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from kvrouter.text.encode_pool import (
+from kvrouter.text.model import FIRST_WORD_ID, MOCK_FOLDER, TextModel, mock_words
+from kvrouter.text.tokenizer import (
     BYTES_PER_BYTE,
     EncodeLimits,
     EncodePool,
     EncodePoolFull,
     PromptOverBudget,
+    Tokenizer,
 )
-from kvrouter.text.model import TextModel
-from kvrouter.text.tokenizer import Tokenizer
-from kvrouter.text.words import FIRST_WORD_ID, MOCK_FOLDER, mock_words
 from tests.support.waits import until
 
 

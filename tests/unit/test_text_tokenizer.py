@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.text.model import MOCK_FOLDER
 from kvrouter.text.tokenizer import Tokenizer
-from kvrouter.text.words import MOCK_FOLDER
 
 
 @pytest.fixture

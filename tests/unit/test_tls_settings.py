@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from kvrouter.assembly.tls import tls_of
 from kvrouter.config import PlaneSettings
 from kvrouter.core.errors import ConfigError
+from kvrouter.wiring.tls import tls_of
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from kvrouter.assembly.told import foreign_on, malformed_on, refusals_on, troubles_on
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.planes.events.port import DropReason, foreign
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.events.port import DropReason, foreign
+from kvrouter.wiring.telemetry_hooks import foreign_on, malformed_on, refusals_on, troubles_on
 from tests.support.logged import event_of
 
 

@@ -9,16 +9,16 @@ import pytest
 
 from kvrouter.core.errors import TopologyUnavailable
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-from kvrouter.worker import topology_files
+from kvrouter.worker import topology
 from kvrouter.worker.topology import (
     CheckReport,
+    read_domains,
     topology_check,
     topology_config,
     wait_for_topology,
     watch_topology,
 )
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
-from kvrouter.worker.topology_files import read_domains
 
 ON = {"DYN_TOPOLOGY_ENABLED": "true", "DYN_KV_TRANSFER_DOMAIN": "zone"}
 
@@ -94,7 +94,7 @@ def test_a_kubelets_tree_is_read_through_its_links(tmp_path: Path) -> None:
 def test_values_of_two_moments_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kubelet = Kubelet(tmp_path)
     kubelet.write(rack="a1", zone="a")
-    read_value = topology_files._read_value
+    read_value = topology._read_value
 
     def exchange_after_the_first(entry: Path) -> tuple[str, str | None, bool]:
         value = read_value(entry)
@@ -102,7 +102,7 @@ def test_values_of_two_moments_do_not_mix(tmp_path: Path, monkeypatch: pytest.Mo
             kubelet.write(rack="b1", zone="b")
         return value
 
-    monkeypatch.setattr(topology_files, "_read_value", exchange_after_the_first)
+    monkeypatch.setattr(topology, "_read_value", exchange_after_the_first)
     assert read_domains(tmp_path).domains == {"rack": "b1", "zone": "b"}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
-from kvrouter.worker.topology_wait import Awaited, awaited, wait_for_levels
+from kvrouter.worker.topology import Awaited, awaited, wait_for_levels
 
 ON = {"DYN_TOPOLOGY_ENABLED": "true"}
 

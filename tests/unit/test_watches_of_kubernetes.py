@@ -17,8 +17,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
 from kvrouter.operator.reconcile.cluster import Cluster
 from kvrouter.operator.reconcile.kinds import NODES
-from kvrouter.planes.discovery.kubernetes import Account
-from kvrouter.planes.discovery.kubernetes.api import WorkersApi
+from kvrouter.transports.discovery.kubernetes import Account
+from kvrouter.transports.discovery.kubernetes.api import WorkersApi
 
 LINE = b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"2"}}}\n'
 ANSWER = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(LINE), LINE)

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from kvrouter.core.errors import ProtocolError
-from kvrouter.engines.mock.frames import ConnectionRefused, decode_sink_word, decode_source_word
-from kvrouter.planes.discovery.wire import decode_record
-from kvrouter.planes.events import wire as events
-from kvrouter.planes.requests import wire as requests
-from kvrouter.planes.requests.nats.frames import from_router, from_worker
-from kvrouter.planes.seal import Seal
-from kvrouter.planes.sync.wire import decode_message
-from kvrouter.worker.engine_frames import decode_frame
+from kvrouter.engines.mock.transfer import ConnectionRefused, decode_sink_word, decode_source_word
+from kvrouter.transports.discovery.wire import decode_record
+from kvrouter.transports.events import wire as events
+from kvrouter.transports.message_auth import Seal
+from kvrouter.transports.requests import stream as requests
+from kvrouter.transports.requests.nats.frames import from_router, from_worker
+from kvrouter.transports.sync.nats import decode_message
+from kvrouter.worker.engine_door import decode_frame
 
 SEAL = Seal("token", "test")
 DEPTH = 100_000

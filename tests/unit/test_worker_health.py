@@ -8,7 +8,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
-from kvrouter.assembly.health import Health, health_of, health_pages
+from kvrouter.commands.worker_process import WorkerHealth, health_of, health_pages
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.core.errors import ConfigError
 from tests.support.fleets import card
@@ -19,31 +19,31 @@ from tests.support.waits import LIMIT_S
 @pytest.mark.parametrize(
     ("told", "health"),
     [
-        ({}, Health.OK),
-        ({"draining": True}, Health.DRAINING),
-        ({"engine_silent": True}, Health.ENGINE_SILENT),
-        ({"engine_silent": True, "draining": True}, Health.DRAINING),
+        ({}, WorkerHealth.OK),
+        ({"draining": True}, WorkerHealth.DRAINING),
+        ({"engine_silent": True}, WorkerHealth.ENGINE_SILENT),
+        ({"engine_silent": True, "draining": True}, WorkerHealth.DRAINING),
     ],
 )
-def test_a_worker_is_as_its_card_tells(told: dict[str, bool], health: Health) -> None:
+def test_a_worker_is_as_its_card_tells(told: dict[str, bool], health: WorkerHealth) -> None:
     assert health_of(replace(card(1), **told)) is health
 
 
 def test_a_worker_without_a_card_starts() -> None:
-    assert health_of(None) is Health.STARTING
+    assert health_of(None) is WorkerHealth.STARTING
 
 
 async def test_it_answers_always_and_accepts_only_when_all_is_well() -> None:
-    now = Health.STARTING
+    now = WorkerHealth.STARTING
     planes = PlaneSettings(health_port=free_ports(1))
     async with (
         health_pages(planes, lambda: now),
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}") as http,
     ):
-        for now in Health:
+        for now in WorkerHealth:
             answers, accepts = await http.get("/health"), await http.get("/accepting")
             assert answers.status_code == 200
-            assert accepts.status_code == (200 if now is Health.OK else 503)
+            assert accepts.status_code == (200 if now is WorkerHealth.OK else 503)
             assert answers.json() == accepts.json() == {"status": now.value}
 
 
@@ -53,14 +53,14 @@ async def test_a_port_that_cannot_be_had_is_told_with_its_flag() -> None:
         taken.listen()
         planes = PlaneSettings(health_port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="--health-port") as refused:
-            async with health_pages(planes, lambda: Health.OK):
+            async with health_pages(planes, lambda: WorkerHealth.OK):
                 pass
     assert refused.value.param == "health_port"
 
 
 async def test_connections_that_ask_nothing_make_room_for_those_that_ask() -> None:
     planes = PlaneSettings(health_port=free_ports(1), hello_connections_max=8)
-    async with health_pages(planes, lambda: Health.OK):
+    async with health_pages(planes, lambda: WorkerHealth.OK):
         silent = [await asyncio.open_connection("127.0.0.1", planes.health_port) for _ in range(20)]
         dropped = [reader for reader, _ in silent[:12]]
         for reader in dropped:

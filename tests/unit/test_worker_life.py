@@ -14,8 +14,8 @@ from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import Enforcement, LoadReport, ModelRuntimeConfig
 from kvrouter.engines.port import EngineState
-from kvrouter.planes.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.telemetry.logs import JsonFormatter
+from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.worker import KvPublisher
 from tests.support.logged import events_of
 from tests.support.lone_worker import COLUMN, EPOCH, RANK, STORED, House

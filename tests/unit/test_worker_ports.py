@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.assembly.worker_wires import worker_wires
 from kvrouter.config import PlaneSettings, Settings
 from kvrouter.core.errors import ConfigError
+from kvrouter.wiring.worker_transports import worker_wires
 
 
 async def listen(folder: Path, port: int, **planes: str) -> None:

@@ -5,14 +5,22 @@ from array import array
 
 import pytest
 
-from kvrouter.core.columns import pack_hashes, unpack_hashes
-from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, Medium, Removed, Stored
+from kvrouter.core.events import (
+    Cleared,
+    Held,
+    KvBatch,
+    KvEvent,
+    Medium,
+    Removed,
+    Stored,
+    pack_hashes,
+    unpack_hashes,
+)
 from kvrouter.core.hashing import Prompt, block_hashes, hash_seed, sequence_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import EventLane, EventSource, KvTransfers, LoadReport
-from kvrouter.worker.mirror import RankMirror
-from kvrouter.worker.publisher import KvPublisher
+from kvrouter.worker.publisher import KvPublisher, RankMirror
 
 WORKER = WorkerId(3)
 RANK = WorkerRank(WORKER, DpRank(0))

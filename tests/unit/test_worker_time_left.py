@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import DeadlineExceeded
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.planes.requests.port import StreamBroken
-from kvrouter.worker.time_left import GRACE_S, REASON, TIME_LEFT_MAX_S, TimedStream
+from kvrouter.transports.requests.port import StreamBroken
+from kvrouter.worker.worker import GRACE_S, REASON, TIME_LEFT_MAX_S, TimedStream
 from tests.support.lone_worker import House
 from tests.support.scripted_worker import ScriptedStream
 from tests.support.virtual_time import run_in_virtual_time

@@ -6,9 +6,8 @@ import pytest
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-from kvrouter.worker.topology import topology_config
+from kvrouter.worker.topology import read_domains, topology_config
 from kvrouter.worker.topology_env import TopologyEnv, parse_topology_env
-from kvrouter.worker.topology_files import read_domains
 
 ON = {"DYN_TOPOLOGY_ENABLED": "true", "DYN_KV_TRANSFER_DOMAIN": "zone"}
 ENFORCEMENT = "DYN_KV_TRANSFER_ENFORCEMENT"

@@ -1,7 +1,7 @@
 //! The frames between an engine and the door of its worker: a length (u32, big-endian), then msgpack.
 //!
 //! The first frame is the token as it is. Every other one is an array whose first element is its kind; hash
-//! columns are binary, 8 bytes a hash, little-endian. `src/kvrouter/worker/engine_frames.py` is the other end.
+//! columns are binary, 8 bytes a hash, little-endian. `src/kvrouter/worker/engine_door.py` is the other end.
 
 use rmp::{decode, encode};
 use std::io::{self, Read};

@@ -1,4 +1,4 @@
-"""The command line of ``kvrouter``: what each command prints and exits with when something is wrong."""
+"""The command line of ``kvrouter``: its error messages and exit codes."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    A mistake in flags, settings or files is told in one line each on standard error, with exit code 2; what
-    goes wrong later, with 1.
+    A mistake in flags, settings or files is reported in one line each on standard error, with exit code 2;
+    what goes wrong later, with 1.
     """
     try:
         kvrouter.main(args=arguments, prog_name="kvrouter", standalone_mode=False)
@@ -26,19 +26,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(error.format_message(), err=True)
         return USAGE_ERROR
     except click.ClickException as error:
-        return _tell(error.format_message(), USAGE_ERROR)
+        return _report(error.format_message(), USAGE_ERROR)
     except TopologyUnavailable as error:
-        return _tell(error.message, RUNTIME_ERROR)
+        return _report(error.message, RUNTIME_ERROR)
     except ConfigError as error:
-        return _tell(error.message, USAGE_ERROR)
+        return _report(error.message, USAGE_ERROR)
     except (KvrouterError, OSError) as error:
-        return _tell(str(error), RUNTIME_ERROR)
+        return _report(str(error), RUNTIME_ERROR)
     except click.Abort:
         return INTERRUPTED
     return 0
 
 
-def _tell(message: str, code: int) -> int:
+def _report(message: str, code: int) -> int:
     for line in message.splitlines():
         click.echo(f"kvrouter: {line}", err=True)
     return code

@@ -1,4 +1,4 @@
-"""A running router, as ``kvrouter explain`` asks it."""
+"""An HTTP client of a running router, for ``kvrouter explain``."""
 
 import http.client
 import ssl

@@ -1,4 +1,4 @@
-"""The commands of ``kvrouter``. Each imports the room that it needs when it runs: help is quick."""
+"""The commands of ``kvrouter``. Each imports what it needs when it runs, so that ``--help`` is quick."""
 
 import os
 import sys
@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvrouter.cli.engines import worker_sglang, worker_trtllm, worker_vllm
+from kvrouter.cli.engines import topology, worker_sglang, worker_trtllm, worker_vllm
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.operator import operator
-from kvrouter.cli.pods import worker_pods
-from kvrouter.cli.processes import begin, frontend, model_folders, warn, worker
-from kvrouter.cli.standalone import router
-from kvrouter.cli.topology import topology
-from kvrouter.config.document import read_document
+from kvrouter.cli.processes import begin, frontend, model_folders, router, warn, worker, worker_pods
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import (
     default_fleet_document,
@@ -23,10 +19,9 @@ from kvrouter.config.fleet_checks import (
     settings_in,
     settled,
 )
-from kvrouter.config.problems import Problem
-from kvrouter.config.setting import SettingValue
+from kvrouter.config.problems import Problem, read_document
+from kvrouter.config.setting import SettingValue, installed_version
 from kvrouter.config.sources import FLEET_VARIABLE, contradictions, load_settings, settings_warnings
-from kvrouter.config.version import installed_version
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,13 +100,13 @@ def up(
     begin(loaded)
     warn(settled_fleet.warnings)
     if replicas > 1 or with_nats:
-        from kvrouter.assembly.many import serve_many  # noqa: PLC0415
+        from kvrouter.commands.multi_process import serve_many  # noqa: PLC0415
 
         file = file or default_fleet_path()
         sys.exit(
             serve_many(loaded.settings, settled_fleet.fleet, file, replicas=replicas, with_nats=with_nats)
         )
-    from kvrouter.assembly import serve  # noqa: PLC0415
+    from kvrouter.commands import serve  # noqa: PLC0415
 
     sys.exit(serve(loaded.settings, settled_fleet.fleet))
 
@@ -127,8 +122,8 @@ def _serve_engine_pods(
 ) -> NoReturn:
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=None)
     begin(loaded)
-    from kvrouter.assembly.engine_pods import serve_engine_pods  # noqa: PLC0415
-    from kvrouter.assembly.pods_followed import EnginePods  # noqa: PLC0415
+    from kvrouter.attach.pod_fleet import EnginePods  # noqa: PLC0415
+    from kvrouter.commands.engine_pods import serve_engine_pods  # noqa: PLC0415
 
     pods = EnginePods(selector=selector, namespace=namespace)
     sys.exit(serve_engine_pods(loaded.settings, pods, model_folders(model_paths), os.environ))
@@ -192,7 +187,7 @@ def _show_explanation(answer: bytes, *, as_json: bool) -> None:
 
 
 def _show_decisions(answer: bytes, *, as_json: bool) -> None:
-    from kvrouter.cli.decisions import draw_decisions, read_decisions  # noqa: PLC0415
+    from kvrouter.cli.explain import draw_decisions, read_decisions  # noqa: PLC0415
 
     decisions = read_decisions(answer)
     if as_json:
@@ -224,7 +219,7 @@ def fleet_check(file: Path) -> None:
     """Validate FILE, its settings and topology contracts too, read the tokenizers that it names, and start
     nothing. All mistakes are shown at once, by line.
     """
-    from kvrouter.assembly.described import contract_problems, tokenizer_problems  # noqa: PLC0415
+    from kvrouter.wiring.fleet_build import contract_problems, tokenizer_problems  # noqa: PLC0415
 
     def setting_problems(fleet: FleetFile) -> list[Problem]:
         return contradictions(settings_in(fleet))

@@ -1,30 +1,31 @@
-"""``kvrouter worker vllm``, ``sglang`` and ``trtllm``: the worker beside an engine that runs already."""
+"""``kvrouter worker vllm``, ``sglang``, ``trtllm`` and ``kvrouter topology``: flags and messages."""
 
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.cli.place import place_options
-from kvrouter.cli.processes import begin, described
-from kvrouter.config.document import read_document
+from kvrouter.cli.processes import begin, described, place_options
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_fleet, settings_document
 from kvrouter.config.fleet_engines import url_mistake
 from kvrouter.config.one_worker import flag_of, fleet_of_one, worker_id_of
-from kvrouter.config.problems import without_password
+from kvrouter.config.problems import read_document, without_password
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
 from kvrouter.text.source import is_repository
 
 if TYPE_CHECKING:
-    from kvrouter.assembly.engine_worker import EngineWorkerSpec
+    from kvrouter.attach.spec import EngineWorkerSpec
+
 
 _VLLM_HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
 
@@ -180,8 +181,8 @@ def _serve(
         document=None if document is None else settings_document(document),
     )
     begin(loaded)
-    from kvrouter.assembly.described_engines import pick_engine, worker_environ, worker_spec  # noqa: PLC0415
-    from kvrouter.assembly.engine_worker import serve_engine_worker  # noqa: PLC0415
+    from kvrouter.attach.spec import pick_engine, worker_environ, worker_spec  # noqa: PLC0415
+    from kvrouter.commands.engine_worker import serve_engine_worker  # noqa: PLC0415
 
     environ: Mapping[str, str] = os.environ
     engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
@@ -220,9 +221,9 @@ def _spec_of_flags(
     worker_id: WorkerId,
     wait_s: float,
 ) -> "EngineWorkerSpec":
-    from kvrouter.assembly.attach_words import EngineAt, EngineKind  # noqa: PLC0415
-    from kvrouter.assembly.described import placed_config  # noqa: PLC0415
-    from kvrouter.assembly.engine_worker import EngineWorkerSpec  # noqa: PLC0415
+    from kvrouter.attach.spec import EngineWorkerSpec  # noqa: PLC0415
+    from kvrouter.engines.attach import EngineAt, EngineKind  # noqa: PLC0415
+    from kvrouter.wiring.fleet_build import placed_config  # noqa: PLC0415
 
     if engine.url is None:
         raise click.UsageError("--url: is required, unless --fleet names a file")
@@ -273,3 +274,68 @@ worker_sglang = _engine_command(
 worker_trtllm = _engine_command(
     "trtllm", short_help="Beside a TensorRT-LLM server that runs already.", text=_TRTLLM_HELP
 )
+
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+@click.group()
+def topology() -> None:
+    """Where a worker is."""
+
+
+@topology.command("check")
+def topology_check() -> None:
+    """Print what a worker would publish from its environment and label files, or why it would not start."""
+    from kvrouter.worker.topology import topology_check as check  # noqa: PLC0415
+
+    report = check(os.environ)
+    click.echo(report.text)
+    sys.exit(report.exit_code)
+
+
+@topology.command("wait", short_help="Wait until the label files are there.")
+@click.option(
+    "--mount-path",
+    metavar="FOLDER",
+    help="The folder of the files.  [DYN_TOPOLOGY_MOUNT_PATH; default: /etc/dynamo/topology]",
+)
+@click.option(
+    "--levels",
+    metavar="LEVEL[,…]",
+    help="The levels whose files must have a value.  [default: the one that a worker with this environment "
+    "would wait for]",
+)
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="LEVEL=KEY",
+    help="The pod label that a level's file shows, for what is told of it.  [default: "
+    "grove.io/topology.LEVEL]",
+)
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, max=86_400),
+    default=300.0,
+    show_default=True,
+    help="How long to wait; 0 looks once.",
+)
+def topology_wait(
+    mount_path: str | None, levels: str | None, labels: tuple[str, ...], timeout_s: float
+) -> None:
+    """Wait until every level's file has a value: the init container of a worker's pod.
+
+    It ends with 0 once they have, and with 1 and the usual causes when they never do. Every few seconds it
+    tells what it waits for.
+    """
+    from kvrouter.worker.topology import awaited, wait_for_levels  # noqa: PLC0415
+
+    signal.signal(signal.SIGTERM, _end)
+    wanted = awaited(os.environ, mount_path=mount_path, levels=levels, labels=labels)
+    wait_for_levels(wanted, timeout_s=timeout_s, say=click.echo)
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    """A container's first process is not ended by SIGTERM unless it says so itself."""
+    sys.exit(TERMINATED)

@@ -1,7 +1,8 @@
-"""``kvrouter explain PROMPT``: draw where a prompt would go, and why."""
+"""``kvrouter explain``: draws a decision, for a prompt or for a request id, and why it was made."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 import msgspec
 from rich.console import Console
@@ -18,7 +19,7 @@ CROSSED = "The handoff crosses its domain: no decode worker was left in it."
 LAST_RESORT = "Nobody else was left: workers that failed again and again may take it too."
 
 
-class Candidate(msgspec.Struct, frozen=True):
+class CandidateRow(msgspec.Struct, frozen=True):
     """One worker rank, as the decision saw it."""
 
     worker_id: int
@@ -46,7 +47,7 @@ class LegPick(msgspec.Struct, frozen=True):
     """One leg: every candidate, and which one was picked."""
 
     chosen: Chosen | None
-    candidates: Sequence[Candidate]
+    candidates: Sequence[CandidateRow]
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class Constraint(msgspec.Struct, frozen=True):
     value: str | None
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class RefusalRow(msgspec.Struct, frozen=True):
     """Why no worker may take the request; the message counts worker ranks by reason."""
 
     code: str
@@ -76,7 +77,7 @@ class Explanation(msgspec.Struct, frozen=True):
     decode: LegPick | None
     constraint: Constraint | None
     fallback_used: bool
-    error: Refusal | None
+    error: RefusalRow | None
     last_resort: bool = False
 
 
@@ -119,7 +120,7 @@ def _last_leg(explanation: Explanation) -> str:
     return "Decode" if explanation.prefill is not None else "Worker"
 
 
-def _ordered(leg: LegPick) -> list[Candidate]:
+def _ordered(leg: LegPick) -> list[CandidateRow]:
     """Return the candidates: the chosen one, then the eligible ones by cost, then the refused ones."""
     return sorted(
         leg.candidates,
@@ -178,3 +179,90 @@ def _rest(leg: LegPick) -> str:
     return f"… and {len(rest)} more: " + ", ".join(
         f"{reason} {count}" for reason, count in sorted(counts.items())
     )
+
+
+class PickRow(msgspec.Struct, frozen=True):
+    """The worker rank that took one leg, with the parts of its cost; ``candidates`` could have."""
+
+    worker_id: int
+    dp_rank: int
+    overlap_blocks: int
+    prefill_blocks: float
+    decode_blocks: float
+    transfer_blocks: float
+    multiplier: float
+    cost: float
+    candidates: int
+
+
+class AttemptRow(msgspec.Struct, frozen=True):
+    """One decision. ``decided_at`` is in seconds since 1970; without ``decode`` prefill alone was decided."""
+
+    attempt: int
+    decided_at: float
+    mode: str
+    prefill: PickRow | None
+    decode: PickRow | None
+    constraint: Constraint | None
+    fallback_used: bool
+    cross_domain: bool
+    last_resort: bool = False
+
+
+class Decisions(msgspec.Struct, frozen=True):
+    """The answer of ``GET /v1/decisions/{request_id}``."""
+
+    request_id: str
+    attempts: Sequence[AttemptRow]
+
+
+def read_decisions(answer: bytes) -> Decisions:
+    """Decode a router's answer; raise AskFailed when it is another program's."""
+    return decode_answer(answer, Decisions)
+
+
+def draw_decisions(decisions: Decisions, console: Console) -> None:
+    """Print a table for each decision, and how KV was to be moved."""
+    counted = "1 decision" if len(decisions.attempts) == 1 else f"{len(decisions.attempts)} decisions"
+    console.print(Text.assemble((decisions.request_id, "bold"), f", {counted}"))
+    for attempt in decisions.attempts:
+        console.print(_decisions_table(attempt))
+        draw_transfer(attempt.constraint, console)
+        if attempt.fallback_used:
+            console.print(Text(CROSSED, "yellow"))
+        elif attempt.cross_domain:
+            console.print(
+                Text("The handoff is not known to stay in its domain, which is preferred.", "yellow")
+            )
+        if attempt.last_resort:
+            console.print(Text(LAST_RESORT, "yellow"))
+
+
+def _decisions_table(attempt: AttemptRow) -> Table:
+    moment = datetime.fromtimestamp(attempt.decided_at, UTC).isoformat(timespec="milliseconds")
+    table = Table(
+        title=Text(f"Attempt {attempt.attempt}, mode {attempt.mode}, {moment.removesuffix('+00:00')}Z"),
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+    )
+    for name in ("leg", "worker"):
+        table.add_column(name)
+    for name in ("overlap", "prefill", "decode", "transfer", "×", "cost", "candidates"):
+        table.add_column(name, justify="right")
+    whole = "decode" if attempt.prefill is not None else "whole"
+    for leg, pick in (("prefill", attempt.prefill), (whole, attempt.decode)):
+        if pick is not None:
+            table.add_row(*map(Text, _cells(leg, pick)), style="bold green")
+    return table
+
+
+def _cells(leg: str, pick: PickRow) -> list[str]:
+    blocks = (pick.prefill_blocks, pick.decode_blocks, pick.transfer_blocks)
+    return [
+        leg,
+        f"{pick.worker_id}/{pick.dp_rank}",
+        str(pick.overlap_blocks),
+        *map(number_text, (*blocks, pick.multiplier, pick.cost)),
+        str(pick.candidates),
+    ]

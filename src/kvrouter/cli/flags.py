@@ -1,9 +1,9 @@
-"""The flags that are made from the settings tree, and a help page that groups them."""
+"""Command-line flags made from the settings tree, and a help page that groups them."""
 
 import click
 
 from kvrouter.config.foreign import FOREIGN, Foreign
-from kvrouter.config.setting import Group, Kind, SettingSpec, SettingValue
+from kvrouter.config.setting import SettingGroup, SettingKind, SettingSpec, SettingValue
 from kvrouter.config.tree import SETTINGS
 
 
@@ -16,7 +16,7 @@ class SettingOption(click.Option):
     def __init__(self, spec: SettingSpec, flag: str) -> None:
         self.spec = spec
         self.is_alias = flag != spec.flag
-        if spec.kind is Kind.SWITCH:
+        if spec.kind is SettingKind.SWITCH:
             names = f"{flag}/--no-{flag.removeprefix('--')}"
             super().__init__([names, parameter_name(spec, flag)], default=None)
         else:
@@ -47,7 +47,7 @@ class ForeignOption(click.Option):
             if not met:
                 raise click.UsageError(f"{option.opts[0]} {foreign.told}")
 
-        is_switch = foreign.kind is Kind.SWITCH
+        is_switch = foreign.kind is SettingKind.SWITCH
         names = f"{flag}/--no-{flag.removeprefix('--')}" if is_switch else flag
         super().__init__(
             [names, f"foreign__{flag.strip('-').replace('-', '_')}"],
@@ -89,7 +89,7 @@ class SettingsCommand(click.Command):
         options = [parameter for parameter in parameters if isinstance(parameter, SettingOption)]
         flags = [option for option in options if not option.is_alias]
         sections = {flag.spec.section for flag in flags}
-        for group in Group:
+        for group in SettingGroup:
             of_group = [flag for flag in flags if flag.spec.group is group]
             if not of_group:
                 continue
@@ -103,7 +103,7 @@ class SettingsCommand(click.Command):
 
 def setting_options(*sections: str) -> list[click.Option]:
     """Return a flag for every name of a setting of ``sections`` that has one, and Dynamo's flags that set
-    nothing beside those; without sections, of all.
+    nothing along with those; without sections, of all.
     """
 
     def is_chosen(section: str) -> bool:

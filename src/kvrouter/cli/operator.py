@@ -17,8 +17,8 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.telemetry.logs import configure_logging
 
 if TYPE_CHECKING:  # these need the extra
-    from kvrouter.operator.doors import CertificateFiles, CertificateSecret
     from kvrouter.operator.plan import PlanDefaults
+    from kvrouter.operator.servers import CertificateFiles, CertificateSecret
 
 EXTRA = "kubernetes"
 OF_EXTRA = ("cryptography", "kubernetes")
@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFlags:
-    """What ``kvrouter operator run`` was told."""
+    """What ``kvrouter operator run`` was given."""
 
     kubeconfig: Path | None
     lease_namespace: str
@@ -153,7 +153,7 @@ def of_planes(command: F) -> F:
 
 
 def of_admission(command: F) -> F:
-    """Add the options of the admission door."""
+    """Add the options of the admission server."""
     for option in (
         click.option(
             "--service",
@@ -252,18 +252,18 @@ def operator_run(*, log_level: str, log_format: str, **flags: object) -> None:
         from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
         from kvrouter.operator.run import OperatorSettings, run_operator  # noqa: PLC0415
     configure_logging(log_level, log_format=log_format)
-    told = RunFlags(**flags)  # type: ignore[arg-type]  # click checked them
+    run_flags = RunFlags(**flags)  # type: ignore[arg-type]  # click checked them
     settings = OperatorSettings(
         identity=_identity(),
-        lease=Key(told.lease_namespace, told.lease_name),
-        defaults=_defaults(told),
-        kubeconfig=told.kubeconfig,
-        namespace=told.namespace,
-        class_name=told.class_name,
-        host=told.host,
-        http_port=told.http_port,
-        admission_port=told.admission_port,
-        certificate=_certificate(told),
+        lease=Key(run_flags.lease_namespace, run_flags.lease_name),
+        defaults=_defaults(run_flags),
+        kubeconfig=run_flags.kubeconfig,
+        namespace=run_flags.namespace,
+        class_name=run_flags.class_name,
+        host=run_flags.host,
+        http_port=run_flags.http_port,
+        admission_port=run_flags.admission_port,
+        certificate=_certificate(run_flags),
     )
     sys.exit(run_operator(settings))
 
@@ -332,39 +332,39 @@ def _identity() -> str:
     return f"{os.environ.get('POD_NAME') or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
 
 
-def _defaults(told: RunFlags) -> "PlanDefaults":
+def _defaults(run_flags: RunFlags) -> "PlanDefaults":
     from kvrouter.operator.plan import PlanDefaults, SecretKey  # noqa: PLC0415
 
-    secret = told.plane_token_secret
+    secret = run_flags.plane_token_secret
     found = PlanDefaults(
-        image=told.image,
-        nats_server=told.nats_server,
-        request_plane=RequestPlaneKind(told.request_plane),
-        discovery=DiscoveryBackend(told.discovery),
-        event_plane=EventPlaneKind(told.event_plane),
-        plane_token=None if secret is None else SecretKey(secret, told.plane_token_key),
-        admin_token=SecretKey(told.admin_token_secret, told.admin_token_key),
-        wait_image=told.wait_image,
-        wait_timeout_s=told.wait_timeout_s,
-        disruption_hold_s=told.disruption_hold_s,
+        image=run_flags.image,
+        nats_server=run_flags.nats_server,
+        request_plane=RequestPlaneKind(run_flags.request_plane),
+        discovery=DiscoveryBackend(run_flags.discovery),
+        event_plane=EventPlaneKind(run_flags.event_plane),
+        plane_token=None if secret is None else SecretKey(secret, run_flags.plane_token_key),
+        admin_token=SecretKey(run_flags.admin_token_secret, run_flags.admin_token_key),
+        wait_image=run_flags.wait_image,
+        wait_timeout_s=run_flags.wait_timeout_s,
+        disruption_hold_s=run_flags.disruption_hold_s,
     )
-    for plane in found.planes_of_nats if told.nats_server is None else ():
+    for plane in found.planes_of_nats if run_flags.nats_server is None else ():
         raise click.UsageError(f"--{plane} is NATS: say with --nats-server where that is")
     return found
 
 
-def _certificate(told: RunFlags) -> "CertificateFiles | CertificateSecret | None":
-    from kvrouter.operator.doors import CertificateFiles, CertificateSecret  # noqa: PLC0415
+def _certificate(run_flags: RunFlags) -> "CertificateFiles | CertificateSecret | None":
     from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
+    from kvrouter.operator.servers import CertificateFiles, CertificateSecret  # noqa: PLC0415
 
-    if told.certificate is not None and told.certificate_secret is not None:
+    if run_flags.certificate is not None and run_flags.certificate_secret is not None:
         raise click.UsageError("give --certificate or --certificate-secret, and not both")
-    if told.certificate is not None:
-        return CertificateFiles(cert=told.certificate / "tls.crt", key=told.certificate / "tls.key")
-    if told.certificate_secret is None:
+    if run_flags.certificate is not None:
+        return CertificateFiles(cert=run_flags.certificate / "tls.crt", key=run_flags.certificate / "tls.key")
+    if run_flags.certificate_secret is None:
         return None
     return CertificateSecret(
-        secret=Key(told.lease_namespace, told.certificate_secret),
-        webhook=told.webhook,
-        dns_names=(f"{told.service}.{told.lease_namespace}.svc",),
+        secret=Key(run_flags.lease_namespace, run_flags.certificate_secret),
+        webhook=run_flags.webhook,
+        dns_names=(f"{run_flags.service}.{run_flags.lease_namespace}.svc",),
     )

@@ -1,17 +1,17 @@
-"""The commands of a fleet in many processes: ``frontend`` and ``worker mock``."""
+"""The commands that run one process of a fleet: frontend, worker, standalone router."""
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
-from kvrouter.cli.place import place_options
-from kvrouter.config.document import read_document
 from kvrouter.config.fleet_checks import load_fleet, settings_document
 from kvrouter.config.one_worker import FLAGS, fleet_of_one
+from kvrouter.config.problems import read_document
 from kvrouter.config.setting import SettingValue
 from kvrouter.config.sources import Loaded, load_settings
 from kvrouter.config.static_endpoint import static_cards
@@ -19,6 +19,32 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import ModelName
 from kvrouter.telemetry.logs import configure_logging
 from kvrouter.text.source import tokenizer_folder
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+_OPTIONS = (
+    click.option(
+        "--domain",
+        multiple=True,
+        metavar="LEVEL=VALUE",
+        help="Where it is, the broadest level first: --domain zone=a --domain rack=r7.",
+    ),
+    click.option("--taint", multiple=True, metavar="TEXT", help="A taint of its own; may be repeated."),
+    click.option("--kv-transfer-domain", metavar="LEVEL", help="The domain that its KV transfers keep to."),
+    click.option(
+        "--kv-transfer-enforcement",
+        metavar="required|preferred|fallback",
+        help="How strictly.  [default: required]",
+    ),
+    click.option("--kv-transfer-preferred-weight", type=float, metavar="NUMBER", help="From 0 to 1."),
+)
+
+
+def place_options(command: Command) -> Command:
+    """Give ``command`` the flags ``--domain``, ``--taint`` and ``--kv-transfer-…``."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.command(cls=SettingsCommand, short_help="Serve workers that run in other processes.")
@@ -59,8 +85,8 @@ def frontend(
     loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
     begin(loaded)
     folders = model_folders(model_paths)
-    from kvrouter.assembly.described import links_of  # noqa: PLC0415
-    from kvrouter.assembly.frontend import serve_frontend  # noqa: PLC0415
+    from kvrouter.commands.frontend import serve_frontend  # noqa: PLC0415
+    from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
 
     links = None if document is None else links_of(document)
     static = static_cards(static_endpoints, loaded.settings.planes.request_plane)
@@ -169,7 +195,7 @@ def worker_mock(
             given = ", ".join(f"--{name.replace('_', '-')}" for name in said)
             raise click.UsageError(f"{given}: the fleet file says so already")
         of_fleet = load_fleet(document).fleet
-    from kvrouter.assembly.worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
+    from kvrouter.commands.mock_worker import MockWorkerSpec, serve_mock_worker  # noqa: PLC0415
 
     spec = MockWorkerSpec.pick(
         of_fleet,
@@ -189,7 +215,7 @@ worker_mock.params.extend(setting_options("planes", "log"))
 
 
 def begin(loaded: Loaded) -> None:
-    """Tell the settings' warnings and begin to log."""
+    """Report the settings' warnings and begin to log."""
     warn(loaded.warnings)
     log = loaded.settings.log
     configure_logging(log.log_level.value, log_format=log.log_format.value)
@@ -219,3 +245,116 @@ def model_folders(pairs: tuple[str, ...]) -> dict[ModelName, Path]:
         except ConfigError as error:
             raise ConfigError(f"--model-path: {error.message}", param="model_path") from error
     return folders
+
+
+@click.command("pods", cls=SettingsCommand, short_help="Beside the engines of labelled pods of Kubernetes.")
+@click.option(
+    "--selector", default="", metavar="LABELS", help="Only pods with these labels too, as team=a,tier!=test."
+)
+@click.option("--engine-namespace", metavar="NAME", help="Another namespace than this pod's own.")
+@click.option(
+    "--drain-limit-s", type=float, default=30.0, show_default=True, help="Time for running legs at the end."
+)
+def worker_pods(
+    selector: str, engine_namespace: str | None, drain_limit_s: float, **flags: SettingValue | None
+) -> None:
+    """Make every pod with the label kvrouter.dev/engine part of a fleet; its image and command stay as they
+    are. What the engine cannot be asked is said in the pod's annotations.
+
+    Of several such processes one serves each engine, and another takes over when that one ends.
+    """
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=None)
+    begin(loaded)
+    from kvrouter.attach.pod_fleet import EnginePods  # noqa: PLC0415
+    from kvrouter.commands.engine_pods import serve_pod_workers  # noqa: PLC0415
+
+    pods = EnginePods(selector=selector, namespace=engine_namespace)
+    sys.exit(serve_pod_workers(loaded.settings, pods, os.environ, drain_limit_s=drain_limit_s))
+
+
+worker_pods.params.extend(setting_options("planes", "log"))
+
+
+@click.command(cls=SettingsCommand, short_help="Decide for engines that something else fronts.")
+@click.option(
+    "--component",
+    type=click.Choice(["all", "prefill", "backend"]),
+    default="all",
+    show_default=True,
+    help="prefill: the prefill leg alone, each prefill worker a target of its own. backend: workers that "
+    "decode, or serve whole requests. all: whole requests, pairs where prefill workers are.",
+)
+@click.option(
+    "--lease-ttl-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A booking of which nobody says anything for this long ends. Every call about it renews it.",
+)
+@click.option(
+    "--bookings-max",
+    type=click.IntRange(min=1),
+    default=65_536,
+    show_default=True,
+    metavar="INT",
+    help="How many requests may be booked at a time; then 503.",
+)
+@click.option(
+    "--prefills-max",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    metavar="INT",
+    help="How many prefill legs may run at a time; then 503. With --component prefill.",
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A fleet file whose router, frontend, planes and log sections, and links, are used.",
+)
+@click.option(
+    "--model-path",
+    "model_paths",
+    multiple=True,
+    metavar="MODEL=FOLDER",
+    help="A model's tokenizer: this host's folder, or a Hugging Face repository; without it what its workers "
+    "name is read. "
+    "Who sends token ids needs none.",
+)
+def router(
+    component: str,
+    lease_ttl_s: float,
+    bookings_max: int,
+    prefills_max: int,
+    config: Path | None,
+    model_paths: tuple[str, ...],
+    **flags: SettingValue | None,
+) -> None:
+    """Serve decisions over HTTP, for engines that something else fronts.
+
+    POST /v1/route says which worker a request should go to, and books it there until its owner frees it.
+    With --component prefill, POST /v1/prefill also sends the prefill leg, and answers with where the KV
+    waits and what decode must obey. Requests themselves go elsewhere.
+
+    It finds workers as a frontend does: they share --namespace, --discovery and --request-plane.
+    """
+    document = None if config is None else settings_document(read_document(config))
+    loaded = load_settings(flags=given_flags(flags), environ=os.environ, document=document)
+    begin(loaded)
+    folders = model_folders(model_paths)
+    from kvrouter.commands.router import RouterComponent, StandaloneSpec, serve_standalone  # noqa: PLC0415
+    from kvrouter.wiring.fleet_build import links_of  # noqa: PLC0415
+
+    spec = StandaloneSpec(
+        component=RouterComponent(component),
+        lease_ttl_s=lease_ttl_s,
+        bookings_max=bookings_max,
+        prefills_max=prefills_max,
+    )
+    links = None if document is None else links_of(document)
+    sys.exit(serve_standalone(loaded.settings, spec, folders, links))
+
+
+router.params.extend(setting_options("router", "frontend", "planes", "log"))

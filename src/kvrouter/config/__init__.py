@@ -1,6 +1,5 @@
 """Settings and the fleet file: one source for flags, environment, YAML and the documentation pages."""
 
-from kvrouter.config.document import Document, parse_document, read_document
 from kvrouter.config.fleet import (
     FleetFile,
     KvTransferSpec,
@@ -12,8 +11,9 @@ from kvrouter.config.fleet import (
     WorkerGroup,
 )
 from kvrouter.config.fleet_checks import LoadedFleet, default_fleet_document, load_fleet
-from kvrouter.config.fleet_engines import AttachedEngineSpec, Handoff, MockEngineSpec, MockTiming
+from kvrouter.config.fleet_engines import AttachedEngineSpec, HandoffKind, MockEngineSpec, MockTiming
 from kvrouter.config.planes import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind
+from kvrouter.config.problems import Document, parse_document, read_document
 from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.sources import Loaded, load_settings
 from kvrouter.config.tree import (
@@ -35,7 +35,7 @@ __all__ = [
     "EventPlaneKind",
     "FleetFile",
     "FrontendSettings",
-    "Handoff",
+    "HandoffKind",
     "KvRouterConfig",
     "KvTransferSpec",
     "LinkSpec",

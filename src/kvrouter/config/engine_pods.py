@@ -1,16 +1,15 @@
-"""What a pod's labels and annotations say of the engine in it: the words of a fleet file, and its checks."""
+"""The labels and annotations of a pod that holds an engine, read as a line of the fleet file."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, get_args
 
-from kvrouter.config.document import Document
 from kvrouter.config.fleet import FleetFile, KvTransferSpec, WorkerGroup
 from kvrouter.config.fleet_checks import load_part
 from kvrouter.config.fleet_engines import AttachedEngineSpec
 from kvrouter.config.one_worker import put
-from kvrouter.config.problems import Path, did_you_mean
+from kvrouter.config.problems import Document, Path, did_you_mean
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.pods import EnginePod, PodPort
+from kvrouter.core.workers import EnginePod, PodPort
 
 PREFIX = "kvrouter.dev/"
 KIND_LABEL = f"{PREFIX}engine"
@@ -136,7 +135,7 @@ def engine_of(
 
     ``policy`` is that of all KV transfers, ``levels`` the order of the domains, the broadest first; without,
     regions are broader than zones, and zones than all others. Raises ConfigError with a line for each
-    mistake, which names the label or annotation and the mend.
+    mistake, which names the label or annotation and the fix.
     """
     kind = pod.labels.get(KIND_LABEL, "")
     if kind not in _KINDS:

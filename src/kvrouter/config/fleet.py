@@ -16,10 +16,9 @@ from kvrouter.config.fleet_engines import (
     EngineSpec,
     MockEngineSpec,
 )
-from kvrouter.config.fleet_part import Part
 from kvrouter.config.planes import PlaneSettings
 from kvrouter.config.router import KvRouterConfig
-from kvrouter.config.setting import Finite, Fraction, NonNegative, Positive, Whole
+from kvrouter.config.setting import Finite, FleetPart, Fraction, NonNegative, Positive, Whole
 from kvrouter.config.tree import FrontendSettings, LogSettings
 from kvrouter.config.variables import TopologyVariable
 from kvrouter.core.workers import Enforcement, Role
@@ -66,7 +65,7 @@ REPLICAS_MAX = 1024
 """How many workers one group may have."""
 
 
-class ModelSpec(Part):
+class ModelSpec(FleetPart):
     """A model that the fleet serves."""
 
     name: ModelText
@@ -101,7 +100,7 @@ class ModelSpec(Part):
         return self.tokenizer or MOCK
 
 
-class LinkSpec(Part):
+class LinkSpec(FleetPart):
     """One link: seconds until the first byte, and bytes a second from then on, shared by its transfers."""
 
     latency_s: NonNegative
@@ -125,7 +124,7 @@ def _spec(link: Link) -> LinkSpec:
     return LinkSpec(latency_s=link.latency_s, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
 
 
-class LinksSpec(Part):
+class LinksSpec(FleetPart):
     """How fast KV travels between two workers, by the narrowest level that they share."""
 
     within: Mapping[DomainName, LinkSpec] = {}
@@ -138,7 +137,7 @@ class LinksSpec(Part):
     """Links that were measured between two places."""
 
 
-class TopologySpec(Part):
+class TopologySpec(FleetPart):
     """The levels at which workers are placed, and the links between them."""
 
     levels: Annotated[tuple[DomainName, ...], MaxLen(16)] = ()
@@ -156,7 +155,7 @@ class TopologySpec(Part):
         return LinksSpec(within=dict.fromkeys(self.levels, _spec(SAME_LEVEL_LINK)))
 
 
-class KvTransferSpec(Part):
+class KvTransferSpec(FleetPart):
     """The transfer policy that every worker of the fleet publishes."""
 
     domain: DomainName
@@ -170,7 +169,7 @@ class KvTransferSpec(Part):
     """How strong the preference is, under ``preferred`` only."""
 
 
-class WorkerGroup(Part):
+class WorkerGroup(FleetPart):
     """Workers that are alike."""
 
     name: Name
@@ -210,7 +209,7 @@ class WorkerGroup(Part):
         return self.replicas or 1
 
 
-class FleetFile(Part):
+class FleetFile(FleetPart):
     """A fleet, whole: what ``kvrouter up --fleet`` reads."""
 
     version: Literal[1]
@@ -238,7 +237,7 @@ class FleetFile(Part):
     """Settings of the router."""
 
     frontend: FrontendSettings = FrontendSettings()
-    """Settings of the front door."""
+    """Settings of the frontend."""
 
     planes: PlaneSettings = PlaneSettings()
     """Settings of what lies between processes."""

@@ -1,26 +1,196 @@
-"""What a fleet file must say as a whole: names that meet, domains that exist, models that somebody
-decodes."""
+"""Checks of a fleet file as a whole: names that refer to each other, domains, models, engines."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import NamedTuple
 
-from kvrouter.config.document import Document, parse_document
-from kvrouter.config.engine_checks import engine_problems, engine_warnings, pair_problems
+from pydantic import ValidationError
+
 from kvrouter.config.fleet import FleetFile, WorkerGroup
-from kvrouter.config.fleet_rest import entries, validated
+from kvrouter.config.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.config.problems import (
+    Document,
     Path,
     Problem,
     config_error,
     did_you_mean,
     dotted,
+    innermost,
+    parse_document,
+    problem_of,
     raise_problems,
 )
 from kvrouter.config.tree import Settings
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.topology import RESERVED_TAINT_PREFIX, MismatchPolicy
+
+ENTRY_SECTIONS = ("models", "workers")
+"""Sections that are lists of named entries."""
+
+ANY = -1
+"""Stands for every entry of a section in the paths that a check depends on."""
+
+
+class FleetRest(NamedTuple):
+    """``fleet`` without the values at ``mistaken``, where defaults or stand-ins take their place."""
+
+    fleet: FleetFile
+    mistaken: frozenset[Path]
+
+    def can_judge(self, depends_on: Sequence[Path]) -> bool:
+        """Whether a check that reads these paths of the file would read nothing but what its owner wrote."""
+        return not any(_touches(mistake, path) for mistake in self.mistaken for path in depends_on)
+
+
+def validated(content: Mapping[str, object]) -> tuple[FleetRest | None, list[Problem]]:
+    """Return what is left of a file without its mistaken values, None where too little is, and the mistakes.
+
+    Some of them are found only once others are taken out: of two keys of one section that contradict two
+    others, the validation names one pair.
+    """
+    problems: list[Problem] = []
+    units: frozenset[Path] = frozenset()
+    rest = dict(content)
+    while True:
+        try:
+            return FleetRest(FleetFile.model_validate(rest), units), problems
+        except ValidationError as error:
+            found = innermost([problem_of(item, FleetFile) for item in error.errors()])
+        new = [problem for problem in found if _unit(problem.path) not in units]
+        if not new:
+            return None, problems  # what is wrong now follows from what was taken out
+        problems += new
+        units |= {_unit(problem.path) for problem in new}
+        rest = copy.deepcopy(dict(content))
+        for unit in units:
+            _take_out(rest, unit)
+
+
+def _unit(path: Path) -> Path:
+    """The part of the file that a mistake spoils: one key of an entry, or of a section, or one link."""
+    if path[:2] == ("topology", "links"):
+        return path[:4] if path[2:3] == ("within",) else path[:3]
+    return path[:3] if path and path[0] in ENTRY_SECTIONS else path[:2]
+
+
+def _take_out(rest: dict[str, object], unit: Path) -> None:
+    section = rest.get(str(unit[0]))
+    if len(unit) == 3 and isinstance(section, list):
+        number, key = unit[1], unit[2]
+        entry = section[number] if isinstance(number, int) else None
+        if isinstance(entry, dict) and key == "name":
+            entry["name"] = f"unnamed-{number}"
+        elif isinstance(entry, dict):
+            entry.pop(key, None)
+    elif len(unit) == 2 and isinstance(section, list) and isinstance(unit[1], int):
+        section[unit[1]] = {"name": f"unnamed-{unit[1]}"}
+    elif unit == ("version",):
+        rest["version"] = 1
+    else:
+        around: object = rest
+        for key in unit[:-1]:
+            around = around.get(str(key)) if isinstance(around, dict) else None
+        if isinstance(around, dict):
+            around.pop(unit[-1], None)
+
+
+def _touches(mistake: Path, path: Path) -> bool:
+    return all(mine in (its, ANY) for its, mine in zip(mistake, path, strict=False))
+
+
+def entries(section: str, *keys: str) -> Iterator[Path]:
+    """The paths of these keys in every entry of ``section``."""
+    for key in keys:
+        yield section, ANY, key
+
+
+def engine_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Yield what is wrong with engines that run already; the names of models must be good."""
+    first_at: dict[str, Path] = {}
+    for position, group in enumerate(fleet.workers):
+        engine, path = group.engine, ("workers", position, "engine")
+        if not isinstance(engine, AttachedEngineSpec):
+            continue
+        yield from _place_problems(engine, path)
+        yield from _event_problems(engine, path)
+        if group.replicas is not None and group.replicas != max(1, group.n_workers):
+            must = f"must be the number of engines ({group.n_workers}) or be left out, not {group.replicas}"
+            yield Problem(("workers", position, "replicas"), must)
+        for number, url in enumerate(engine.all_urls):
+            at = url_path(position, engine, number)
+            if url in first_at:
+                yield Problem(at, f"must be unique: {url} is {dotted(first_at[url])}")
+            first_at.setdefault(url, at)
+
+
+def url_path(position: int, engine: AttachedEngineSpec, number: int) -> Path:
+    """Where the URL of the group's engine ``number``, from 0, stands."""
+    path = ("workers", position, "engine")
+    return (*path, "url") if engine.urls is None else (*path, "urls", number)
+
+
+def _place_problems(engine: AttachedEngineSpec, path: Path) -> Iterator[Problem]:
+    if engine.url is None and engine.urls is None:
+        yield Problem((*path, "url"), "is required: where the engine's server is, as http://HOST:PORT")
+    if engine.url is not None and engine.urls is not None:
+        yield Problem((*path, "urls"), "contradicts url: give one of the two")
+
+
+def _event_problems(engine: AttachedEngineSpec, path: Path) -> Iterator[Problem]:
+    if engine.kv_events_endpoint is None:
+        if engine.kv_events_replay_endpoint is not None:
+            yield Problem((*path, "kv_events_replay_endpoint"), "only together with kv_events_endpoint")
+        return
+    at = (*path, "kv_events_endpoint")
+    if not engine.kv_events:
+        yield Problem(at, "contradicts kv_events: false")
+    if engine.urls is not None:
+        yield Problem(at, "is one engine's, and urls are several: leave it out, or make a group of each")
+
+
+def pair_problems(fleet: FleetFile) -> Iterator[Problem]:
+    """Yield pairs that could not hand KV on: engines of one kind understand each other, and nobody else."""
+    for model in fleet.models:
+        groups = fleet.groups_of(model)
+        prefill = next((group for group in groups if group.role is Role.PREFILL), None)
+        if prefill is None:
+            continue
+        for group in groups:
+            if group.engine.kind != prefill.engine.kind:
+                must = (
+                    f"must be {prefill.engine.kind!r}, not {group.engine.kind!r}: {prefill.name!r} prefills "
+                    f"for {model.name!r}, and KV goes between engines of one kind"
+                )
+                yield Problem(("workers", fleet.workers.index(group), "engine", "kind"), must)
+
+
+def engine_warnings(fleet: FleetFile) -> Iterator[str]:
+    """Yield what can be run and was hardly meant."""
+    for group in fleet.workers:
+        yield from _group_warnings(fleet, group)
+    for model in fleet.models:
+        kinds = {group.engine.kind for group in fleet.groups_of(model)}
+        if "mock" in kinds and len(kinds) > 1:
+            yield (
+                f"model {model.name!r} has mock engines beside others: its calls reach nobody as they were "
+                "written, and tools, grammars and log probabilities are refused"
+            )
+
+
+def _group_warnings(fleet: FleetFile, group: WorkerGroup) -> Iterator[str]:
+    model, engine = fleet.model_of(group), group.engine
+    if isinstance(engine, MockEngineSpec):
+        room_tokens = engine.total_kv_blocks * model.mock_block_size
+        if room_tokens < model.mock_context_length:
+            yield (
+                f"group {group.name!r} has room for {room_tokens} tokens, "
+                f"less than the context length of {model.name!r} ({model.mock_context_length})"
+            )
+    if not engine.kv_events and fleet.router.kv_events:
+        yield f"group {group.name!r} publishes no KV events: the router takes its caches for empty"
+
 
 RANKS_MAX = 65_536
 """How many worker ranks one file may describe."""
@@ -247,7 +417,7 @@ def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
 
 
 def _domain_warnings(groups: Sequence[WorkerGroup], model: str, domain: str) -> Iterator[str]:
-    """Tell of workers that get nothing while KV must keep to ``domain``."""
+    """Report workers that get nothing while KV must keep to ``domain``."""
     prefill = [group for group in groups if group.role is Role.PREFILL]
     for group in groups:
         if domain not in group.domains:

@@ -9,8 +9,7 @@ from annotated_types import MaxLen, MinLen
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.fleet_part import Part
-from kvrouter.config.setting import Finite, NonNegative, Positive, PositiveCount, Switch
+from kvrouter.config.setting import Finite, FleetPart, NonNegative, Positive, PositiveCount, Switch
 from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
 
 MOCK: Final = "mock"
@@ -26,14 +25,14 @@ URLS_MAX = 1024
 """How many engines one group may have."""
 
 
-class Handoff(StrEnum):
+class HandoffKind(StrEnum):
     """How a decode worker learns where the KV of a prefill waits."""
 
     BOOTSTRAP = "bootstrap"
     SYNCHRONOUS = "synchronous"
 
 
-class MockTiming(Part):
+class MockTiming(FleetPart):
     """The timing formula of a mock engine, in milliseconds.
 
     Computing t prompt tokens takes ``prefill_quadratic·t² + prefill_linear·t + prefill_base``, decoding one
@@ -64,7 +63,7 @@ class MockTiming(Part):
     """Milliseconds that a step that decodes takes at least."""
 
 
-class MockEngineSpec(Part):
+class MockEngineSpec(FleetPart):
     """A mock engine: an engine without a GPU, with the batching, the cache and the timing of a real one."""
 
     kind: Literal["mock"] = MOCK
@@ -97,7 +96,7 @@ class MockEngineSpec(Part):
     engine_hashing: EngineHashing = EngineHashing.DETERMINISTIC
     """What it calls its blocks in KV events."""
 
-    handoff: Handoff = Handoff.BOOTSTRAP
+    handoff: HandoffKind = HandoffKind.BOOTSTRAP
     """How prefill and decode meet; read on prefill workers."""
 
     kv_load_failure_policy: KvLoadFailurePolicy = KvLoadFailurePolicy.FAIL
@@ -147,7 +146,7 @@ EngineUrl = Annotated[str, MaxLen(2048), AfterValidator(_check_url)]
 EventEndpoint = Annotated[str, MaxLen(2048), AfterValidator(_check_endpoint)]
 
 
-class AttachedEngineSpec(Part):
+class AttachedEngineSpec(FleetPart):
     """An engine that runs already: its image and its command stay as they are. Its model, block size,
     context length, ranks and event sources are asked of it; what the file says of these is checked. The key
     that it asks for is read from the environment alone: ``KVROUTER_ENGINE_API_KEY``.

@@ -1,4 +1,4 @@
-"""Names that Dynamo's users bring and that set nothing here: each says so, and what there is instead.
+"""Settings of Dynamo that have no effect here: each says why, and what there is instead.
 
 A name with a value that asks for what is done anyway is taken.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.setting import Kind, parse_switch
+from kvrouter.config.setting import SettingKind, parse_switch
 
 NOT_SET = ("", "none")
 """The texts with which a variable or a flag of Dynamo's says that it sets nothing."""
@@ -18,7 +18,7 @@ NOT_SET = ("", "none")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
     """One of Dynamo's settings: its field, flags and variables. ``met`` are the values with which it asks for
-    what is done here anyway. ``section`` says beside which settings its flag stands; those of the router are
+    what is done here anyway. ``section`` says with which settings its flag is listed; those of the router are
     fields of ``KvRouterConfig`` too.
     """
 
@@ -26,7 +26,7 @@ class Foreign:
     section: str = "router"
     flags: tuple[str, ...]
     variables: tuple[str, ...]
-    kind: Kind
+    kind: SettingKind
     met: tuple[object, ...] = ()
     why: str
 
@@ -45,18 +45,20 @@ class Foreign:
         if text.lower() in NOT_SET:
             return True
         try:
-            if self.kind is Kind.SWITCH:
+            if self.kind is SettingKind.SWITCH:
                 return self.is_met_by(parse_switch(text))
-            if self.kind is Kind.WHOLE:
+            if self.kind is SettingKind.WHOLE:
                 return self.is_met_by(int(text))
-            if self.kind is Kind.NUMBER:
+            if self.kind is SettingKind.NUMBER:
                 return self.is_met_by(float(text))
         except ValueError:
             return False
         return self.is_met_by(text)
 
 
-def _router(name: str, kind: Kind, why: str, *met: object, older: tuple[str, str] | None = None) -> Foreign:
+def _router(
+    name: str, kind: SettingKind, why: str, *met: object, older: tuple[str, str] | None = None
+) -> Foreign:
     """A setting whose flag and variable follow from its field's name; ``older`` are those of another era."""
     stem = name.removeprefix("router_")
     flag, variable = f"--router-{stem.replace('_', '-')}", f"DYN_ROUTER_{stem.upper()}"
@@ -72,7 +74,7 @@ def _router(name: str, kind: Kind, why: str, *met: object, older: tuple[str, str
 
 def _plain(
     name: str,
-    kind: Kind,
+    kind: SettingKind,
     why: str,
     *met: object,
     section: str = "router",
@@ -91,12 +93,12 @@ def _plain(
     )
 
 
-def _field(name: str, kind: Kind, why: str, *met: object) -> Foreign:
+def _field(name: str, kind: SettingKind, why: str, *met: object) -> Foreign:
     """A field of ``KvRouterConfig`` that has no flag or variable of its own."""
     return Foreign(name=name, flags=(), variables=(), kind=kind, met=met, why=why)
 
 
-def _variable(name: str, kind: Kind, why: str, *met: object, section: str) -> Foreign:
+def _variable(name: str, kind: SettingKind, why: str, *met: object, section: str) -> Foreign:
     """A variable that has no flag."""
     return Foreign(
         name=name.lower(), section=section, flags=(), variables=(name,), kind=kind, met=met, why=why
@@ -142,21 +144,21 @@ _PREDICTION_FIELDS = (
 )
 
 FOREIGN: tuple[Foreign, ...] = (
-    _router("router_queue_threshold", Kind.NUMBER, _QUEUE),
-    _router("router_queue_policy", Kind.TEXT, _QUEUE, "fcfs"),
-    _router("router_policy_config", Kind.TEXT, _POLICIES),
-    _router("router_prefill_policy", Kind.TEXT, _POLICIES, "default"),
-    _router("router_decode_policy", Kind.TEXT, _POLICIES, "default"),
+    _router("router_queue_threshold", SettingKind.NUMBER, _QUEUE),
+    _router("router_queue_policy", SettingKind.TEXT, _QUEUE, "fcfs"),
+    _router("router_policy_config", SettingKind.TEXT, _POLICIES),
+    _router("router_prefill_policy", SettingKind.TEXT, _POLICIES, "default"),
+    _router("router_decode_policy", SettingKind.TEXT, _POLICIES, "default"),
     _router(
         "router_assume_kv_reuse",
-        Kind.SWITCH,
+        SettingKind.SWITCH,
         "cached blocks are always taken to be used again",
         True,
         older=("--assume-kv-reuse", "DYN_ASSUME_KV_REUSE"),
     ),
     _router(
         "router_track_output_blocks",
-        Kind.SWITCH,
+        SettingKind.SWITCH,
         "blocks of output always count as load where active blocks do",
         True,
         older=("--track-output-blocks", "DYN_TRACK_OUTPUT_BLOCKS"),
@@ -165,17 +167,19 @@ FOREIGN: tuple[Foreign, ...] = (
         name="durable_kv_events",
         flags=("--router-durable-kv-events", "--durable-kv-events"),
         variables=("DYN_ROUTER_DURABLE_KV_EVENTS", "DYN_DURABLE_KV_EVENTS"),
-        kind=Kind.SWITCH,
+        kind=SettingKind.SWITCH,
         met=(False,),
         why="each worker chooses how its KV events travel, by --event-plane jetstream",
     ),
-    _router("router_event_threads", Kind.WHOLE, "KV events are applied by the event loop, in steps", 1, 4),
-    _router("router_prefill_load_model", Kind.TEXT, "what waits for prefill counts in full", "none"),
+    _router(
+        "router_event_threads", SettingKind.WHOLE, "KV events are applied by the event loop, in steps", 1, 4
+    ),
+    _router("router_prefill_load_model", SettingKind.TEXT, "what waits for prefill counts in full", "none"),
     Foreign(
         name="prefill_load_scale",
         flags=("--router-prefill-load-scale",),
         variables=("DYN_ROUTER_PREFILL_LOAD_SCALE",),
-        kind=Kind.NUMBER,
+        kind=SettingKind.NUMBER,
         met=(1.0,),
         why=_CREDIT,
     ),
@@ -183,7 +187,7 @@ FOREIGN: tuple[Foreign, ...] = (
         name="overlap_score_credit",
         flags=("--router-kv-overlap-score-credit",),
         variables=("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT",),
-        kind=Kind.NUMBER,
+        kind=SettingKind.NUMBER,
         met=(1.0,),
         why=_CREDIT,
     ),
@@ -191,30 +195,36 @@ FOREIGN: tuple[Foreign, ...] = (
         name="overlap_score_credit_decay",
         flags=("--router-kv-overlap-score-credit-decay",),
         variables=("DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT_DECAY",),
-        kind=Kind.NUMBER,
+        kind=SettingKind.NUMBER,
         met=(0.0,),
         why=_CREDIT,
     ),
-    _router("decode_active_request_weight", Kind.NUMBER, "load is counted in blocks, not in requests", 0.0),
-    _router("host_cache_hit_weight", Kind.NUMBER, _TIERS, 0.0),
-    _router("disk_cache_hit_weight", Kind.NUMBER, _TIERS, 0.0),
-    _plain("shared_cache_multiplier", Kind.NUMBER, _TIERS, 0.0),
-    _plain("shared_cache_type", Kind.TEXT, _TIERS, "none"),
-    _router("router_predicted_ttl_secs", Kind.NUMBER, "where KV events are followed, no cache is predicted"),
-    _router("router_approximate_cache_policy", Kind.TEXT, "predicted blocks end with their time", "ttl"),
-    _router("router_tracking_hash", Kind.TEXT, _TRACKING, "public-xxh3-v1"),
-    _router("router_tracking_key_file", Kind.TEXT, _TRACKING),
-    _router("router_tracking_key_id", Kind.TEXT, _TRACKING),
-    _router("router_session_affinity_ttl_secs", Kind.NUMBER, _SESSIONS),
-    _router("router_session_affinity_mode", Kind.TEXT, _SESSIONS),
-    _plain("enable_session_prefix_index", Kind.SWITCH, _SESSIONS, False),
-    _plain("use_remote_indexer", Kind.SWITCH, _INDEXERS, False),
-    _plain("serve_indexer", Kind.SWITCH, _INDEXERS, False),
+    _router(
+        "decode_active_request_weight", SettingKind.NUMBER, "load is counted in blocks, not in requests", 0.0
+    ),
+    _router("host_cache_hit_weight", SettingKind.NUMBER, _TIERS, 0.0),
+    _router("disk_cache_hit_weight", SettingKind.NUMBER, _TIERS, 0.0),
+    _plain("shared_cache_multiplier", SettingKind.NUMBER, _TIERS, 0.0),
+    _plain("shared_cache_type", SettingKind.TEXT, _TIERS, "none"),
+    _router(
+        "router_predicted_ttl_secs", SettingKind.NUMBER, "where KV events are followed, no cache is predicted"
+    ),
+    _router(
+        "router_approximate_cache_policy", SettingKind.TEXT, "predicted blocks end with their time", "ttl"
+    ),
+    _router("router_tracking_hash", SettingKind.TEXT, _TRACKING, "public-xxh3-v1"),
+    _router("router_tracking_key_file", SettingKind.TEXT, _TRACKING),
+    _router("router_tracking_key_id", SettingKind.TEXT, _TRACKING),
+    _router("router_session_affinity_ttl_secs", SettingKind.NUMBER, _SESSIONS),
+    _router("router_session_affinity_mode", SettingKind.TEXT, _SESSIONS),
+    _plain("enable_session_prefix_index", SettingKind.SWITCH, _SESSIONS, False),
+    _plain("use_remote_indexer", SettingKind.SWITCH, _INDEXERS, False),
+    _plain("serve_indexer", SettingKind.SWITCH, _INDEXERS, False),
     Foreign(
         name="load_aware",
         flags=("--load-aware",),
         variables=("DYN_ROUTER_LOAD_AWARE",),
-        kind=Kind.SWITCH,
+        kind=SettingKind.SWITCH,
         met=(False,),
         why="--kv-overlap-score-weight 0 leaves caches out of the decision, and the load of prefill too",
     ),
@@ -222,217 +232,244 @@ FOREIGN: tuple[Foreign, ...] = (
         name="conditional_disagg_enabled",
         flags=("--router-conditional-disagg",),
         variables=("DYN_ROUTER_CONDITIONAL_DISAGG",),
-        kind=Kind.SWITCH,
+        kind=SettingKind.SWITCH,
         met=(False,),
         why=_SPLIT,
     ),
-    _router("conditional_disagg_config", Kind.TEXT, _SPLIT),
-    _field("conditional_disagg_policy", Kind.TEXT, _SPLIT, "isl_bounding"),
-    _field("conditional_disagg_eff_isl_threshold", Kind.WHOLE, _SPLIT, 2048),
-    _field("conditional_disagg_eff_isl_ratio_threshold", Kind.NUMBER, _SPLIT, 0.7),
-    _field("conditional_disagg_prefill_busy_threshold", Kind.NUMBER, _SPLIT),
-    _field("conditional_disagg_decode_busy_threshold", Kind.NUMBER, _SPLIT),
+    _router("conditional_disagg_config", SettingKind.TEXT, _SPLIT),
+    _field("conditional_disagg_policy", SettingKind.TEXT, _SPLIT, "isl_bounding"),
+    _field("conditional_disagg_eff_isl_threshold", SettingKind.WHOLE, _SPLIT, 2048),
+    _field("conditional_disagg_eff_isl_ratio_threshold", SettingKind.NUMBER, _SPLIT, 0.7),
+    _field("conditional_disagg_prefill_busy_threshold", SettingKind.NUMBER, _SPLIT),
+    _field("conditional_disagg_decode_busy_threshold", SettingKind.NUMBER, _SPLIT),
     _plain(
         "enforce_disagg",
-        Kind.SWITCH,
+        SettingKind.SWITCH,
         "a decode worker serves whole requests where no prefill worker is there",
         False,
     ),
     _plain(
         "active_prefill_tokens_threshold_frac",
-        Kind.NUMBER,
+        SettingKind.NUMBER,
         "--active-prefill-tokens-threshold is a number of tokens",
     ),
-    _plain("admission_control", Kind.TEXT, "the thresholds themselves switch it on", "token-capacity"),
-    _plain("kv_cache_block_size", Kind.WHOLE, _BLOCK_SIZE),
-    _plain("namespace_prefix", Kind.TEXT, "a router serves one namespace, --namespace"),
-    _plain("migration_max_seq_len", Kind.WHOLE, "an answer of any length may go on elsewhere"),
+    _plain("admission_control", SettingKind.TEXT, "the thresholds themselves switch it on", "token-capacity"),
+    _plain("kv_cache_block_size", SettingKind.WHOLE, _BLOCK_SIZE),
+    _plain("namespace_prefix", SettingKind.TEXT, "a router serves one namespace, --namespace"),
+    _plain("migration_max_seq_len", SettingKind.WHOLE, "an answer of any length may go on elsewhere"),
     Foreign(
         name="router_block_size",
         section="frontend",
         flags=("--router-block-size", "--block-size"),
         variables=("DYN_ROUTER_BLOCK_SIZE",),
-        kind=Kind.WHOLE,
+        kind=SettingKind.WHOLE,
         why=_BLOCK_SIZE,
     ),
     _plain(
         "endpoint",
-        Kind.TEXT,
+        SettingKind.TEXT,
         "--namespace and --component say which workers a standalone router serves",
         section="frontend",
         variable="DYN_ROUTER_ENDPOINT",
     ),
-    _plain("ais_perf_config", Kind.TEXT, _PREDICTION, section="frontend"),
+    _plain("ais_perf_config", SettingKind.TEXT, _PREDICTION, section="frontend"),
     *(
         Foreign(
             name=f"ais_{name}",
             section="frontend",
             flags=tuple(f"--{era}-{name.replace('_', '-')}" for era in ("ais", "aic")),
             variables=tuple(f"DYN_{era}_{name.upper()}" for era in ("AIS", "AIC")),
-            kind=Kind.TEXT,
+            kind=SettingKind.TEXT,
             why=_PREDICTION,
         )
         for name in _PREDICTION_FIELDS
     ),
     _plain(
         "custom_backend_metrics_endpoint",
-        Kind.TEXT,
+        SettingKind.TEXT,
         "workers publish their load themselves",
         section="frontend",
     ),
     _plain(
         "custom_backend_metrics_polling_interval",
-        Kind.NUMBER,
+        SettingKind.NUMBER,
         "workers publish their load themselves",
         section="frontend",
     ),
     _variable(
         "DYN_ROUTER_OVERLAP_REFRESH_AFTER_SECS",
-        Kind.NUMBER,
+        SettingKind.NUMBER,
         "the overlap of a waiting request is looked up when it is placed",
         section="frontend",
     ),
     _variable(
         "DYN_ROUTER_ACTIVE_REQUEST_EXPIRY_SECS",
-        Kind.NUMBER,
+        SettingKind.NUMBER,
         "a booking ends with its request, at the latest after --request-timeout-s; that of "
         "`kvrouter router`, after --lease-ttl-s",
         section="frontend",
     ),
     _variable(
         "DYN_ENCODER_CUDA_TO_CPU_RATIO",
-        Kind.NUMBER,
+        SettingKind.NUMBER,
         "there is no device-aware router mode",
         section="frontend",
     ),
-    _plain("tls_cert_path", Kind.TEXT, _FRONT_TLS, section="frontend"),
-    _plain("tls_key_path", Kind.TEXT, _FRONT_TLS, section="frontend"),
-    _plain("tls_client_ca_cert_path", Kind.TEXT, _FRONT_TLS, section="frontend"),
-    _plain("interactive", Kind.SWITCH, "send requests to --http-port", False, section="frontend"),
-    _plain("model_name", Kind.TEXT, "workers announce the models that they serve", section="frontend"),
-    _variable("DYN_MODEL_PATH", Kind.TEXT, "a tokenizer is --model-path MODEL=FOLDER", section="frontend"),
+    _plain("tls_cert_path", SettingKind.TEXT, _FRONT_TLS, section="frontend"),
+    _plain("tls_key_path", SettingKind.TEXT, _FRONT_TLS, section="frontend"),
+    _plain("tls_client_ca_cert_path", SettingKind.TEXT, _FRONT_TLS, section="frontend"),
+    _plain("interactive", SettingKind.SWITCH, "send requests to --http-port", False, section="frontend"),
+    _plain("model_name", SettingKind.TEXT, "workers announce the models that they serve", section="frontend"),
+    _variable(
+        "DYN_MODEL_PATH", SettingKind.TEXT, "a tokenizer is --model-path MODEL=FOLDER", section="frontend"
+    ),
     _plain(
         "metrics_prefix",
-        Kind.TEXT,
+        SettingKind.TEXT,
         "every metric's name begins with kvrouter_",
         "kvrouter",
         section="frontend",
     ),
-    _plain("kserve_grpc_server", Kind.SWITCH, _API, False, section="frontend"),
+    _plain("kserve_grpc_server", SettingKind.SWITCH, _API, False, section="frontend"),
     _plain(
-        "grpc_metrics_port", Kind.WHOLE, "metrics are at /metrics of --http-port", 8788, section="frontend"
+        "grpc_metrics_port",
+        SettingKind.WHOLE,
+        "metrics are at /metrics of --http-port",
+        8788,
+        section="frontend",
     ),
-    _plain("dump_config_to", Kind.TEXT, "the settings are written to no file", section="frontend"),
+    _plain("dump_config_to", SettingKind.TEXT, "the settings are written to no file", section="frontend"),
     _plain(
         "frontend_route_extension",
-        Kind.TEXT,
+        SettingKind.TEXT,
         "routes cannot be added",
         section="frontend",
         variable="DYN_FRONTEND_ROUTE_EXTENSIONS",
     ),
-    _plain("enable_anthropic_api", Kind.SWITCH, _API, False, section="frontend"),
-    _plain("strip_anthropic_preamble", Kind.SWITCH, _API, True, section="frontend"),
-    _plain("enable_streaming_tool_dispatch", Kind.SWITCH, _ENGINE_FIELDS, False, section="frontend"),
-    _plain("enable_streaming_reasoning_dispatch", Kind.SWITCH, _ENGINE_FIELDS, False, section="frontend"),
-    _plain("reasoning_field_name", Kind.TEXT, _ENGINE_FIELDS, "reasoning_content", section="frontend"),
+    _plain("enable_anthropic_api", SettingKind.SWITCH, _API, False, section="frontend"),
+    _plain("strip_anthropic_preamble", SettingKind.SWITCH, _API, True, section="frontend"),
+    _plain("enable_streaming_tool_dispatch", SettingKind.SWITCH, _ENGINE_FIELDS, False, section="frontend"),
+    _plain(
+        "enable_streaming_reasoning_dispatch", SettingKind.SWITCH, _ENGINE_FIELDS, False, section="frontend"
+    ),
+    _plain("reasoning_field_name", SettingKind.TEXT, _ENGINE_FIELDS, "reasoning_content", section="frontend"),
     _plain(
         "exclude_tools_when_tool_choice_none",
-        Kind.SWITCH,
+        SettingKind.SWITCH,
         "tools are left to engines that take calls as clients wrote them",
         True,
         section="frontend",
     ),
     _plain(
-        "chat_processor", Kind.TEXT, _PROCESSOR, "dynamo", section="frontend", flag="--dyn-chat-processor"
+        "chat_processor",
+        SettingKind.TEXT,
+        _PROCESSOR,
+        "dynamo",
+        section="frontend",
+        flag="--dyn-chat-processor",
     ),
     _plain(
         "debug_perf",
-        Kind.SWITCH,
+        SettingKind.SWITCH,
         "/metrics has the times",
         False,
         section="frontend",
         flag="--dyn-debug-perf",
     ),
     _plain(
-        "preprocess_workers", Kind.WHOLE, _PROCESSOR, 0, section="frontend", flag="--dyn-preprocess-workers"
+        "preprocess_workers",
+        SettingKind.WHOLE,
+        _PROCESSOR,
+        0,
+        section="frontend",
+        flag="--dyn-preprocess-workers",
     ),
     _plain(
         "tokenizer_backend",
-        Kind.TEXT,
+        SettingKind.TEXT,
         _TOKENIZERS,
         "default",
         section="frontend",
         flag="--tokenizer",
         variable="DYN_TOKENIZER",
     ),
-    _plain("tokenizer_fallback", Kind.SWITCH, _TOKENIZERS, True, False, section="frontend"),
-    _plain("trust_remote_code", Kind.SWITCH, "no code of a model is run", False, section="frontend"),
+    _plain("tokenizer_fallback", SettingKind.SWITCH, _TOKENIZERS, True, False, section="frontend"),
+    _plain("trust_remote_code", SettingKind.SWITCH, "no code of a model is run", False, section="frontend"),
     _variable(
         "DYN_HTTP_BODY_LIMIT_MB",
-        Kind.NUMBER,
+        SettingKind.NUMBER,
         "--body-max-bytes is the largest body, in bytes",
         section="frontend",
     ),
     _variable(
         "DYN_HTTP_OVERLOAD_STATUS_CODES",
-        Kind.TEXT,
+        SettingKind.TEXT,
         "overload is always 503 with Retry-After",
         section="frontend",
     ),
-    _variable("DYN_LOG", Kind.TEXT, "--log-level is the level of all logs", "info", section="frontend"),
+    _variable(
+        "DYN_LOG", SettingKind.TEXT, "--log-level is the level of all logs", "info", section="frontend"
+    ),
     _variable(
         "DYN_LOGGING_JSONL",
-        Kind.SWITCH,
+        SettingKind.SWITCH,
         "--log-format json writes a JSON object for each line",
         False,
         section="frontend",
     ),
-    _plain("response_plane", Kind.TEXT, "answers return over --request-plane", "tcp", section="planes"),
-    _plain("store_kv", Kind.TEXT, "--discovery says where workers are announced", section="planes"),
-    _variable("DYN_FILE_KV", Kind.TEXT, "--discovery-dir is the directory", section="planes"),
-    _variable("ETCD_ENDPOINTS", Kind.TEXT, "etcd is not used: --discovery", section="planes"),
-    _plain("tcp_tls_client_cert_path", Kind.TEXT, _ONE_CERTIFICATE, section="planes"),
-    _plain("tcp_tls_client_key_path", Kind.TEXT, _ONE_CERTIFICATE, section="planes"),
-    _plain("tcp_tls_client_ca_cert_path", Kind.TEXT, _ONE_AUTHORITY, section="planes"),
-    _plain("tcp_tls_insecure", Kind.SWITCH, _VERIFIED, False, section="planes"),
-    _plain("tcp_tls_server_name", Kind.TEXT, _VERIFIED, section="planes"),
+    _plain(
+        "response_plane", SettingKind.TEXT, "answers return over --request-plane", "tcp", section="planes"
+    ),
+    _plain("store_kv", SettingKind.TEXT, "--discovery says where workers are announced", section="planes"),
+    _variable("DYN_FILE_KV", SettingKind.TEXT, "--discovery-dir is the directory", section="planes"),
+    _variable("ETCD_ENDPOINTS", SettingKind.TEXT, "etcd is not used: --discovery", section="planes"),
+    _plain("tcp_tls_client_cert_path", SettingKind.TEXT, _ONE_CERTIFICATE, section="planes"),
+    _plain("tcp_tls_client_key_path", SettingKind.TEXT, _ONE_CERTIFICATE, section="planes"),
+    _plain("tcp_tls_client_ca_cert_path", SettingKind.TEXT, _ONE_AUTHORITY, section="planes"),
+    _plain("tcp_tls_insecure", SettingKind.SWITCH, _VERIFIED, False, section="planes"),
+    _plain("tcp_tls_server_name", SettingKind.TEXT, _VERIFIED, section="planes"),
     _plain(
         "tcp_tls_handshake_timeout",
-        Kind.WHOLE,
+        SettingKind.WHOLE,
         "--hello-within-s bounds the handshake",
         section="planes",
         variable="DYN_TCP_TLS_HANDSHAKE_TIMEOUT_SECS",
     ),
     _plain(
         "nats_tls_ca_cert_path",
-        Kind.TEXT,
+        SettingKind.TEXT,
         _ONE_AUTHORITY,
         section="planes",
         variable="NATS_TLS_CA_CERT_PATH",
     ),
     _plain(
-        "nats_tls_insecure", Kind.SWITCH, _VERIFIED, False, section="planes", variable="NATS_TLS_INSECURE"
+        "nats_tls_insecure",
+        SettingKind.SWITCH,
+        _VERIFIED,
+        False,
+        section="planes",
+        variable="NATS_TLS_INSECURE",
     ),
     _plain(
         "nats_tls_client_cert_path",
-        Kind.TEXT,
+        SettingKind.TEXT,
         _ONE_CERTIFICATE,
         section="planes",
         variable="NATS_TLS_CLIENT_CERT_PATH",
     ),
     _plain(
         "nats_tls_client_key_path",
-        Kind.TEXT,
+        SettingKind.TEXT,
         _ONE_CERTIFICATE,
         section="planes",
         variable="NATS_TLS_CLIENT_KEY_PATH",
     ),
-    _variable("DYN_SYSTEM_PORT", Kind.WHOLE, "--health-port is a worker's", -1, section="planes"),
-    _variable("DYN_TCP_RPC_HOST", Kind.TEXT, "--listen-host is a worker's address", section="planes"),
-    _variable("DYN_TCP_RPC_PORT", Kind.WHOLE, "--listen-port is a worker's port", 0, section="planes"),
+    _variable("DYN_SYSTEM_PORT", SettingKind.WHOLE, "--health-port is a worker's", -1, section="planes"),
+    _variable("DYN_TCP_RPC_HOST", SettingKind.TEXT, "--listen-host is a worker's address", section="planes"),
+    _variable("DYN_TCP_RPC_PORT", SettingKind.WHOLE, "--listen-port is a worker's port", 0, section="planes"),
     _variable(
         "DYN_EVENT_PLANE_HOST",
-        Kind.TEXT,
+        SettingKind.TEXT,
         "--advertise-host is the name under which others reach a worker",
         section="planes",
     ),

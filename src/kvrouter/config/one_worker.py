@@ -1,12 +1,11 @@
-"""One worker, described by flags: the same words as in a fleet file, and the same checks."""
+"""One worker described by flags, with the checks of the fleet file."""
 
 import secrets
 from collections.abc import Mapping, Sequence
 
-from kvrouter.config.document import Document
 from kvrouter.config.fleet import FleetFile
 from kvrouter.config.fleet_checks import load_part
-from kvrouter.config.problems import Path, dotted
+from kvrouter.config.problems import Document, Path, dotted
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WORKER_IDS, WorkerId
 

@@ -1,4 +1,4 @@
-"""The settings of what lies between processes: discovery, the request plane, the event plane, security."""
+"""The settings of transports: discovery, request plane, event plane, security."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pydantic import AfterValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
 from kvrouter.config.foreign import FOREIGN_DISCOVERY, refusing
-from kvrouter.config.setting import Aliases, Group, Positive, Section, Setting, Whole
+from kvrouter.config.setting import Aliases, Positive, Section, Setting, SettingGroup, Whole
 
 LEASE_S = 10.0
 KUBERNETES_LEASE_S = 60.0
@@ -61,7 +61,7 @@ class PlaneSettings(Section):
     """What frontends and workers of one fleet agree on; one process alone needs none of it."""
 
     namespace: Annotated[
-        PlainName, Setting(flag="--namespace", variable="DYN_NAMESPACE", group=Group.PLANES)
+        PlainName, Setting(flag="--namespace", variable="DYN_NAMESPACE", group=SettingGroup.PLANES)
     ] = "default"
     """Which fleet this process belongs to: it is part of every discovery key, subject, stream and bucket. A
     new namespace is a clean slate."""
@@ -72,7 +72,7 @@ class PlaneSettings(Section):
         Setting(
             flag="--discovery",
             variable="DYN_DISCOVERY_BACKEND",
-            group=Group.PLANES,
+            group=SettingGroup.PLANES,
             aliases=Aliases(flags=("--discovery-backend",), names=("discovery_backend",)),
         ),
     ] = DiscoveryBackend.AUTO
@@ -83,93 +83,98 @@ class PlaneSettings(Section):
 
     discovery_dir: Annotated[
         str | None,
-        Setting(flag="--discovery-dir", variable="KVROUTER_DISCOVERY_DIR", group=Group.PLANES),
+        Setting(flag="--discovery-dir", variable="KVROUTER_DISCOVERY_DIR", group=SettingGroup.PLANES),
     ] = None
     """The directory of ``--discovery file``: one that is not there yet, is empty, or has been used for this.
     Unset: one of this user's, in the folder for temporary files."""
 
     kubernetes_account: Annotated[
         str,
-        Setting(flag="--kubernetes-account", variable="KVROUTER_KUBERNETES_ACCOUNT", group=Group.PLANES),
+        Setting(
+            flag="--kubernetes-account", variable="KVROUTER_KUBERNETES_ACCOUNT", group=SettingGroup.PLANES
+        ),
     ] = "/var/run/secrets/kubernetes.io/serviceaccount"
     """The directory with the token, authority and namespace of the service account that ``--discovery
     kubernetes`` uses."""
 
     kubernetes_host: Annotated[
-        str | None, Setting(flag=None, variable="KUBERNETES_SERVICE_HOST", group=Group.PLANES)
+        str | None, Setting(flag=None, variable="KUBERNETES_SERVICE_HOST", group=SettingGroup.PLANES)
     ] = None
     """Where the API server is. Kubernetes sets it in every pod."""
 
     kubernetes_port: Annotated[
         Annotated[Whole, Interval(ge=1, le=65535)],
-        Setting(flag=None, variable="KUBERNETES_SERVICE_PORT", group=Group.PLANES),
+        Setting(flag=None, variable="KUBERNETES_SERVICE_PORT", group=SettingGroup.PLANES),
     ] = 443
     """The port of the API server. Kubernetes sets it in every pod."""
 
-    pod_name: Annotated[str | None, Setting(flag=None, variable="POD_NAME", group=Group.PLANES)] = None
+    pod_name: Annotated[str | None, Setting(flag=None, variable="POD_NAME", group=SettingGroup.PLANES)] = None
     """The pod that a worker runs in, from the Downward API. With ``POD_UID``, Kubernetes deletes the worker's
     card once the pod is gone."""
 
-    pod_uid: Annotated[str | None, Setting(flag=None, variable="POD_UID", group=Group.PLANES)] = None
+    pod_uid: Annotated[str | None, Setting(flag=None, variable="POD_UID", group=SettingGroup.PLANES)] = None
     """The uid of that pod, from the Downward API."""
 
     lease_s: Annotated[
         Annotated[Positive, Interval(ge=0.5, le=3600)] | None,
-        Setting(flag="--lease-s", variable="KVROUTER_LEASE_S", group=Group.PLANES, unit="seconds"),
+        Setting(flag="--lease-s", variable="KVROUTER_LEASE_S", group=SettingGroup.PLANES, unit="seconds"),
     ] = None
     """How long a worker that renews nothing stays announced. It is renewed three times in this time. Unset:
     10, and 60 with ``--discovery kubernetes``."""
 
     request_plane: Annotated[
         RequestPlaneKind,
-        Setting(flag="--request-plane", variable="DYN_REQUEST_PLANE", group=Group.PLANES),
+        Setting(flag="--request-plane", variable="DYN_REQUEST_PLANE", group=SettingGroup.PLANES),
     ] = RequestPlaneKind.TCP
     """How requests reach workers: one connection for all streams of a frontend and a worker, an HTTP request
     for each, or over NATS. Workers and frontends must agree."""
 
     event_plane: Annotated[
-        EventPlaneKind, Setting(flag="--event-plane", variable="DYN_EVENT_PLANE", group=Group.PLANES)
+        EventPlaneKind, Setting(flag="--event-plane", variable="DYN_EVENT_PLANE", group=SettingGroup.PLANES)
     ] = EventPlaneKind.AUTO
     """How a worker's KV events reach routers. ``auto`` is ZeroMQ with ``--discovery file``; else NATS Core
     for a worker with a local indexer and JetStream for one without. Routers hear each worker on its own."""
 
-    nats_server: Annotated[str, Setting(flag="--nats-server", variable="NATS_SERVER", group=Group.PLANES)] = (
-        "nats://localhost:4222"
-    )
+    nats_server: Annotated[
+        str, Setting(flag="--nats-server", variable="NATS_SERVER", group=SettingGroup.PLANES)
+    ] = "nats://localhost:4222"
     """The NATS servers, with commas between; ``tls://`` encrypts."""
 
     nats_replicas: Annotated[
         Annotated[Whole, Interval(ge=1, le=5)],
         Setting(
-            flag="--nats-replicas", variable="KVROUTER_NATS_REPLICAS", group=Group.PLANES, unit="servers"
+            flag="--nats-replicas",
+            variable="KVROUTER_NATS_REPLICAS",
+            group=SettingGroup.PLANES,
+            unit="servers",
         ),
     ] = 1
     """How many servers of a NATS cluster keep each stream and bucket: with 3, one of them may die and nothing
-    is lost. Whoever makes a stream or bucket decides; those that are there already stay as they are."""
+    is lost. The process that makes a stream or bucket decides; those that exist already stay as they are."""
 
     nats_username: Annotated[
-        str | None, Setting(flag=None, variable="NATS_AUTH_USERNAME", group=Group.PLANES)
+        str | None, Setting(flag=None, variable="NATS_AUTH_USERNAME", group=SettingGroup.PLANES)
     ] = None
     """The user at NATS."""
 
     nats_password: Annotated[
-        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_PASSWORD", group=Group.PLANES)
+        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_PASSWORD", group=SettingGroup.PLANES)
     ] = None
     """The user's password at NATS."""
 
     nats_token: Annotated[
-        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_TOKEN", group=Group.PLANES)
+        SecretStr | None, Setting(flag=None, variable="NATS_AUTH_TOKEN", group=SettingGroup.PLANES)
     ] = None
     """The token that NATS asks for."""
 
     nats_credentials: Annotated[
         str | None,
-        Setting(flag="--nats-credentials", variable="NATS_AUTH_CREDENTIALS_FILE", group=Group.PLANES),
+        Setting(flag="--nats-credentials", variable="NATS_AUTH_CREDENTIALS_FILE", group=SettingGroup.PLANES),
     ] = None
     """A NATS credentials file."""
 
     plane_token: Annotated[
-        SecretStr | None, Setting(flag=None, variable="KVROUTER_PLANE_TOKEN", group=Group.PLANES)
+        SecretStr | None, Setting(flag=None, variable="KVROUTER_PLANE_TOKEN", group=SettingGroup.PLANES)
     ] = None
     """The secret that frontends and workers share. Over tcp, http, ZeroMQ and NATS, who does not know it is
     refused before anything that it sent is read; who may listen and delete on NATS, NATS itself decides. It
@@ -180,7 +185,7 @@ class PlaneSettings(Section):
         Setting(
             flag="--tls-cert",
             variable="KVROUTER_TLS_CERT",
-            group=Group.PLANES,
+            group=SettingGroup.PLANES,
             aliases=Aliases(
                 flags=("--tcp-tls-cert-path",),
                 variables=("DYN_TCP_TLS_CERT_PATH",),
@@ -195,7 +200,7 @@ class PlaneSettings(Section):
         Setting(
             flag="--tls-key",
             variable="KVROUTER_TLS_KEY",
-            group=Group.PLANES,
+            group=SettingGroup.PLANES,
             aliases=Aliases(
                 flags=("--tcp-tls-key-path",),
                 variables=("DYN_TCP_TLS_KEY_PATH",),
@@ -210,7 +215,7 @@ class PlaneSettings(Section):
         Setting(
             flag="--tls-ca",
             variable="KVROUTER_TLS_CA",
-            group=Group.PLANES,
+            group=SettingGroup.PLANES,
             aliases=Aliases(
                 flags=("--tcp-tls-ca-cert-path",),
                 variables=("DYN_TCP_TLS_CA_CERT_PATH",),
@@ -221,26 +226,27 @@ class PlaneSettings(Section):
     """The authority that signed the certificates of the others, a PEM file. Also for NATS."""
 
     listen_host: Annotated[
-        str, Setting(flag="--listen-host", variable="KVROUTER_LISTEN_HOST", group=Group.PLANES)
+        str, Setting(flag="--listen-host", variable="KVROUTER_LISTEN_HOST", group=SettingGroup.PLANES)
     ] = "127.0.0.1"
     """The address on which a worker takes requests and questions. 0.0.0.0 is every interface: set a plane
     token then."""
 
     listen_port: Annotated[
         Annotated[Whole, Interval(ge=0, le=65535)],
-        Setting(flag="--listen-port", variable="KVROUTER_LISTEN_PORT", group=Group.PLANES),
+        Setting(flag="--listen-port", variable="KVROUTER_LISTEN_PORT", group=SettingGroup.PLANES),
     ] = 0
-    """The port on which a worker takes requests; at 0 the system picks a free one, which the card tells."""
+    """The port on which a worker takes requests; at 0 the system picks a free one, which the card states."""
 
     advertise_host: Annotated[
-        str | None, Setting(flag="--advertise-host", variable="KVROUTER_ADVERTISE_HOST", group=Group.PLANES)
+        str | None,
+        Setting(flag="--advertise-host", variable="KVROUTER_ADVERTISE_HOST", group=SettingGroup.PLANES),
     ] = None
     """The name under which others reach this worker. Unset: the listen address, or this host's name where
     that is every interface."""
 
     health_port: Annotated[
         Annotated[Whole, Interval(ge=1, le=65535)] | None,
-        Setting(flag="--health-port", variable="KVROUTER_HEALTH_PORT", group=Group.PLANES),
+        Setting(flag="--health-port", variable="KVROUTER_HEALTH_PORT", group=SettingGroup.PLANES),
     ] = None
     """The port of a worker's ``/health`` and ``/accepting``, on its listen address, without TLS: for whatever
     starts it and asks whether it is well. Unset: it has no such port."""
@@ -248,21 +254,29 @@ class PlaneSettings(Section):
     open_timeout_s: Annotated[
         Positive,
         Setting(
-            flag="--open-timeout-s", variable="KVROUTER_OPEN_TIMEOUT_S", group=Group.PLANES, unit="seconds"
+            flag="--open-timeout-s",
+            variable="KVROUTER_OPEN_TIMEOUT_S",
+            group=SettingGroup.PLANES,
+            unit="seconds",
         ),
     ] = 5.0
     """How long a worker may take to accept a request; then it is sent elsewhere."""
 
     dead_after_s: Annotated[
         Positive,
-        Setting(flag="--dead-after-s", variable="KVROUTER_DEAD_AFTER_S", group=Group.PLANES, unit="seconds"),
+        Setting(
+            flag="--dead-after-s", variable="KVROUTER_DEAD_AFTER_S", group=SettingGroup.PLANES, unit="seconds"
+        ),
     ] = 5.0
     """How long a worker's connection may be silent, heartbeats included, until the worker counts as dead."""
 
     hello_within_s: Annotated[
         Positive,
         Setting(
-            flag="--hello-within-s", variable="KVROUTER_HELLO_WITHIN_S", group=Group.PLANES, unit="seconds"
+            flag="--hello-within-s",
+            variable="KVROUTER_HELLO_WITHIN_S",
+            group=SettingGroup.PLANES,
+            unit="seconds",
         ),
     ] = 5.0
     """How long a connection to a worker, over tcp or http, has to show the plane token; then it is closed."""
@@ -272,7 +286,7 @@ class PlaneSettings(Section):
         Setting(
             flag="--hello-connections-max",
             variable="KVROUTER_HELLO_CONNECTIONS_MAX",
-            group=Group.PLANES,
+            group=SettingGroup.PLANES,
             unit="connections",
         ),
     ] = 128

@@ -1,4 +1,4 @@
-"""The router's settings: how it chooses, whom it refuses, how long it waits."""
+"""The router's settings: cost, thresholds, timeouts."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -14,12 +14,12 @@ from kvrouter.config.setting import (
     Count,
     Finite,
     Fraction,
-    Group,
     NonNegative,
     Positive,
     PositiveCount,
     Section,
     Setting,
+    SettingGroup,
     Switch,
     Whole,
 )
@@ -49,7 +49,7 @@ class KvRouterConfig(Section):
     router_mode: Annotated[
         RouterMode,
         refusing(FOREIGN_MODES),
-        Setting(flag="--router-mode", variable="DYN_ROUTER_MODE", group=Group.ROUTING),
+        Setting(flag="--router-mode", variable="DYN_ROUTER_MODE", group=SettingGroup.ROUTING),
     ] = RouterMode.KV
     """How a worker is picked among those that are eligible: by cost, in turn, or by chance. Eligibility
     (roles, taints, topology, busy workers) is the same in every mode."""
@@ -59,7 +59,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--kv-overlap-score-weight",
             variable="DYN_KV_OVERLAP_SCORE_WEIGHT",
-            group=Group.ROUTING,
+            group=SettingGroup.ROUTING,
             aliases=Aliases(
                 flags=("--router-kv-overlap-score-weight",),
                 variables=("DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT"),
@@ -72,7 +72,7 @@ class KvRouterConfig(Section):
 
     router_temperature: Annotated[
         NonNegative,
-        Setting(flag="--router-temperature", variable="DYN_ROUTER_TEMPERATURE", group=Group.ROUTING),
+        Setting(flag="--router-temperature", variable="DYN_ROUTER_TEMPERATURE", group=SettingGroup.ROUTING),
     ] = 0.0
     """How random the pick is. At 0 the lowest cost wins; above, workers are drawn by softmax over costs that
     are normalised by their range."""
@@ -82,7 +82,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--kv-events",
             variable="DYN_ROUTER_USE_KV_EVENTS",
-            group=Group.ROUTING,
+            group=SettingGroup.ROUTING,
             aliases=Aliases(
                 flags=("--router-kv-events",), variables=("DYN_KV_EVENTS",), names=("use_kv_events",)
             ),
@@ -96,7 +96,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--track-active-blocks",
             variable="DYN_ROUTER_TRACK_ACTIVE_BLOCKS",
-            group=Group.ROUTING,
+            group=SettingGroup.ROUTING,
             aliases=Aliases(
                 flags=("--router-track-active-blocks",),
                 variables=("DYN_TRACK_ACTIVE_BLOCKS",),
@@ -111,7 +111,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--track-prefill-tokens",
             variable="DYN_ROUTER_TRACK_PREFILL_TOKENS",
-            group=Group.ROUTING,
+            group=SettingGroup.ROUTING,
             aliases=Aliases(
                 flags=("--router-track-prefill-tokens",),
                 variables=("DYN_TRACK_PREFILL_TOKENS",),
@@ -126,7 +126,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--decisions-kept",
             variable="KVROUTER_DECISIONS_KEPT",
-            group=Group.ROUTING,
+            group=SettingGroup.ROUTING,
             unit="requests",
         ),
     ] = 1000
@@ -137,7 +137,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--router-min-initial-workers",
             variable="DYN_ROUTER_MIN_INITIAL_WORKERS",
-            group=Group.ROUTING,
+            group=SettingGroup.ROUTING,
             unit="workers",
         ),
     ] = 0
@@ -150,7 +150,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--active-decode-blocks-threshold",
             variable="DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD",
-            group=Group.BUSY,
+            group=SettingGroup.BUSY,
             unit="fraction of the worker's blocks",
             aliases=Aliases(
                 flags=("--busy-threshold",),
@@ -168,20 +168,20 @@ class KvRouterConfig(Section):
         Setting(
             flag="--active-prefill-tokens-threshold",
             variable="DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD",
-            group=Group.BUSY,
+            group=SettingGroup.BUSY,
             unit="tokens",
         ),
     ] = None
     """A worker with more tokens than this waiting for prefill is busy. Judged as the threshold of blocks is,
-    and on the router's own count where its engine does not tell (vLLM, TensorRT-LLM). Unset: never busy by
-    tokens."""
+    and on the router's own count where its engine does not report it (vLLM, TensorRT-LLM). Unset: never
+    busy by tokens."""
 
     admission_queue_max: Annotated[
         Count,
         Setting(
             flag="--admission-queue-max",
             variable="KVROUTER_ADMISSION_QUEUE_MAX",
-            group=Group.BUSY,
+            group=SettingGroup.BUSY,
             unit="requests",
         ),
     ] = 0
@@ -190,7 +190,10 @@ class KvRouterConfig(Section):
     admission_wait_s: Annotated[
         NonNegative,
         Setting(
-            flag="--admission-wait-s", variable="KVROUTER_ADMISSION_WAIT_S", group=Group.BUSY, unit="seconds"
+            flag="--admission-wait-s",
+            variable="KVROUTER_ADMISSION_WAIT_S",
+            group=SettingGroup.BUSY,
+            unit="seconds",
         ),
     ] = 0.0
     """How long a request may wait for a worker that is not busy."""
@@ -200,7 +203,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--kv-transfer-topology-level",
             variable="DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL",
-            group=Group.TOPOLOGY,
+            group=SettingGroup.TOPOLOGY,
         ),
     ] = None
     """The topology domain that KV transfers keep to, for prefill workers that publish no policy of their own.
@@ -211,7 +214,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--kv-transfer-mismatch-policy",
             variable="DYN_ROUTER_KV_TRANSFER_MISMATCH_POLICY",
-            group=Group.TOPOLOGY,
+            group=SettingGroup.TOPOLOGY,
         ),
     ] = MismatchPolicy.FAIL
     """What happens under the topology level when no decode worker shares the prefill worker's domain: refuse
@@ -222,7 +225,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--kv-transfer-weight",
             variable="KVROUTER_KV_TRANSFER_WEIGHT",
-            group=Group.TOPOLOGY,
+            group=SettingGroup.TOPOLOGY,
             unit="blocks per second",
         ),
     ] = 0.0
@@ -234,7 +237,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--router-domain-wait",
             variable="KVROUTER_ROUTER_DOMAIN_WAIT",
-            group=Group.TOPOLOGY,
+            group=SettingGroup.TOPOLOGY,
             unit="seconds",
         ),
     ] = 0.0
@@ -246,7 +249,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--router-ttl",
             variable="DYN_ROUTER_TTL",
-            group=Group.CACHE,
+            group=SettingGroup.CACHE,
             unit="seconds",
             aliases=Aliases(
                 flags=("--router-ttl-secs",),
@@ -255,7 +258,7 @@ class KvRouterConfig(Section):
             ),
         ),
     ] = 120.0
-    """How long a predicted block is believed in. Where KV events are followed, only what comes after pictures
+    """How long a predicted block is believed in. Where KV events are followed, only what comes after images
     is predicted."""
 
     router_max_tree_size: Annotated[
@@ -263,7 +266,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--router-max-tree-size",
             variable="DYN_ROUTER_MAX_TREE_SIZE",
-            group=Group.CACHE,
+            group=SettingGroup.CACHE,
             unit="blocks",
         ),
     ] = 2**20
@@ -274,22 +277,22 @@ class KvRouterConfig(Section):
         Setting(
             flag="--router-rank-blocks-max",
             variable="KVROUTER_ROUTER_RANK_BLOCKS_MAX",
-            group=Group.CACHE,
+            group=SettingGroup.CACHE,
             unit="blocks",
         ),
     ] = 2**24
     """How many blocks are believed of one rank in one medium, from its KV events. Where its worker's card
-    tells how many blocks it has, twice as many are believed on the GPU and 64 times as many in each other
-    medium, at most this; a load report that tells of more blocks than the card counts instead, up to four
+    says how many blocks it has, twice as many are believed on the GPU and 64 times as many in each other
+    medium, at most this; a load report that gives more blocks than the card counts instead, up to four
     times the card's number. All ranks of one worker together have four times this, each an equal share. A
-    rank that tells of more is emptied, scores nothing (``over_limit``) and is asked again after a minute."""
+    rank that reports more is emptied, scores nothing (``over_limit``) and is asked again after a minute."""
 
     router_prune_target_ratio: Annotated[
         Annotated[Finite, Interval(gt=0, le=1)],
         Setting(
             flag="--router-prune-target-ratio",
             variable="DYN_ROUTER_PRUNE_TARGET_RATIO",
-            group=Group.CACHE,
+            group=SettingGroup.CACHE,
             unit="fraction of the maximum",
         ),
     ] = 0.8
@@ -300,7 +303,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--retries-max",
             variable="KVROUTER_RETRIES_MAX",
-            group=Group.RECOVERY,
+            group=SettingGroup.RECOVERY,
             unit="dispatches",
             aliases=Aliases(
                 flags=("--migration-limit",),
@@ -317,7 +320,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--retry-bodies-max-bytes",
             variable="KVROUTER_RETRY_BODIES_MAX_BYTES",
-            group=Group.RECOVERY,
+            group=SettingGroup.RECOVERY,
             unit="bytes",
         ),
     ] = 512 * 1024 * 1024
@@ -328,7 +331,10 @@ class KvRouterConfig(Section):
     ttft_timeout_s: Annotated[
         Positive | None,
         Setting(
-            flag="--ttft-timeout-s", variable="KVROUTER_TTFT_TIMEOUT_S", group=Group.RECOVERY, unit="seconds"
+            flag="--ttft-timeout-s",
+            variable="KVROUTER_TTFT_TIMEOUT_S",
+            group=SettingGroup.RECOVERY,
+            unit="seconds",
         ),
     ] = None
     """How long a request may take to its first token before it fails. Unset: as long as the whole request
@@ -340,7 +346,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--stall-timeout-s",
             variable="KVROUTER_STALL_TIMEOUT_S",
-            group=Group.RECOVERY,
+            group=SettingGroup.RECOVERY,
             unit="seconds",
         ),
     ] = 60.0
@@ -352,18 +358,18 @@ class KvRouterConfig(Section):
         Setting(
             flag="--request-timeout-s",
             variable="KVROUTER_REQUEST_TIMEOUT_S",
-            group=Group.RECOVERY,
+            group=SettingGroup.RECOVERY,
             unit="seconds",
         ),
     ] = 600.0
-    """How long a request may take in all; then it fails and its workers are told to stop."""
+    """How long a request may take in all; then it fails and its workers are asked to stop."""
 
     circuit_failures: Annotated[
         Count,
         Setting(
             flag="--circuit-failures",
             variable="KVROUTER_CIRCUIT_FAILURES",
-            group=Group.RECOVERY,
+            group=SettingGroup.RECOVERY,
             unit="failures in a row",
         ),
     ] = 3
@@ -374,7 +380,10 @@ class KvRouterConfig(Section):
     circuit_open_s: Annotated[
         Positive,
         Setting(
-            flag="--circuit-open-s", variable="KVROUTER_CIRCUIT_OPEN_S", group=Group.RECOVERY, unit="seconds"
+            flag="--circuit-open-s",
+            variable="KVROUTER_CIRCUIT_OPEN_S",
+            group=SettingGroup.RECOVERY,
+            unit="seconds",
         ),
     ] = 5.0
     """How long a worker is passed over before one request tries it; twice as long each time that one fails
@@ -385,7 +394,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--circuit-open-max-s",
             variable="KVROUTER_CIRCUIT_OPEN_MAX_S",
-            group=Group.RECOVERY,
+            group=SettingGroup.RECOVERY,
             unit="seconds",
         ),
     ] = 60.0
@@ -396,27 +405,27 @@ class KvRouterConfig(Section):
         Setting(
             flag="--router-replica-sync",
             variable="DYN_ROUTER_REPLICA_SYNC",
-            group=Group.REPLICAS,
+            group=SettingGroup.REPLICAS,
             aliases=Aliases(names=("router_replica_sync",)),
         ),
     ] = False
-    """Tell the other routers of the namespace, over NATS, which requests run where, and count theirs as load
-    too. Without it each router knows its own requests alone. Cached blocks are not shared this way: every
-    router hears the workers' KV events itself."""
+    """Report to the other routers of the namespace, over NATS, which requests run where, and count theirs as
+    load too. Without it each router knows its own requests alone. Cached blocks are not shared this way:
+    every router hears the workers' KV events itself."""
 
     replica_name: Annotated[
         PlainName | None,
-        Setting(flag="--router-replica-name", variable="KVROUTER_REPLICA_NAME", group=Group.REPLICAS),
+        Setting(flag="--router-replica-name", variable="KVROUTER_REPLICA_NAME", group=SettingGroup.REPLICAS),
     ] = None
-    """What this router is called at NATS, for whoever looks there: its consumers begin with the name, and end
-    with letters that each start draws. Unset: the host's name and the HTTP port."""
+    """What this router is called at NATS, for an operator who looks there: its consumers begin with the
+    name, and end with letters that each start draws. Unset: the host's name and the HTTP port."""
 
     snapshot_threshold: Annotated[
         PositiveCount,
         Setting(
             flag="--router-snapshot-threshold",
             variable="DYN_ROUTER_SNAPSHOT_THRESHOLD",
-            group=Group.REPLICAS,
+            group=SettingGroup.REPLICAS,
             unit="messages",
             aliases=Aliases(names=("router_snapshot_threshold",)),
         ),
@@ -429,7 +438,7 @@ class KvRouterConfig(Section):
         Setting(
             flag="--router-reset-states",
             variable="DYN_ROUTER_RESET_STATES",
-            group=Group.REPLICAS,
+            group=SettingGroup.REPLICAS,
             aliases=Aliases(names=("router_reset_states",)),
         ),
     ] = False

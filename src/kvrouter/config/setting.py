@@ -1,4 +1,4 @@
-"""What a setting is: one field of a frozen model, with where it can be set from, its unit and its group.
+"""A setting: one field of a frozen model, with its sources, unit and group.
 
 The field's type, default and docstring are read off the model; :class:`Setting` adds what a type cannot say.
 ``--help``, the environment, the YAML keys and the documentation page are all made from :class:`SettingSpec`.
@@ -8,15 +8,93 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Annotated
+from importlib.metadata import PackageNotFoundError, version
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt, Interval, Le, Lt, MaxLen
 from pydantic import AllowInfNan, BaseModel, ConfigDict, SecretStr, Strict, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from kvrouter.config.annotations import choices_of, limits_of, plain_type
 from kvrouter.config.variables import spellings
+
+
+def plain_type(annotation: object) -> tuple[object, list[object]]:
+    """Return the type inside ``X | None`` and ``Annotated``, and all metadata on the way to it."""
+    metadata: list[object] = []
+    while True:
+        origin = get_origin(annotation)
+        if origin is Annotated:
+            annotation, *found = get_args(annotation)
+            metadata += found
+        elif origin in (Union, UnionType) and NoneType in get_args(annotation):
+            (annotation,) = (arg for arg in get_args(annotation) if arg is not NoneType)
+        else:
+            return annotation, metadata
+
+
+def choices_of(plain: object) -> tuple[str, ...]:
+    """Return the values that an enumeration or a literal allows; none for another type."""
+    if isinstance(plain, type) and issubclass(plain, StrEnum):
+        return tuple(member.value for member in plain)
+    return tuple(map(str, get_args(plain))) if get_origin(plain) is Literal else ()
+
+
+def limits_of(field: FieldInfo) -> str:
+    """Return what a value must be, as in ``≥ 0, ≤ 1`` or ``kv | random``; empty when anything goes."""
+    plain, metadata = plain_type(field.annotation)
+    choices = choices_of(plain)
+    if choices:
+        return " | ".join(choices)
+    bounds = [
+        bound
+        for item in (*metadata, *field.metadata)
+        for bound in (item if isinstance(item, Interval) else (item,))
+    ]
+    return ", ".join(text for bound in bounds if (text := _limit(bound)))
+
+
+def _limit(bound: object) -> str:
+    match bound:
+        case Ge(limit):
+            return f"≥ {limit}"
+        case Gt(limit):
+            return f"> {limit}"
+        case Le(limit):
+            return f"≤ {limit}"
+        case Lt(limit):
+            return f"< {limit}"
+        case MaxLen(length):
+            return f"≤ {length} long"
+        case _:
+            return ""
+
+
+def models_in(annotation: object) -> tuple[type[BaseModel], ...]:
+    """Return the models inside an optional, a list, a mapping or a union of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return (annotation,)
+    return tuple(found for arg in get_args(annotation) for found in models_in(arg))
+
+
+def model_in(annotation: object) -> type[BaseModel] | None:
+    """Return the model inside an optional, a list or a mapping of it; None when there is none."""
+    return next(iter(models_in(annotation)), None)
+
+
+def model_tagged(field: FieldInfo, tag: object) -> type[BaseModel] | None:
+    """Return the model of a union that ``tag`` picks; None when the field is no such union, or knows no such
+    tag.
+    """
+    name = field.discriminator
+    if not isinstance(name, str):
+        return None
+    for model in models_in(field.annotation):
+        if tag in choices_of(model.model_fields[name].annotation):
+            return model
+    return None
+
 
 SettingValue = bool | int | float | str
 """A setting before validation, as a source gives it."""
@@ -31,7 +109,7 @@ Fraction = Annotated[Finite, Interval(ge=0, le=1)]
 Switch = Annotated[bool, Strict()]
 
 
-class Group(StrEnum):
+class SettingGroup(StrEnum):
     """The heading under which ``--help`` and the documentation list a setting."""
 
     ROUTING = "Routing"
@@ -45,7 +123,7 @@ class Group(StrEnum):
     LOGS = "Logs"
 
 
-class Kind(StrEnum):
+class SettingKind(StrEnum):
     """How the text of a flag or a variable becomes a value; the value of each is its name in ``--help``."""
 
     SWITCH = "BOOL"
@@ -71,7 +149,7 @@ class Setting:
 
     flag: str | None
     variable: str
-    group: Group
+    group: SettingGroup
     unit: str | None = None
     aliases: Aliases = Aliases()
 
@@ -84,9 +162,9 @@ class SettingSpec:
     name: str
     flag: str | None
     variable: str
-    group: Group
+    group: SettingGroup
     unit: str | None
-    kind: Kind
+    kind: SettingKind
     choices: tuple[str, ...]
     default: object
     limits: str
@@ -124,16 +202,20 @@ class SettingSpec:
         ``none`` unsets a number that may be unset.
         """
         text = text.strip()
-        if self.default is None and self.kind in (Kind.WHOLE, Kind.NUMBER) and text.lower() == "none":
+        if (
+            self.default is None
+            and self.kind in (SettingKind.WHOLE, SettingKind.NUMBER)
+            and text.lower() == "none"
+        ):
             return None
-        if self.kind is Kind.SWITCH:
+        if self.kind is SettingKind.SWITCH:
             return parse_switch(text)
-        if self.kind is Kind.WHOLE:
+        if self.kind is SettingKind.WHOLE:
             try:
                 return int(text)
             except ValueError:
                 raise ValueError(f"must be a whole number, not {text!r}") from None
-        if self.kind is Kind.NUMBER:
+        if self.kind is SettingKind.NUMBER:
             try:
                 return float(text)
             except ValueError:
@@ -217,7 +299,7 @@ def _spec(section: str, name: str, field: FieldInfo) -> SettingSpec:
         variable=setting.variable,
         group=setting.group,
         unit=setting.unit,
-        kind=Kind.CHOICE if choices else _kind(plain),
+        kind=SettingKind.CHOICE if choices else _kind(plain),
         choices=choices,
         default=field.default.value if isinstance(field.default, StrEnum) else field.default,
         limits=limits_of(field),
@@ -226,17 +308,33 @@ def _spec(section: str, name: str, field: FieldInfo) -> SettingSpec:
     )
 
 
-_KINDS: tuple[tuple[type, Kind], ...] = (
-    (bool, Kind.SWITCH),
-    (int, Kind.WHOLE),
-    (float, Kind.NUMBER),
-    (str, Kind.TEXT),
-    (SecretStr, Kind.HIDDEN),
+_KINDS: tuple[tuple[type, SettingKind], ...] = (
+    (bool, SettingKind.SWITCH),
+    (int, SettingKind.WHOLE),
+    (float, SettingKind.NUMBER),
+    (str, SettingKind.TEXT),
+    (SecretStr, SettingKind.HIDDEN),
 )
 
 
-def _kind(plain: object) -> Kind:
+def _kind(plain: object) -> SettingKind:
     for known, kind in _KINDS:
         if plain is known:
             return kind
     raise TypeError(f"a setting cannot be of the type {plain!r}")
+
+
+class FleetPart(BaseModel):
+    """A part of the fleet file: frozen, without unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+def installed_version() -> str:
+    """Return the version of the installed package; ``source`` when it runs without being installed."""
+    try:
+        return version("kvrouter")
+    except PackageNotFoundError:
+        return "source"

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
-from kvrouter.config.document import Document
 from kvrouter.config.foreign import FOREIGN_VARIABLES
 from kvrouter.config.problems import (
+    Document,
     Path,
     Problem,
     config_error,
@@ -17,8 +17,7 @@ from kvrouter.config.problems import (
     problem_of,
     raise_problems,
 )
-from kvrouter.config.service_links import without_service_links
-from kvrouter.config.setting import SettingSpec, SettingValue
+from kvrouter.config.setting import SettingKind, SettingSpec, SettingValue
 from kvrouter.config.tree import SETTINGS, AdminAccess, Settings
 from kvrouter.config.variables import (
     OUR_PREFIX,
@@ -26,6 +25,7 @@ from kvrouter.config.variables import (
     TOPOLOGY_VARIABLES,
     spellings,
     without_prefix,
+    without_service_links,
 )
 
 FLEET_VARIABLE = "KVROUTER_FLEET"
@@ -56,7 +56,7 @@ def load_settings(
 
     ``flags`` maps YAML keys (``router.router_mode``), and further names of flags (``--router-ttl-secs``), to
     what was given on the command line; ``environ`` is the whole environment, of which a blank variable counts
-    as unset, and what kubelets tell of Services is no setting; ``document`` holds the sections. A setting
+    as unset, and what kubelets say of Services is no setting; ``document`` holds the sections. A setting
     that one source gives under two names that differ is a mistake.
     Raises ConfigError with one line per mistake, each with its origin and its field.
     """
@@ -142,7 +142,7 @@ _RISING = ("write_low_water_bytes", "write_high_water_bytes", "write_overflow_by
 
 
 def contradictions(settings: Settings) -> list[Problem]:
-    """Return what no single field can tell; placed at the field that its owner gave."""
+    """Return what no single field can show; placed at the field that its owner gave."""
     front = settings.frontend
     problems: list[Problem] = []
     for low, high in pairwise(_RISING):
@@ -219,3 +219,36 @@ def _near_misses(environ: Mapping[str, str]) -> list[str]:
         if meant:
             warnings.append(f"{name} is not read{meant}")
     return warnings
+
+
+def environment_of(settings: Settings, *sections: str) -> dict[str, str]:
+    """Return the variables that make a process run with ``sections`` of ``settings``.
+
+    What nobody set has no variable: that process has the same defaults, and the same fleet file.
+    """
+    environ: dict[str, str] = {}
+    for spec in SETTINGS:
+        if spec.section not in sections:
+            continue
+        section = getattr(settings, spec.section)
+        if spec.name not in section.model_fields_set:
+            continue
+        value = getattr(section, spec.name)
+        if isinstance(value, SecretStr):
+            environ[spec.variable] = value.get_secret_value()
+        elif isinstance(value, bool):
+            environ[spec.variable] = "true" if value else "false"
+        elif value is not None:
+            environ[spec.variable] = str(value)
+        elif spec.kind in (SettingKind.WHOLE, SettingKind.NUMBER):
+            environ[spec.variable] = "none"
+    return environ
+
+
+def environment_with(own: Mapping[str, str], settings: Settings, *sections: str) -> dict[str, str]:
+    """Return ``own`` with ``sections`` of ``settings``. A setting's further names are not handed on: a flag
+    of this process may have overruled them.
+    """
+    variables = environment_of(settings, *sections)
+    overruled = {name for spec in SETTINGS if spec.variable in variables for name in spec.variables}
+    return {name: text for name, text in own.items() if name not in overruled} | variables

@@ -1,4 +1,4 @@
-"""A worker named by hand: the text of ``--static-endpoint``."""
+"""The text of ``--static-endpoint``: a worker without discovery."""
 
 import re
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
 
 STATIC_INCARNATION = Epoch(0)
-"""What every start of a worker without discovery is called: nobody could be told of another."""
+"""What every start of a worker without discovery is called: nobody could be notified of another."""
 
 DEFAULTS = {"role": Role.BOTH.value, "block_size": "64", "context_length": "32768", "dp_size": "1"}
 """What a text that does not say so means, as the mock worker's own flags."""

@@ -11,12 +11,12 @@ from kvrouter.config.router import KvRouterConfig
 from kvrouter.config.setting import (
     Aliases,
     Count,
-    Group,
     NonNegative,
     Positive,
     PositiveCount,
     Section,
     Setting,
+    SettingGroup,
     SettingSpec,
     Whole,
     settings_of,
@@ -54,36 +54,36 @@ class AdminAccess(StrEnum):
 
 
 class FrontendSettings(Section):
-    """The front door: where it listens, and the limits of what it takes."""
+    """The frontend: where it listens, and the limits of what it takes."""
 
     http_host: Annotated[
-        str, Setting(flag="--http-host", variable="DYN_HTTP_HOST", group=Group.FRONT_DOOR)
+        str, Setting(flag="--http-host", variable="DYN_HTTP_HOST", group=SettingGroup.FRONT_DOOR)
     ] = "127.0.0.1"
     """The address to listen on. 0.0.0.0 listens on every interface: set an admin token then."""
 
     http_port: Annotated[
         Annotated[Whole, Interval(ge=0, le=65535)],
-        Setting(flag="--http-port", variable="DYN_HTTP_PORT", group=Group.FRONT_DOOR),
+        Setting(flag="--http-port", variable="DYN_HTTP_PORT", group=SettingGroup.FRONT_DOOR),
     ] = 8000
     """The port to listen on. At 0 the system picks a free one, which is logged."""
 
     admin_token: Annotated[
         SecretStr | None,
-        Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=Group.FRONT_DOOR),
+        Setting(flag=None, variable="KVROUTER_ADMIN_TOKEN", group=SettingGroup.FRONT_DOOR),
     ] = None
     """The bearer token that the admin routes ask for. Unset: admin_routes says whether they are open. It has
     no flag, because the list of processes shows flags."""
 
     admin_routes: Annotated[
         AdminAccess,
-        Setting(flag="--admin-routes", variable="DYN_ADMIN_ROUTES", group=Group.FRONT_DOOR),
+        Setting(flag="--admin-routes", variable="DYN_ADMIN_ROUTES", group=SettingGroup.FRONT_DOOR),
     ] = AdminAccess.OPEN
-    """Who may ask the admin routes while no admin token is set. open: whoever reaches the port. closed:
-    nobody, they answer 401."""
+    """Who may ask the admin routes while no admin token is set. open: any client that reaches the port.
+    closed: nobody, they answer 401."""
 
     unknown_nvext: Annotated[
         UnknownNvext,
-        Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=Group.FRONT_DOOR),
+        Setting(flag="--unknown-nvext", variable="KVROUTER_UNKNOWN_NVEXT", group=SettingGroup.FRONT_DOOR),
     ] = UnknownNvext.REFUSE
     """What becomes of a request with a field of ``nvext`` that is not known here, or has no effect: a 400
     that names the field, or it is left out, and the log says so once. Taints and overrides must be spelt
@@ -94,20 +94,20 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-bytes",
             variable="KVROUTER_BODY_MAX_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = None
     """The largest request body; a larger one is answered with 413. Unset: what a prompt for the longest
     context of the models here can need, at most 64 MiB; 64 MiB where engines take calls as clients wrote
-    them, which may hold pictures."""
+    them, which may hold images."""
 
     uploads_max_bytes: Annotated[
         PositiveCount,
         Setting(
             flag="--uploads-max-bytes",
             variable="KVROUTER_UPLOADS_MAX_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = 512 * 1024 * 1024
@@ -119,7 +119,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--upload-min-bytes-per-s",
             variable="KVROUTER_UPLOAD_MIN_BYTES_PER_S",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes per second",
         ),
     ] = 64 * 1024.0
@@ -131,7 +131,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-depth",
             variable="KVROUTER_BODY_MAX_DEPTH",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="levels",
         ),
     ] = 64
@@ -143,7 +143,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-values",
             variable="KVROUTER_BODY_MAX_VALUES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="values",
         ),
     ] = 65_536
@@ -155,7 +155,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-items",
             variable="KVROUTER_BODY_MAX_ITEMS",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="elements",
         ),
     ] = 8_192
@@ -167,7 +167,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-token-ids",
             variable="KVROUTER_BODY_MAX_TOKEN_IDS",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="tokens",
         ),
     ] = None
@@ -179,20 +179,20 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-max-text-bytes",
             variable="KVROUTER_BODY_MAX_TEXT_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = 16 * 1024 * 1024
     """How long the texts of a body may be in all: as JSON has them, or as they are held in memory, if that is
     more (one wide character, such as an emoji, makes four bytes of each character of its text). Texts that
-    are plain ASCII without line breaks and quotes, as pictures are, do not count."""
+    are plain ASCII without line breaks and quotes, as images are, do not count."""
 
     header_max_bytes: Annotated[
         Annotated[Whole, Interval(ge=1024, le=1024 * 1024)],
         Setting(
             flag="--header-max-bytes",
             variable="KVROUTER_HEADER_MAX_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = 64 * 1024
@@ -203,12 +203,12 @@ class FrontendSettings(Section):
         Setting(
             flag="--connections-max",
             variable="KVROUTER_CONNECTIONS_MAX",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="connections",
         ),
     ] = None
     """How many connections may be open; further ones are answered with 503. Fewer where the limit of open
-    files (`ulimit -n`) has no room for them beside the connections to workers: the log warns of that. Unset:
+    files (`ulimit -n`) has no room for them and for the connections to workers: the log warns of that. Unset:
     as many as there is room for, at most 16,384; the log says how many."""
 
     pipelined_requests_max: Annotated[
@@ -216,7 +216,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--pipelined-requests-max",
             variable="KVROUTER_PIPELINED_REQUESTS_MAX",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="requests",
         ),
     ] = 8
@@ -227,7 +227,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--header-timeout-s",
             variable="KVROUTER_HEADER_TIMEOUT_S",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="seconds",
         ),
     ] = 10.0
@@ -238,7 +238,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--body-timeout-s",
             variable="KVROUTER_BODY_TIMEOUT_S",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="seconds",
         ),
     ] = 30.0
@@ -249,7 +249,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--idle-timeout-s",
             variable="KVROUTER_IDLE_TIMEOUT_S",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="seconds",
         ),
     ] = 75.0
@@ -260,7 +260,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-stall-s",
             variable="KVROUTER_WRITE_STALL_S",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="seconds",
         ),
     ] = 60.0
@@ -271,7 +271,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-high-water-bytes",
             variable="KVROUTER_WRITE_HIGH_WATER_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = 64 * 1024
@@ -282,7 +282,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-low-water-bytes",
             variable="KVROUTER_WRITE_LOW_WATER_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = 16 * 1024
@@ -293,7 +293,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--write-overflow-bytes",
             variable="KVROUTER_WRITE_OVERFLOW_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = 1024 * 1024
@@ -305,7 +305,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-inline-max-chars",
             variable="KVROUTER_TOKENIZE_INLINE_MAX_CHARS",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="characters",
         ),
     ] = 8192
@@ -316,7 +316,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--token-max-chars",
             variable="KVROUTER_TOKEN_MAX_CHARS",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="characters",
         ),
     ] = None
@@ -329,7 +329,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-max-bytes",
             variable="KVROUTER_TOKENIZE_MAX_BYTES",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="bytes",
         ),
     ] = 512 * 1024 * 1024
@@ -343,7 +343,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-waiting-max",
             variable="KVROUTER_TOKENIZE_WAITING_MAX",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="prompts",
         ),
     ] = 256
@@ -354,7 +354,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--tokenize-wait-s",
             variable="KVROUTER_TOKENIZE_WAIT_S",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="seconds",
         ),
     ] = 10.0
@@ -365,7 +365,7 @@ class FrontendSettings(Section):
         Setting(
             flag="--drain-limit-s",
             variable="KVROUTER_DRAIN_LIMIT_S",
-            group=Group.FRONT_DOOR,
+            group=SettingGroup.FRONT_DOOR,
             unit="seconds",
             aliases=Aliases(variables=("DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS",)),
         ),
@@ -378,12 +378,12 @@ class LogSettings(Section):
     """What is logged, and how it looks."""
 
     log_level: Annotated[
-        LogLevel, Setting(flag="--log-level", variable="KVROUTER_LOG_LEVEL", group=Group.LOGS)
+        LogLevel, Setting(flag="--log-level", variable="KVROUTER_LOG_LEVEL", group=SettingGroup.LOGS)
     ] = LogLevel.INFO
     """The least important line that is written. Each decision is one line at ``info``."""
 
     log_format: Annotated[
-        LogFormat, Setting(flag="--log-format", variable="KVROUTER_LOG_FORMAT", group=Group.LOGS)
+        LogFormat, Setting(flag="--log-format", variable="KVROUTER_LOG_FORMAT", group=SettingGroup.LOGS)
     ] = LogFormat.TEXT
     """How a line looks. Prompts and answers are never logged."""
 
@@ -392,7 +392,7 @@ class Settings(Section):
     """The whole tree. A key of YAML is ``<section>.<name>``."""
 
     frontend: FrontendSettings = FrontendSettings()
-    """The front door."""
+    """The frontend."""
 
     router: KvRouterConfig = KvRouterConfig()
     """The router."""

@@ -1,1 +1,1 @@
-"""The words that every room shares: ids, hashes, events, workers, constraints, errors."""
+"""Types that every package shares: ids, hashes, events, workers, constraints, errors."""

@@ -15,7 +15,7 @@ class ByteHolder(Protocol):
 class ByteBudget:
     """A budget of ``bytes_max``. When it is full the largest holder is shed, so that small ones go on.
 
-    The largest is looked for among all holders, which takes time in proportion to their number, but only
+    The largest is searched for among all holders, which takes time in proportion to their number, but only
     when the budget is full, and each search frees at least an equal share of it.
     """
 

@@ -1,4 +1,4 @@
-"""When something is due, by subject: what is due next is found however many wait."""
+"""A priority queue of due times, one for each subject."""
 
 from collections.abc import Hashable
 from heapq import heapify, heappop, heappush

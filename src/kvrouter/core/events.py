@@ -1,16 +1,38 @@
-"""KV events in the one form that every room behind customs knows.
+"""KV events in the form that every component behind the worker uses.
 
-An engine's wire ends at its adapter: what leaves customs is a :class:`KvBatch`, with the token ids already
+An engine's wire ends at its adapter: KV event decoding yields a :class:`KvBatch`, with the token ids already
 hashed, so that no replica hashes them again.
 """
 
+import struct
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import ClassVar
 
 import msgspec
 
-from kvrouter.core.columns import HashColumn, count_hashes
 from kvrouter.core.ids import EngineHash, Epoch, EventId, WorkerRank
+
+HashColumn = bytes
+"""Unsigned 64-bit integers, little-endian, 8 bytes each, in block order."""
+
+HASH_BYTES = 8
+
+
+def pack_hashes(hashes: Sequence[int] | Iterable[int]) -> HashColumn:
+    """Return the column of ``hashes``; each must fit in an unsigned 64-bit integer."""
+    values = tuple(hashes)
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def unpack_hashes(column: HashColumn) -> tuple[int, ...]:
+    """Return the hashes of ``column`` as Python ints."""
+    return struct.unpack(f"<{len(column) // HASH_BYTES}Q", column)
+
+
+def count_hashes(column: HashColumn) -> int:
+    """Return how many hashes ``column`` holds."""
+    return len(column) // HASH_BYTES
 
 
 class Medium(IntEnum):
@@ -114,10 +136,10 @@ WEIGHT_BLOCKS = 128
 class KvBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one worker rank publishes at once: event ``i`` has the id ``first_event_id + i``.
 
-    Ids count from 0 within an ``epoch``; a new epoch means that the publisher started anew and holds nothing.
-    ``published_s`` is the sender's wall clock and feeds metrics only. A heartbeat, which has no events, tells
-    in ``held_blocks`` how many blocks the rank holds before ``first_event_id``, over all media; None where
-    its worker cannot count them.
+    Ids count from 0 within an ``epoch``; a new epoch means that the publisher restarted and holds nothing.
+    ``published_s`` is the sender's wall clock and feeds metrics only. A heartbeat, which has no events,
+    reports in ``held_blocks`` how many blocks the rank holds before ``first_event_id``, over all media; None
+    where its worker cannot count them.
     """
 
     rank: WorkerRank

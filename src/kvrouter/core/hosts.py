@@ -1,4 +1,4 @@
-"""Hosts, as addresses name them."""
+"""Host names and addresses: loopback, IPv6 brackets."""
 
 from kvrouter.core.errors import ConfigError
 
@@ -10,13 +10,13 @@ def told_host(host: str, advertise_host: str | None) -> str:
 
     Raises ConfigError where that is every interface, which nobody can connect to.
     """
-    told = host if advertise_host is None else advertise_host
-    if told in EVERY_INTERFACE:
+    advertised = host if advertise_host is None else advertise_host
+    if advertised in EVERY_INTERFACE:
         raise ConfigError(
-            f"advertise_host: {told!r} is no address that others can connect to; name one",
+            f"advertise_host: {advertised!r} is no address that others can connect to; name one",
             param="advertise_host",
         )
-    return told
+    return advertised
 
 
 def bracketed(host: str) -> str:

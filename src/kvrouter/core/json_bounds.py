@@ -1,4 +1,4 @@
-"""JSON that is looked through before anything is built of it, by the native core.
+"""A scan of JSON by the native core: counts and depth are bounded before any object is built.
 
 Text of a few megabytes can stand for a million objects, which take seconds to build and a hundred times the
 memory. The scan holds no object and gives the interpreter up, so other work goes on meanwhile.

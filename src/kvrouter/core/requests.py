@@ -1,4 +1,4 @@
-"""A request as it travels from the hall to an engine, and what comes back."""
+"""A request as it travels from the frontend to an engine, and its answer."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class KvLoss(StrEnum):
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. ``resumable`` tells whether another worker can go on with the same tokens."""
+    """How tokens are drawn. ``resumable``: whether another worker can go on with the same tokens."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -106,7 +106,7 @@ class CallRoute(StrEnum):
 class ClientCall(msgspec.Struct):
     """A call as the client wrote it: ``body`` is the JSON of ``route``, without what is for the router alone.
 
-    ``resumable`` tells whether its answer is plain text, one of it, that another worker could go on with.
+    ``resumable``: whether its answer is plain text, one of it, that another worker could go on with.
     The router empties ``body``, which may be long, when it keeps it for no retry any more.
     """
 
@@ -123,7 +123,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     above 0: those are context, not output; ``sampling.max_tokens`` counts what is still wanted.
     ``request_id`` is the client's, who may give one id to two requests; with ``intake``, the router's own
     name for it, it is nobody else's.
-    ``time_left_s`` is how long whoever asks still waits, counted from the moment it sent this: no two clocks
+    ``time_left_s`` is how long the caller still waits, counted from the moment it sent this: no two clocks
     are compared. None: as long as it takes. ``call`` is what the client wrote, for engines that take that;
     its answer comes as :attr:`EngineChunk.raw`, unless ``resumed_tokens`` is above 0.
     """
@@ -159,10 +159,11 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     decode leg that failed for want of its prefill worker's KV, and for nothing else.
 
     ``raw`` is the answer to a :class:`ClientCall` in the engine's own bytes, for the client as they are;
-    ``token_ids`` are then the tokens in them where the engine tells, and ``text_chars`` how many characters
-    of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come last.
+    ``token_ids`` are then the tokens in them where the engine reports them, and ``text_chars`` how many
+    characters of text. Without ``text_chars`` nobody could go on from here. ``cached_tokens`` may then come
+    last.
     ``prompt_tokens`` is how many tokens the engine counts in the prompt, and ``completion_tokens`` in its
-    answer so far, where it tells.
+    answer so far, where it reports that.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -178,9 +179,9 @@ class EngineChunk(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
-    """Return consecutive chunks of one leg, at least one, as one: what is told of the prompt is told by
-    whichever tells it first, a count of the answer's tokens by whichever tells it last, an end and what
-    belongs to it by the last.
+    """Return consecutive chunks of one leg, at least one, as one: what is reported of the prompt is taken
+    from the first chunk that has it, a count of the answer's tokens from the last chunk that has one, an end
+    and what belongs to it from the last chunk.
     """
     last = chunks[-1]
     chars = [chunk.text_chars for chunk in chunks if chunk.text_chars is not None]
@@ -200,10 +201,10 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One request of a client, validated and tokenized: what the hall hands to the router.
+    """One request of a client, validated and tokenized: what the request preparer hands to the router.
 
     ``intake`` is the router's own name for it, once it took it in: random, so that no other router has it.
-    With ``has_media`` some of ``token_ids`` stand for what is no text: no engine tells of blocks with them.
+    With ``has_media`` some of ``token_ids`` stand for what is no text: no engine reports blocks with them.
     ``context_tokens``: prompt and answer as the client asks for them, a single token where it leaves the
     length of the answer open; only a worker whose context holds them may take it. 0: nothing is known of it.
     """

@@ -1,8 +1,8 @@
-"""What router replicas tell each other: which requests run where, so that each counts the load of all.
+"""Messages between router replicas: which requests run where, so that each counts the load of all.
 
-A router numbers its :class:`Deltas` from 1. Applied in order they give the leases that it holds; whoever
-missed one asks, and is given them all as of a number. Every message carries the id of the router that it is
-from, so that nobody hears itself.
+A router numbers its :class:`Deltas` from 1. Applied in order they give the leases that it holds; a router
+that missed one asks, and is sent them all as of a number. Every message carries the id of the router that it
+is from, so that nobody hears itself.
 """
 
 from typing import Annotated, NamedTuple
@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from kvrouter.core.columns import HASH_BYTES, HashColumn
+from kvrouter.core.events import HASH_BYTES, HashColumn
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, WorkerRank
 
 DELTAS_MAX = 256

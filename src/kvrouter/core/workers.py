@@ -1,7 +1,9 @@
-"""What a worker tells the fleet about itself: its card, and its latest load."""
+"""A worker's registration (its card) and its load reports."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Flag, StrEnum, auto
+from typing import NamedTuple
 
 import msgspec
 
@@ -51,7 +53,8 @@ class EventLane(StrEnum):
 class EventSource(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where routers hear a worker's KV events.
 
-    ``events`` and ``recovery`` are the endpoints to connect to on a lane without a broker; elsewhere empty.
+    ``events`` and ``recovery`` are the endpoints to connect to for an event transport without a broker;
+    elsewhere empty.
     """
 
     lane: EventLane
@@ -87,8 +90,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``mock``; a frontend that was given none of its own for the model loads that. A worker that
     ``takes_calls`` gives its engine a client's call as it was written; the others serve what their frontend
     understands of it. With ``cache_is_partial`` some of its engine's KV events are lost for good: it holds
-    more than it tells. ``names`` are what else calls may ask it for: another name of the model (None), or an
-    adapter of it.
+    more than it reports. ``names`` are what else calls may ask it for: another name of the model (None), or
+    an adapter of it.
     ``engine`` is what serves behind it, as ``vllm 0.32.0`` or ``mock``; empty where nobody says. While it is
     ``engine_silent`` that engine does not answer it, or is another one now; one that is ``draining`` leaves.
     """
@@ -147,8 +150,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """The latest load of one worker rank, as the engine itself counts it (Dynamo's ForwardPassMetrics).
 
     A report is a latest value, never a queue: a newer one replaces it. ``active_prefill_tokens`` and
-    ``kv_transfers`` are None where an engine does not tell. ``kv_events_skipped`` counts, by reason, what its
-    worker did not pass on of the rank's KV events since the engine began.
+    ``kv_transfers`` are None where an engine does not report them. ``kv_events_skipped`` counts, by reason,
+    what its worker did not pass on of the rank's KV events since the engine began.
     """
 
     rank: WorkerRank
@@ -159,3 +162,32 @@ class LoadReport(msgspec.Struct, frozen=True):
     waiting_requests: int = 0
     kv_transfers: KvTransfers | None = None
     kv_events_skipped: Mapping[str, int] = {}
+
+
+class PodPort(NamedTuple):
+    """A TCP port that a container says it listens on; ``name`` may be empty."""
+
+    name: str
+    number: int
+    container: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePod:
+    """One pod as its namespace shows it now.
+
+    ``starts`` distinguishes, by the container, one start of it from the next. A pod that ``is_leaving`` was
+    deleted and has not ended yet; one that ``is_over`` has ended for good.
+    """
+
+    namespace: str
+    name: str
+    uid: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    ip: str = ""
+    ports: tuple[PodPort, ...] = ()
+    starts: Mapping[str, str] = field(default_factory=dict)
+    is_ready: bool = False
+    is_leaving: bool = False
+    is_over: bool = False

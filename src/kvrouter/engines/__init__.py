@@ -1,1 +1,1 @@
-"""Engines: how each kind is attached, and its wire turned into core's words."""
+"""Engines: how each kind is attached, and its events and answers converted to core types."""

@@ -1,4 +1,4 @@
-"""What an attached engine is to the worker beside it."""
+"""The port of an engine: what a worker asks of it."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -7,14 +7,14 @@ from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import LoadReport
-from kvrouter.planes.requests.port import EngineStream
+from kvrouter.transports.requests.port import EngineStream
 
 
 class EngineState(NamedTuple):
-    """What a worker knows of the engine beside it.
+    """What a worker knows of the engine that it is attached to.
 
     ``answers``: its server does. ``knows_cache``: every store and removal since it began was heard; without
-    that what is known of its cache is a lower bound. ``why`` tells what changed, for a log line.
+    that what is known of its cache is a lower bound. ``why`` says what changed, for a log line.
     """
 
     answers: bool = True
@@ -28,7 +28,7 @@ StateSink = Callable[[EngineState], None]
 
 
 class Engine(Protocol):
-    """An engine that serves legs, tells what its cache does, and reports its load."""
+    """An engine that serves legs, publishes what its cache does, and reports its load."""
 
     async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
         """Begin to serve; every store and removal reaches ``on_events`` in order, per rank."""
@@ -48,7 +48,7 @@ class TellingEngine(Engine, Protocol):
         """The blocks that the rank holds now, as stores with parents first."""
 
     def held_blocks(self, dp_rank: DpRank) -> int | None:
-        """How many blocks the rank holds now; None while nobody can tell."""
+        """How many blocks the rank holds now; None while that is unknown."""
 
 
 @runtime_checkable
@@ -56,4 +56,4 @@ class WatchedEngine(Engine, Protocol):
     """An engine that is a process of its own: it may stop to answer, and be heard again."""
 
     def watch(self, on_state: StateSink) -> None:
-        """Tell ``on_state`` of every change, from :meth:`start` on."""
+        """Notify ``on_state`` of every change, from :meth:`start` on."""

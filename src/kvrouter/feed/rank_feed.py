@@ -13,7 +13,7 @@
 Missing stores cost a cache hit; a missing removal sends requests to blocks that are gone. So nothing scores
 while events are missing, and when they are lost for good every block is dropped before the feed scores again.
 
-A rank that tells of more blocks than its worker can hold is in none of these: ``OVER_LIMIT``, emptied, from
+A rank that reports more blocks than its worker can hold is in none of these: ``OVER_LIMIT``, emptied, from
 any state, and recovering again after a rest.
 
 Batches of a rank may be lost, repeated and reordered, also over a restart of the worker. Epochs have no
@@ -27,8 +27,7 @@ from typing import Any
 from kvrouter.core.events import KvBatch, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
 from kvrouter.feed.inbox import Added
-from kvrouter.feed.track import Asked, Track
-from kvrouter.feed.words import (
+from kvrouter.feed.states import (
     Command,
     Empty,
     FeedCount,
@@ -42,6 +41,7 @@ from kvrouter.feed.words import (
     SnapshotAnswer,
     Ticked,
 )
+from kvrouter.feed.track import Asked, Track
 
 
 class RankFeed:
@@ -92,7 +92,7 @@ class RankFeed:
         return track.retry_s if track.state in (FeedState.PARTIAL, FeedState.OVER_LIMIT) else None
 
     def on_batch(self, batch: KvBatch, *, now_s: float) -> list[Command]:
-        """A batch arrived. An empty one tells how far the ids have come: it reveals a lost tail."""
+        """A batch arrived. An empty one shows how far the ids have come: it reveals a lost tail."""
         return self._handle(batch, now_s)
 
     def on_asked(self, ticket: int, *, now_s: float) -> None:
@@ -121,7 +121,7 @@ class RankFeed:
         return self._handle(Orphaned(FeedCount.DOUBTS), now_s)
 
     def on_contradiction(self, *, now_s: float) -> list[Command]:
-        """A heartbeat tells of another number of blocks than the index has at the same id."""
+        """A heartbeat reports another number of blocks than the index has at the same id."""
         return self._handle(Orphaned(FeedCount.CONTRADICTIONS), now_s)
 
     def on_overfilled(self, *, now_s: float) -> list[Command]:
@@ -298,7 +298,7 @@ def _tick_partial(track: Track, _event: Ticked) -> None:
         track.go_without_snapshot()
 
 
-# Each entry is reached only with the input type beside it.
+# Each entry is reached only with the input type of its key.
 _Row = Callable[[Track, Any], None]
 
 TABLE: Mapping[tuple[FeedState, type[Input]], _Row] = {

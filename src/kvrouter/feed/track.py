@@ -1,4 +1,4 @@
-"""Where one feed stands in its stream, and the moves from there; the table says which input makes which."""
+"""The position of one feed in its stream, and its transitions."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from enum import Enum, auto
 from kvrouter.core.events import Cleared, KvBatch, KvEvent, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId
 from kvrouter.feed.inbox import Inbox
-from kvrouter.feed.words import (
+from kvrouter.feed.states import (
     Apply,
     AskRange,
     AskSnapshot,
@@ -44,7 +44,7 @@ class Track:
     """The position of one feed: ``next_event_id`` of ``epoch`` is the first event that was not applied.
 
     ``is_complete``: nothing before the position is lost. ``is_orphaned``: the index could not place a store,
-    so only a snapshot mends. ``confirmed``: the epoch that discovery named; ``verified``: the one that it or
+    so only a snapshot helps. ``confirmed``: the epoch that discovery named; ``verified``: the one that it or
     a snapshot named last. ``retired``: epochs that are over; what still arrives from them is stale. While an
     ask is open the inbox keeps every batch that arrives, also those that a partial feed applies at once: the
     answer may be older than they are. Without an ask it is empty. ``behind_since_s``: since when the worker's
@@ -167,7 +167,7 @@ class Track:
         return self.now_s - self.behind_since_s >= self.limits.behind_s
 
     def begin_anew(self) -> None:
-        """Trust nothing of what was applied: only a snapshot tells, whatever id that has."""
+        """Trust nothing of what was applied: only a snapshot is authoritative, whatever its id."""
         self.count(FeedCount.CONTRADICTIONS)
         self.behind_since_s = None
         self.is_contradicted = True
@@ -178,7 +178,7 @@ class Track:
         self.ask_snapshot()
 
     def rest_over_limit(self) -> None:
-        """Drop everything of a rank that told of too much, and leave it alone for a while."""
+        """Drop everything of a rank that reported too much, and leave it alone for a while."""
         self.count(FeedCount.OVER_LIMIT)
         self.out.append(Empty())
         self.inbox.clear()
@@ -189,7 +189,7 @@ class Track:
         self.retry_s = self.now_s + self.limits.over_limit_rest_s
 
     def can_carry_on(self) -> bool:
-        """Whether the inbox mends everything by itself, so that no answer is needed."""
+        """Whether the inbox repairs everything by itself, so that no answer is needed."""
         return (
             self.epoch is not None
             and not self.is_orphaned
@@ -227,7 +227,7 @@ class Track:
         return self.inbox.reach(snapshot.epoch, snapshot.next_event_id) >= self.next_event_id
 
     def load(self, snapshot: KvSnapshot, *, ticket: int) -> None:
-        """Begin anew from ``snapshot``, the answer to ``ticket``.
+        """Start over from ``snapshot``, the answer to ``ticket``.
 
         Epochs that were met before that ask, and did not answer it, are over.
         """
@@ -263,7 +263,7 @@ class Track:
         self.unreached = unreached
 
     def go_without_snapshot(self) -> None:
-        """No one can tell the whole state. A partial feed goes on; a recovering one is emptied first."""
+        """No one can provide the whole state. A partial feed goes on; a recovering one is emptied first."""
         if self.state is FeedState.PARTIAL:
             self.retry_later()
             return

@@ -1,24 +1,31 @@
-"""Who is there: worker ranks as dense slots, with columns of what each one is and does."""
+"""The workers of one model: worker ranks as dense slots, with columns of what each is and does."""
 
-from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault
-from kvrouter.fleet.columns import UNKNOWN, BoolColumn, Columns, FloatColumn, IntColumn, SlotColumn
-from kvrouter.fleet.fleet import MAX_SLOTS, Change, Fleet
-from kvrouter.fleet.mixing import hash_rank, mix64
-from kvrouter.fleet.pairs import Pair
-from kvrouter.fleet.places import UNKNOWN_VALUE
+from kvrouter.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault, Pair
+from kvrouter.fleet.columns import (
+    UNKNOWN,
+    UNKNOWN_VALUE,
+    BoolColumn,
+    Columns,
+    FloatColumn,
+    IntColumn,
+    SlotColumn,
+    hash_rank,
+    mix64,
+)
+from kvrouter.fleet.fleet import MAX_SLOTS, Fleet, FleetChange
 
 __all__ = [
     "MAX_SLOTS",
     "UNKNOWN",
     "UNKNOWN_VALUE",
     "BoolColumn",
-    "Change",
     "Circuit",
     "CircuitSettings",
     "CircuitState",
     "Columns",
     "Fault",
     "Fleet",
+    "FleetChange",
     "FloatColumn",
     "IntColumn",
     "Pair",

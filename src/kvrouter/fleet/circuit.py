@@ -1,4 +1,4 @@
-"""A circuit: who fails again and again gets no requests for a while, then one, to see whether it is well.
+"""Circuit breakers for workers, and for prefill and decode pairs.
 
 ::
 
@@ -10,11 +10,14 @@ Two things count, each in a row: legs that brought nothing, until one brings som
 off, until one comes to its end. All moments are on one monotonic clock, in seconds.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from typing import NamedTuple
 
-from kvrouter.fleet.mixing import mix64
+from kvrouter.core.ids import WorkerId
+from kvrouter.fleet.columns import mix64
 
 JITTER = 0.25
 """By how much of its time a circuit may close earlier, so that routers do not try a worker all at once."""
@@ -99,8 +102,8 @@ class Circuit:
         return self._open_until_s
 
     def take(self, now_s: float) -> bool:
-        """A request is sent there. True where it is the one that a half-open circuit lets through: whoever
-        sends it gives it back.
+        """A request is sent there. True where it is the one that a half-open circuit lets through: the
+        sender gives it back.
         """
         if self._open_until_s is None or not self.lets_in(now_s):
             return False
@@ -108,7 +111,7 @@ class Circuit:
         return True
 
     def give_back(self) -> None:
-        """The one request has told what it could, if anything."""
+        """The one request has reported its outcome, or will report none."""
         self._is_probed = False
 
     def begun(self, now_s: float) -> bool:
@@ -152,3 +155,49 @@ class Circuit:
         share = (mix64(self._seed + self._opened) >> 11) * 2.0**-53
         self._opened_s = now_s
         self._open_until_s = now_s + open_s * (1.0 - JITTER * share)
+
+
+class Pair(NamedTuple):
+    """A prefill worker, and a decode worker that its KV goes to."""
+
+    prefill: WorkerId
+    decode: WorkerId
+
+
+class BrokenPairs:
+    """Prefill workers, and the decode workers that their KV does not reach."""
+
+    def __init__(self) -> None:
+        self._of: dict[WorkerId, set[WorkerId]] = {}
+        self.whole_failed = False
+        """Whether one worker alone failed with the last request that it was given because every pair was
+        broken: then pairs are the better try, for as long as any is broken.
+        """
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __iter__(self) -> Iterator[Pair]:
+        return (Pair(prefill, decode) for prefill, decodes in self._of.items() for decode in decodes)
+
+    def senders(self) -> Iterable[WorkerId]:
+        """Return the prefill workers whose KV does not reach somebody."""
+        return self._of.keys()
+
+    def of(self, prefill: WorkerId) -> frozenset[WorkerId]:
+        """Return the decode workers that KV of this prefill worker does not reach."""
+        return frozenset(self._of.get(prefill, ()))
+
+    def put(self, prefill: WorkerId, decode: WorkerId, is_parted: bool) -> bool:
+        """Note it; return whether it is news."""
+        decodes = self._of.get(prefill, set())
+        if (decode in decodes) == is_parted:
+            return False
+        if is_parted:
+            self._of.setdefault(prefill, set()).add(decode)
+        else:
+            decodes.discard(decode)
+            if not decodes:
+                del self._of[prefill]
+                self.whole_failed = self.whole_failed and bool(self._of)
+        return True

@@ -12,14 +12,18 @@ import numpy.typing as npt
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.fleet.columns import INTEGER_MAX, UNKNOWN, BoolColumn, Columns, SlotColumn
-from kvrouter.fleet.mixing import hash_rank
-from kvrouter.fleet.pairs import PartedPairs
-from kvrouter.fleet.places import Places
-from kvrouter.fleet.policies import Policies
-from kvrouter.topology.policy import policy_of
-from kvrouter.topology.taints import topology_domains
-from kvrouter.topology.validation import validate_runtime_config
+from kvrouter.fleet.circuit import BrokenPairs
+from kvrouter.fleet.columns import (
+    INTEGER_MAX,
+    UNKNOWN,
+    BoolColumn,
+    Columns,
+    PlaceColumns,
+    Policies,
+    SlotColumn,
+    hash_rank,
+)
+from kvrouter.topology.policy import policy_of, topology_domains, validate_runtime_config
 
 MAX_SLOTS: Final = 65_536
 """Worker ranks in one model's fleet."""
@@ -31,7 +35,7 @@ Key = TypeVar("Key")
 Built = TypeVar("Built")
 
 
-class Change(NamedTuple):
+class FleetChange(NamedTuple):
     """What a card changed. Drop what is known of the ``freed`` slots before using the ``joined`` ones:
     a slot may be in both. ``warnings`` are about the card, one line each.
     """
@@ -65,8 +69,8 @@ class Fleet:
         self.block_size = block_size
         self.columns = Columns()
         self.policies = Policies()
-        self.parted = PartedPairs()
-        self._places = Places()
+        self.parted = BrokenPairs()
+        self._places = PlaceColumns()
         self._members: dict[WorkerId, _Member] = {}
         self._rank_at: list[WorkerRank | None] = []
         self._free: list[Slot] = []
@@ -214,7 +218,7 @@ class Fleet:
 
     # --- changes
 
-    def join(self, card: WorkerCard) -> Change:
+    def join(self, card: WorkerCard) -> FleetChange:
         """Take in a worker, or a new incarnation of one (the old one leaves), or a new card of a present one.
 
         Raises ConfigError, with ``param`` naming the field and the fleet unchanged, for another model,
@@ -231,7 +235,7 @@ class Fleet:
             member = self._members[card.worker_id] = _Member(card)
         joined = self._apply(member, card, freed)
         self._changed()
-        return Change(joined, tuple(freed), tuple(warnings))
+        return FleetChange(joined, tuple(freed), tuple(warnings))
 
     def leave(self, worker_id: WorkerId, incarnation: Epoch) -> list[Slot]:
         """Let a worker go and return its freed slots: none when another incarnation of it is here."""

@@ -1,1 +1,1 @@
-"""The front door: OpenAI's HTTP."""
+"""The HTTP frontend: OpenAI's API."""

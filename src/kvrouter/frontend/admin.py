@@ -15,17 +15,17 @@ from kvrouter.config import AdminAccess, FrontendSettings
 from kvrouter.core.errors import RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.frontend.bodies import Bodies
+from kvrouter.frontend.decision_json import attempts_json, decided_json, refused_json
 from kvrouter.frontend.errors import UnknownDecision
-from kvrouter.frontend.explained import attempts_json, decided_json, refused_json
-from kvrouter.frontend.fleet_page import fleet_json
-from kvrouter.frontend.observed import FrontObserved
+from kvrouter.frontend.fleet_state import fleet_json
+from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.decode import decode_body
 from kvrouter.frontend.openai.parse import parse_either
 from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import Name, NonNegativeInt
 from kvrouter.frontend.pages import json_page
-from kvrouter.frontend.prepare import Hall
-from kvrouter.frontend.request_ids import RequestIds
+from kvrouter.frontend.prepare import RequestPreparer
+from kvrouter.frontend.response_writer import RequestIds
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 
@@ -53,14 +53,14 @@ class AdminRoutes:
     def __init__(
         self,
         service: RouterService,
-        hall: Hall,
+        preparer: RequestPreparer,
         bodies: Bodies,
-        observed: FrontObserved,
+        observed: FrontendInstrumentation,
         *,
         settings: FrontendSettings,
     ) -> None:
         self._service = service
-        self._hall = hall
+        self._preparer = preparer
         self._bodies = bodies
         self._observed = observed
         token = _secret(settings)
@@ -107,12 +107,12 @@ class AdminRoutes:
         request_id = self._ids.take(request.headers.get("x-request-id"))
         try:
             body = await self._bodies.scan(await request.body())
-            called = self._hall.called_model(body)
+            called = self._preparer.called_model(body)
             request.state.model = called.name
-            text = self._hall.text_of(called, body)
-            reader = self._hall.nvext_reader(request.headers.raw)
+            text = self._preparer.text_of(called, body)
+            reader = self._preparer.nvext_reader(request.headers.raw)
             parsed = await self._bodies.parse(body, partial(parse_either, nvext=reader))
-            wanted = await self._hall.prepare(parsed, called, text, request_id)
+            wanted = await self._preparer.prepare(parsed, called, text, request_id)
         finally:
             self._ids.give_back(request_id)
         model = called.router

@@ -1,25 +1,148 @@
-"""The front door: OpenAI's two generation routes, pages, and the routes of operators."""
+"""The HTTP application: dispatches generation routes, pages and admin routes."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as PageRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from kvrouter.config import FrontendSettings
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes
-from kvrouter.frontend.bodies import Bodies
-from kvrouter.frontend.door import Door
-from kvrouter.frontend.gauges import Gauges
+from kvrouter.frontend.bodies import BODY_BYTES_MAX, Bodies
+from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
+from kvrouter.frontend.fleet_state import Gauges
 from kvrouter.frontend.generate import GenerateRoutes
-from kvrouter.frontend.observed import FrontObserved
-from kvrouter.frontend.pages import SETTLE_S, Pages
-from kvrouter.frontend.prepare import Hall
-from kvrouter.frontend.readiness import Awaited, nobody_awaited
+from kvrouter.frontend.http import AsgiBridge, BodyLimit, Handler, HttpServer, Limits, Request, Responder
+from kvrouter.frontend.instrumentation import FrontendInstrumentation
+from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
+from kvrouter.frontend.prepare import RequestPreparer
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel
 
+PAGES_WITH_PROMPTS = frozenset({"/v1/route/explain"})
 
-class FrontDoor(Door):
-    """A door over a router's own requests.
+_ErrorOf: TypeAlias = Callable[[PageRequest, Exception], KvrouterError]
+_Answer: TypeAlias = Callable[[PageRequest, Exception], Awaitable[Response]]
+
+
+class HttpApp:
+    """Answers every request of one HTTP server: a :data:`~kvrouter.frontend.http.Handler`.
+
+    ``calls`` are POSTs by path that run on the server's own streams; everything else is :attr:`pages`, an
+    ASGI app.
+    """
+
+    def __init__(
+        self,
+        calls: Mapping[str, Handler],
+        routes: Iterable[Route],
+        *,
+        bodies: Bodies,
+        settings: FrontendSettings,
+        observed: FrontendInstrumentation,
+    ) -> None:
+        self.observed = observed
+        self.pages = _page_app(list(routes), observed)
+        self._settings = settings
+        self._bodies = bodies
+        self._calls = calls
+        self._bridge = AsgiBridge(self.pages)
+
+    def server(self, *, connections_max: int, descriptors_max: int, refused_max: int) -> HttpServer:
+        """Return a server with this handler and the limits of the settings; it listens once it is started.
+
+        ``connections_max`` of the settings may be more than the system has room for, so it is given, with
+        the number from which on the process keeps file descriptors for itself, and how many of these may
+        go to connections that were refused.
+        """
+        settings = self._settings
+        limits = Limits(
+            header_bytes=settings.header_max_bytes,
+            body_bytes=settings.body_max_bytes or BODY_BYTES_MAX,
+            body_limit=self._body_limit,
+            uploads_bytes=settings.uploads_max_bytes,
+            pipelined_requests=settings.pipelined_requests_max,
+            connections=connections_max,
+            descriptors=descriptors_max,
+            refused_connections=refused_max,
+            header_s=settings.header_timeout_s,
+            body_s=settings.body_timeout_s,
+            body_bytes_per_s=settings.upload_min_bytes_per_s,
+            idle_s=settings.idle_timeout_s,
+            write_stall_s=settings.write_stall_s,
+            high_water_bytes=settings.write_high_water_bytes,
+            low_water_bytes=settings.write_low_water_bytes,
+            overflow_bytes=settings.write_overflow_bytes,
+        )
+        return HttpServer(self, limits, observer=self.observed.http, on_error=self.observed.error_answered)
+
+    def _body_limit(self, path: str) -> BodyLimit:
+        if path in self._calls or path in PAGES_WITH_PROMPTS:
+            return self._bodies.prompt_limit()
+        return self._bodies.page_limit()
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        """Answer one request."""
+        call = self._calls.get(request.path)
+        if call is None:
+            await self._bridge(request, responder)
+        elif request.method == "POST":
+            await call(request, responder)
+        else:
+            error = MethodNotAllowed(f"{request.path} takes POST, not {request.method}", allow="POST")
+            self.observed.failed(error)
+            await responder.send(error.status_hint, error_headers(error), error_body(error))
+
+
+def _page_app(routes: list[Route], observed: FrontendInstrumentation) -> Starlette:
+    def answering(error_of: _ErrorOf) -> _Answer:
+        async def answer(request: PageRequest, exc: Exception) -> Response:
+            error = error_of(request, exc)
+            observed.failed(error, model=getattr(request.state, "model", None))
+            headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+            return Response(error_body(error), error.status_hint, headers=headers)
+
+        return answer
+
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            HTTPException: answering(_of_http_exception),
+            KvrouterError: answering(_of_ours),
+            Exception: answering(_of_mistake),
+        },
+    )
+    app.router.redirect_slashes = False  # a path is one page, not two
+    return app
+
+
+def _of_http_exception(request: PageRequest, exc: Exception) -> KvrouterError:
+    """What Starlette itself raises: a path or a method that is not there."""
+    if isinstance(exc, HTTPException) and exc.status_code == 405:
+        allow = (exc.headers or {}).get("Allow", "")
+        return MethodNotAllowed(f"{request.url.path} takes {allow}, not {request.method}", allow=allow)
+    return UnknownPath(f"nothing is at {request.url.path}")
+
+
+def _of_ours(_: PageRequest, exc: Exception) -> KvrouterError:
+    if not isinstance(exc, KvrouterError):
+        raise exc
+    return exc
+
+
+def _of_mistake(_: PageRequest, _exc: Exception) -> KvrouterError:
+    """A mistake of ours: its message may quote the prompt, so it stays inside."""
+    return KvrouterError("the server failed to answer this request")
+
+
+class FrontendApp(HttpApp):
+    """The HTTP app over a router's own requests.
 
     Gauges of the fleet are refreshed before each scrape of ``telemetry`` until :meth:`close`.
     """
@@ -34,19 +157,19 @@ class FrontDoor(Door):
         awaited: Awaited = nobody_awaited,
         settle_s: float = SETTLE_S,
     ) -> None:
-        observed = FrontObserved(telemetry)
-        hall = Hall(service, texts, observed, unknown_nvext=settings.unknown_nvext)
+        observed = FrontendInstrumentation(telemetry)
+        preparer = RequestPreparer(service, texts, observed, unknown_nvext=settings.unknown_nvext)
         bodies = Bodies(service, texts, observed, settings)
-        generate = GenerateRoutes(service, hall, bodies, observed)
-        admin = AdminRoutes(service, hall, bodies, observed, settings=settings)
+        generate = GenerateRoutes(service, preparer, bodies, observed)
+        admin = AdminRoutes(service, preparer, bodies, observed, settings=settings)
         super().__init__(
             {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completion},
-            [*Pages(service, hall, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
+            [*Pages(service, preparer, telemetry, awaited, settle_s=settle_s).routes(), *admin.routes()],
             bodies=bodies,
             settings=settings,
             observed=observed,
         )
-        gauges = (Gauges(telemetry, service).refresh, hall.refresh_gauge)
+        gauges = (Gauges(telemetry, service).refresh, preparer.refresh_gauge)
         self._ends = [telemetry.before_scrape(refresh) for refresh in gauges]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What bodies may hold, and reading them so that nobody else waits for a long one."""
+"""Request bodies: their bounds, and parsing large ones off the event loop."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import TypeVar
 from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.http import BodyLimit
-from kvrouter.frontend.observed import FrontObserved
+from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.scanned import NUMBERS_MIN, BodyBounds, BodyOverBounds, ScannedBody, scanned
 from kvrouter.frontend.prepare import served_text
 from kvrouter.service.router import RouterService
@@ -26,7 +26,7 @@ PAGE_BYTES_MAX = 64 * 1024
 """For the routes of operators, whose bodies are a few numbers."""
 
 BESIDE_PROMPT_BYTES = 2 * 1024 * 1024
-"""What stands beside the text of a prompt: names of fields, quotes, everything that is no prompt."""
+"""The rest of a body, next to the text of a prompt: names of fields, quotes, everything that is no prompt."""
 
 ESCAPED_BYTES_PER_BYTE = 3
 """JSON that is written in ASCII has six bytes for a character of two, and twelve for one of four."""
@@ -44,7 +44,7 @@ Parsed = TypeVar("Parsed")
 
 
 class Bodies:
-    """Scans and parses the bodies of one door; :meth:`close` ends its threads.
+    """Scans and parses the bodies of one HTTP app; :meth:`close` ends its threads.
 
     A body that is refused costs one scan, without the interpreter. One that is not costs what its bounds
     allow to be built of it.
@@ -54,7 +54,7 @@ class Bodies:
         self,
         service: RouterService,
         texts: Mapping[ModelName, TextModel],
-        observed: FrontObserved,
+        observed: FrontendInstrumentation,
         settings: FrontendSettings,
     ) -> None:
         self._service = service
@@ -99,7 +99,7 @@ class Bodies:
         for model in self._service.models():
             needed_bytes.append(TOKEN_ID_BYTES * (model.fleet.context_length_tokens or 0))
             if model.fleet.takes_calls:
-                needed_bytes.append(BODY_BYTES_MAX)  # its calls may hold pictures, of which nobody here knows
+                needed_bytes.append(BODY_BYTES_MAX)  # its calls may hold images, of which nobody here knows
         for name, text in self._texts.items():
             # Of a model without any worker so far nobody knows whether it takes calls.
             router = self._service.find(name)

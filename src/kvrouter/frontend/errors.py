@@ -1,4 +1,4 @@
-"""The front door's own errors, and the one form in which every error of the tree leaves it."""
+"""The frontend's own errors, and the JSON form of every error."""
 
 from collections.abc import Mapping
 
@@ -66,7 +66,7 @@ def error_event(error: KvrouterError) -> bytes:
 
 
 def error_headers(error: KvrouterError) -> tuple[tuple[bytes, bytes], ...]:
-    """``Retry-After`` where waiting may help; what HTTP wants beside a 401 and a 405."""
+    """``Retry-After`` where waiting may help; what HTTP requires with a 401 and a 405."""
     if isinstance(error, MethodNotAllowed):
         return (*JSON_HEADERS, (b"allow", error.allow.encode()))
     if error.status_hint == 401:

@@ -8,51 +8,56 @@ from typing import NamedTuple
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import CallRoute, GenerateRequest
-from kvrouter.frontend.answered import Reading, answer_query, answer_stream, answer_whole
 from kvrouter.frontend.bodies import Bodies
-from kvrouter.frontend.exchange import Exchange, cancel_with
 from kvrouter.frontend.http import Disconnected, Request, Responder
-from kvrouter.frontend.observed import FrontObserved
-from kvrouter.frontend.openai.answers import Kind
+from kvrouter.frontend.instrumentation import FrontendInstrumentation
+from kvrouter.frontend.openai.answers import RouteKind
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, parse_chat, parse_completion
-from kvrouter.frontend.openai.passed import parse_passed
-from kvrouter.frontend.passing import pass_stream, pass_whole
-from kvrouter.frontend.prepare import Hall
-from kvrouter.frontend.request_ids import RequestIds
+from kvrouter.frontend.openai.passthrough import parse_passed
+from kvrouter.frontend.prepare import RequestPreparer
+from kvrouter.frontend.response_passthrough import pass_stream, pass_whole
+from kvrouter.frontend.response_tokens import ChunkReader, answer_query, answer_stream, answer_whole
+from kvrouter.frontend.response_writer import RequestIds, ResponseWriter, cancel_with
 from kvrouter.service.router import RouterService
+from kvrouter.text.detokenizer import StopMatcher
 from kvrouter.text.model import TextModel
-from kvrouter.text.stops import StopMatcher
 
 CLIENT_LEFT_STATUS = 499
 
-_PARSERS: Mapping[Kind, Callable[..., ChatCall | CompletionCall]] = {
-    Kind.CHAT: parse_chat,
-    Kind.COMPLETION: parse_completion,
+_PARSERS: Mapping[RouteKind, Callable[..., ChatCall | CompletionCall]] = {
+    RouteKind.CHAT: parse_chat,
+    RouteKind.COMPLETION: parse_completion,
 }
-_ROUTES = {Kind.CHAT: CallRoute.CHAT, Kind.COMPLETION: CallRoute.COMPLETION}
+_ROUTES = {RouteKind.CHAT: CallRoute.CHAT, RouteKind.COMPLETION: CallRoute.COMPLETION}
 
 
 class GenerateRoutes:
     """Handles ``/v1/chat/completions`` and ``/v1/completions``."""
 
-    def __init__(self, service: RouterService, hall: Hall, bodies: Bodies, observed: FrontObserved) -> None:
+    def __init__(
+        self,
+        service: RouterService,
+        preparer: RequestPreparer,
+        bodies: Bodies,
+        observed: FrontendInstrumentation,
+    ) -> None:
         self._service = service
-        self._hall = hall
+        self._preparer = preparer
         self._bodies = bodies
         self._observed = observed
         self._ids = RequestIds()
 
     async def chat(self, request: Request, responder: Responder) -> None:
         """``POST /v1/chat/completions``."""
-        await self._answer(Kind.CHAT, request, responder)
+        await self._answer(RouteKind.CHAT, request, responder)
 
     async def completion(self, request: Request, responder: Responder) -> None:
         """``POST /v1/completions``."""
-        await self._answer(Kind.COMPLETION, request, responder)
+        await self._answer(RouteKind.COMPLETION, request, responder)
 
-    async def _answer(self, kind: Kind, request: Request, responder: Responder) -> None:
+    async def _answer(self, kind: RouteKind, request: Request, responder: Responder) -> None:
         """Answer one call; a client that leaves cancels whatever its request waits for."""
-        exchange = Exchange(kind, responder, self._ids.take(request.header("x-request-id")))
+        exchange = ResponseWriter(kind, responder, self._ids.take(request.header("x-request-id")))
         cancel_with(responder)
         try:
             await self._serve(exchange, request)
@@ -67,7 +72,7 @@ class GenerateRoutes:
             self._ids.give_back(exchange.request_id)
             self._observed.answered(route=request.path, model=exchange.model, status=exchange.status)
 
-    async def _serve(self, exchange: Exchange, request: Request) -> None:
+    async def _serve(self, exchange: ResponseWriter, request: Request) -> None:
         received_s = time.monotonic()
         call, generate, text, matcher = await self._prepared(exchange, request)
         if call.nvext.asks_only:
@@ -80,32 +85,32 @@ class GenerateRoutes:
                 else:
                     await pass_whole(exchange, call, generation)
                 return
-            reading = Reading(generation, text.detokenizer(), matcher)
+            reading = ChunkReader(generation, text.detokenizer(), matcher)
             if call.stream:
                 await answer_stream(exchange, call, reading)
             else:
                 await answer_whole(exchange, call, reading)
 
-    async def _prepared(self, exchange: Exchange, request: Request) -> "_Prepared":
+    async def _prepared(self, exchange: ResponseWriter, request: Request) -> "_Prepared":
         """Return the call, without its body: what is not needed of that ends here, and not with the answer.
 
         Engines that take calls as clients write them get the body itself, again when one fails.
         """
         body = await self._bodies.scan(request.take_body())
-        reader = self._hall.nvext_reader(request.headers)
-        called = self._hall.called_model(body)
+        reader = self._preparer.nvext_reader(request.headers)
+        called = self._preparer.called_model(body)
         exchange.model = called.name
         if called.router.fleet.takes_calls:
-            text = self._hall.text(called.name)
+            text = self._preparer.text(called.name)
             passed = await self._bodies.parse(
                 body, partial(parse_passed, _ROUTES[exchange.kind], reader=reader)
             )
-            generate = await self._hall.prepare_passed(passed, called, text, exchange.request_id)
+            generate = await self._preparer.prepare_passed(passed, called, text, exchange.request_id)
             return _Prepared(passed.call, generate, text)
-        text = self._hall.text_of(called, body)
+        text = self._preparer.text_of(called, body)
         parsed = await self._bodies.parse(body, partial(_PARSERS[exchange.kind], nvext=reader))
         matcher = StopMatcher(parsed.call.stops)
-        generate = await self._hall.prepare(parsed, called, text, exchange.request_id)
+        generate = await self._preparer.prepare(parsed, called, text, exchange.request_id)
         return _Prepared(parsed.call, generate, text, matcher)
 
 

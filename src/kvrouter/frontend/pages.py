@@ -1,8 +1,10 @@
-"""Pages for whoever runs or watches the router: models, health, readiness, metrics."""
+"""Pages: models, health, readiness, metrics."""
 
 import asyncio
 import math
 import time
+from array import array
+from collections.abc import Callable, Sequence
 from itertools import starmap
 
 import msgspec
@@ -10,17 +12,46 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvrouter.core.errors import ModelNotReady, ShuttingDown
+from kvrouter.core.errors import ModelNotReady, NoEligibleWorker, RoutingRefused, ShuttingDown
+from kvrouter.core.ids import RequestId
 from kvrouter.frontend.errors import NotReady
-from kvrouter.frontend.prepare import Hall, Named
-from kvrouter.frontend.readiness import Awaited, nobody_awaited, why_not_ready
+from kvrouter.frontend.prepare import Named, RequestPreparer
+from kvrouter.routing.request import RouteRequest
+from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Telemetry
+
+_PROBE = RequestId("ready")
+
+Awaited = Callable[[], Sequence[str]]
+"""Lists which engines are to come and have not come yet: a line for each, with why."""
+
+
+def nobody_awaited() -> Sequence[str]:
+    """Workers are found by discovery: none is known beforehand."""
+    return ()
+
+
+def why_not_ready(model: ModelRouter) -> str | None:
+    """Why no worker, or no pair, of ``model`` may take a request of one token; None when one may.
+
+    Workers that are busy make nobody unready: the fleet is whole, and they will be free again.
+    """
+    prompt = model.hash_prompt(array("I", (0,)))
+    probe = RouteRequest(_PROBE, isl_tokens=prompt.isl_tokens, total_blocks=prompt.total_blocks)
+    try:
+        model.decide(probe, prompt)
+    except NoEligibleWorker as refused:
+        return refused.message
+    except RoutingRefused:
+        return None
+    return None
+
 
 OWNER = "kvrouter"
 
 SETTLE_S = 10.0
-"""How long a door may wait for a first worker or a tokenizer before it takes requests without."""
+"""How long an HTTP app may wait for a first worker or a tokenizer before it takes requests without."""
 
 
 METRICS_TIME_SHARE = 0.1
@@ -74,14 +105,14 @@ class Pages:
     def __init__(
         self,
         service: RouterService,
-        hall: Hall,
+        preparer: RequestPreparer,
         telemetry: Telemetry,
         awaited: Awaited = nobody_awaited,
         *,
         settle_s: float = SETTLE_S,
     ) -> None:
         self._service = service
-        self._hall = hall
+        self._preparer = preparer
         self._metrics = MetricsRenderer(telemetry)
         self._awaited = awaited
         self._created_s = int(time.time())
@@ -100,21 +131,23 @@ class Pages:
 
     async def models(self, _: Request) -> Response:
         """``GET /v1/models``."""
-        return json_page({"object": "list", "data": [*starmap(self._model_json, self._hall.names().items())]})
+        return json_page(
+            {"object": "list", "data": [*starmap(self._model_json, self._preparer.names().items())]}
+        )
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{model}``."""
         name = request.path_params["model"]
-        named = self._hall.names().get(name)
+        named = self._preparer.names().get(name)
         if named is None:
-            model = self._service.model(self._hall.named(name).model)
+            model = self._service.model(self._preparer.named(name).model)
             raise ModelNotReady(
                 f"model: {model.fleet.model!r} has no worker, or no tokenizer here", param="model"
             )
         return json_page(self._model_json(name, named))
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``: the process answers, whatever it can do; else whoever asks would restart it."""
+        """``GET /health``: the process answers, whatever it can do; else the caller would restart it."""
         status = "ok" if self._service.why_too_few is None else "starting"
         if self._service.is_draining:
             status = "draining"
@@ -135,20 +168,21 @@ class Pages:
 
     async def accepting(self, _: Request) -> Response:
         """``GET /accepting``: 200 while requests are taken, also where the answer is that no worker can be
-        found. A door that just opened has a moment to learn the fleet, so that nobody is refused for that.
-        One that could not ask discovery yet knows nobody, and must take the place of no door that does; nor
+        found. A router that just started has a moment to learn the fleet, so that nobody is refused for that.
+        One that could not ask discovery yet knows nobody, and must take the place of no router that does; nor
         must one that waits for a number of workers at its start. One that asked, and knows that nobody is
         there, knows as much as any other.
         """
         self._refuse_draining()
         self._refuse_too_few()
         lost = self._service.store_lost
-        if lost is not None and not self._hall.models():
+        if lost is not None and not self._preparer.models():
             raise NotReady(f"this router could not learn yet which workers are there: {lost}")
         if time.monotonic() < self._settled_at:
             if self._why_not_ready() is not None:
                 raise NotReady("this router has just started, and is learning which workers are there")
-            self._settled_at = -math.inf  # it knew somebody: whoever leaves from now on was not unknown to it
+            # It knew a worker: one that leaves from now on was not unknown to it.
+            self._settled_at = -math.inf
         return json_page({"status": "accepting"})
 
     def _refuse_draining(self) -> None:
@@ -163,7 +197,7 @@ class Pages:
     def _why_not_ready(self) -> list[str] | None:
         """What each model lacks; None when one lacks nothing."""
         reasons: list[str] = []
-        for name in self._hall.models():
+        for name in self._preparer.models():
             why = why_not_ready(self._service.model(name))
             if why is None:
                 return None
@@ -181,6 +215,6 @@ class Pages:
             "object": "model",
             "created": self._created_s,
             "owned_by": OWNER,
-            "max_model_len": self._hall.text(named.model).context_length_tokens,
+            "max_model_len": self._preparer.text(named.model).context_length_tokens,
             **parent,
         }

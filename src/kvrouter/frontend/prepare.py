@@ -1,4 +1,4 @@
-"""The hall: a call becomes a tokenized request, or an error that names the field."""
+"""Prepares a request: from a parsed call to token ids, or an error that names the field."""
 
 import dataclasses
 import time
@@ -14,17 +14,17 @@ from kvrouter.core.constraints import RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
-from kvrouter.frontend.contradictions import refuse_contradictions
-from kvrouter.frontend.observed import FrontObserved
+from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.nvext import Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
-from kvrouter.frontend.openai.passed import PassedCall, model_of
+from kvrouter.frontend.openai.passthrough import PassedCall, model_of
 from kvrouter.frontend.openai.scanned import ScannedBody
-from kvrouter.frontend.passed_tokens import passed_tokens
+from kvrouter.frontend.pin_checks import refuse_contradictions
+from kvrouter.frontend.response_passthrough import passed_tokens
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
-from kvrouter.text.encode_pool import EncodePoolFull, PromptOverBudget
 from kvrouter.text.model import TextModel
+from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
 
 
 class Named(NamedTuple):
@@ -52,14 +52,14 @@ def served_text(text: TextModel, router: ModelRouter | None) -> TextModel:
     return dataclasses.replace(text, context_length_tokens=context_tokens)
 
 
-class Hall:
+class RequestPreparer:
     """One way in, for requests that are sent and for those that are only explained."""
 
     def __init__(
         self,
         service: RouterService,
         texts: Mapping[ModelName, TextModel],
-        observed: FrontObserved,
+        observed: FrontendInstrumentation,
         *,
         unknown_nvext: UnknownNvext = UnknownNvext.REFUSE,
     ) -> None:
@@ -133,8 +133,8 @@ class Hall:
     ) -> GenerateRequest:
         """Tokenize a call that goes to its engine as it was written, so far as it is known here.
 
-        Where it is not (pictures, a template of the client's own), routing sees the part that is, and names
-        that stand for pictures; no other worker could go on with the answer.
+        Where it is not (images, a template of the client's own), routing sees the part that is, and names
+        that stand for images; no other worker could go on with the answer.
         """
         call, written = passed.call, passed.client_call
         model, adapter, router = called

@@ -1,4 +1,4 @@
-"""What an index of blocks can do. A slot is a small dense int that stands for one worker rank."""
+"""The port of the block index. A slot is a small dense int that stands for one worker rank."""
 
 from collections.abc import Sequence
 from typing import Protocol

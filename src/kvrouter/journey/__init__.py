@@ -1,1 +1,1 @@
-"""One request's life as a table: state × event → commands."""
+"""The states of one request as a table: state × event → commands."""

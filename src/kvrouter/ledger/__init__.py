@@ -1,1 +1,1 @@
-"""What each rank is doing: prefill tokens that wait or run, and blocks that running requests hold."""
+"""The load of each rank: prefill tokens that wait or run, and blocks that running requests hold."""

@@ -1,4 +1,4 @@
-"""What a ledger can do."""
+"""The port of the ledger."""
 
 from typing import NamedTuple, Protocol
 

@@ -1,11 +1,12 @@
-"""All other routers, and their leases in the ledgers of this one."""
+"""The other router replicas, and their leases in this router's ledgers."""
 
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from msgspec import structs
 
-from kvrouter.core.ids import ModelName, RouterId
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import Epoch, LeaseId, LeaseKey, ModelName, RouterId, Slot, WorkerRank
 from kvrouter.core.sync import (
     AddRequest,
     Delta,
@@ -23,8 +24,246 @@ from kvrouter.core.sync import (
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.journal import LEASES_MAX
 from kvrouter.ledger.port import Ledger
-from kvrouter.ledger.remote import RemoteLease, RemoteLeases
-from kvrouter.ledger.replica import Replica
+
+
+class RemoteLease:
+    """A lease of another router, whether its rank is here or not."""
+
+    __slots__ = ("booked", "request", "router_id")
+
+    def __init__(self, router_id: RouterId, request: AddRequest) -> None:
+        self.router_id = router_id
+        self.request = request
+        """As it is now: what came after it is in it."""
+
+        self.booked: LeaseId | None = None
+        """Its number in the ledger; None while its rank is not here."""
+
+
+class RemoteLeases:
+    """Books other routers' leases of one model in its ledger, at the slots that their ranks have here.
+
+    A lease whose rank is not here, or is another incarnation of its worker, is kept unbooked: it counts from
+    the moment its rank joins. ``on_less`` is called when load went away, ``before_more`` when more is about
+    to be booked.
+    """
+
+    def __init__(
+        self, fleet: Fleet, ledger: Ledger, *, on_less: Callable[[], None], before_more: Callable[[], None]
+    ) -> None:
+        self.unusable = 0
+        """Leases that could not be booked: another block size, or no such prompt."""
+
+        self._fleet = fleet
+        self._ledger = ledger
+        self._on_less = on_less
+        self._before_more = before_more
+        self._at: dict[WorkerRank, set[RemoteLease]] = {}
+        self._where: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
+        self._is_less = False
+        self._heard = 0
+        self.requests_per_s = 0.0
+        """How many requests others place a second, of late."""
+
+    def heard(self, request: AddRequest) -> None:
+        """A booking was heard of just now. A request counts once, by its decode or aggregated leg."""
+        self._heard += request.leg_number % 2
+
+    def measure(self, elapsed_s: float) -> None:
+        """So much time passed since the last measure; the one before counts for half of the new one."""
+        if elapsed_s > 0.0:
+            self.requests_per_s = (self.requests_per_s + self._heard / elapsed_s) / 2.0
+            self._heard = 0
+
+    def add(self, lease: RemoteLease) -> None:
+        """Take in a lease that is not here yet."""
+        rank = lease.request.rank
+        leases = self._at.get(rank)
+        if leases is None:
+            leases = self._at[rank] = set()
+            self._where[rank] = self._find(rank)
+        leases.add(lease)
+        self._book(lease, self._where[rank])
+
+    def remove(self, lease: RemoteLease) -> None:
+        """Let go of a lease."""
+        rank = lease.request.rank
+        leases = self._at[rank]
+        leases.discard(lease)
+        if not leases:
+            del self._at[rank], self._where[rank]
+        if lease.booked is not None:
+            self._ledger.close(lease.booked)
+            lease.booked = None
+            self._is_less = True
+
+    def prefill_completed(self, lease: RemoteLease) -> None:
+        """Prefill is over."""
+        if lease.booked is not None:
+            self._ledger.first_token(lease.booked)
+            self._is_less = True
+
+    def grew(self, lease: RemoteLease, blocks: int) -> None:
+        """So many more blocks are full of output."""
+        if lease.booked is not None:
+            self._before_more()
+            self._ledger.output_block(lease.booked, blocks)
+
+    def fleet_changed(self) -> None:
+        """A worker came, changed or left: its leases count from now on, or no more."""
+        for rank, leases in self._at.items():
+            where = self._find(rank)
+            if where == self._where[rank]:
+                continue
+            self._where[rank] = where
+            for lease in leases:
+                if lease.booked is not None:
+                    self._ledger.close(lease.booked)
+                    lease.booked = None
+                self._book(lease, where)
+
+    def notify(self) -> None:
+        """Call ``on_less`` when there is less load than before."""
+        if self._is_less:
+            self._is_less = False
+            self._on_less()
+
+    def _find(self, rank: WorkerRank) -> tuple[Slot, Epoch] | None:
+        slot, card = self._fleet.slot_of(rank), self._fleet.card(rank.worker_id)
+        return None if slot is None or card is None else (slot, card.incarnation)
+
+    def _book(self, lease: RemoteLease, where: tuple[Slot, Epoch] | None) -> None:
+        request = lease.request
+        if where is None or where[1] != request.incarnation:
+            return
+        try:
+            prompt = Prompt.from_blocks(
+                request.block_hashes, isl_tokens=request.isl_tokens, block_size=self._fleet.block_size
+            )
+        except ValueError:
+            self.unusable += 1
+            return
+        self._ledger.ensure_slots(self._fleet.n_slots)
+        self._before_more()
+        lease.booked = self._ledger.book(
+            key=LeaseKey(lease.router_id, request.request_id, request.leg_number),
+            slot=where[0],
+            prompt=prompt,
+            prefill_tokens=request.prefill_tokens,
+            track_blocks=request.track_blocks,
+        )
+        if request.output_blocks:
+            self._ledger.output_block(lease.booked, request.output_blocks)
+
+
+BACKLOG_MAX: Final = 256
+"""How many messages are kept that follow a missing one. When there are more they are let go: the state that
+was asked for has them."""
+
+
+class ReplicaLeases(Protocol):
+    """The leases of one other router, as they are booked here."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def apply(self, delta: Delta) -> None:
+        """One of them changed."""
+
+    def replace(self, leases: Iterable[AddRequest]) -> None:
+        """These are all of them."""
+
+
+class Replica:
+    """Puts one router's messages in order. What was missed is asked for as a whole; see :meth:`wants_state`.
+
+    A router that was never heard of held nothing before its first deltas, which have the number 1. While it
+    is behind, nothing is applied: deltas that follow a gap wait for it to be closed, or for the state.
+    """
+
+    def __init__(self, leases: ReplicaLeases, *, now_s: float, leases_max: int) -> None:
+        self.leases = leases
+        self.heard_s = now_s
+        self.duplicates = 0
+        self.gaps = 0
+        self._leases_max = leases_max
+        self._next = 1
+        self._latest = 0
+        """The highest number that is known to exist."""
+
+        self._is_doubted = False
+        self._backlog: dict[int, tuple[Delta, ...]] = {}
+        self._asked_s: float | None = None
+        self._parts: dict[int, tuple[AddRequest, ...]] = {}
+        self._parts_number = -1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something of this router's leases is not known here."""
+        return self._next <= self._latest or self._is_doubted
+
+    def wants_state(self, now_s: float, *, again_after_s: float) -> bool:
+        """Whether to ask now; asking is taken for done."""
+        if not self.is_behind:
+            self._asked_s = None
+            return False
+        if self._asked_s is not None and now_s < self._asked_s + again_after_s:
+            return False
+        if self._asked_s is None:
+            self.gaps += 1
+        self._asked_s = now_s
+        return True
+
+    def on_deltas(self, message: Deltas) -> None:
+        """Deltas came, in whatever order."""
+        number = message.number
+        if number < self._next or number in self._backlog:
+            self.duplicates += 1
+            return
+        self._latest = max(self._latest, number)
+        self._backlog[number] = message.deltas
+        self._drain()
+        if len(self._backlog) > BACKLOG_MAX:
+            self._backlog.clear()
+
+    def on_heartbeat(self, message: Heartbeat) -> None:
+        """It lives, and says how far it is."""
+        self._latest = max(self._latest, message.number)
+        if message.number == self._next - 1 and min(message.open_leases, self._leases_max) != len(
+            self.leases
+        ):
+            self._is_doubted = True
+
+    def on_state_part(self, message: StatePart) -> None:
+        """A part of its leases came, asked for or not."""
+        number = message.number
+        if not self.is_behind or number < self._next - 1 or number < self._parts_number:
+            return
+        if number > self._parts_number:
+            self._parts.clear()
+            self._parts_number = number
+        self._parts[message.part] = message.leases
+        n_leases = sum(map(len, self._parts.values()))
+        if n_leases > self._leases_max:
+            self._parts.clear()
+        if len(self._parts) < message.n_parts:
+            return
+        self.leases.replace(lease for part in self._parts.values() for lease in part)
+        self._parts.clear()
+        self._parts_number = -1
+        self._is_doubted = False
+        self._next = number + 1
+        self._latest = max(self._latest, number)
+        self._backlog = {later: deltas for later, deltas in self._backlog.items() if later > number}
+        self._asked_s = None
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._next in self._backlog:
+            for delta in self._backlog.pop(self._next):
+                self.leases.apply(delta)
+            self._next += 1
+
 
 REPLICAS_MAX: Final = 64
 """How many other routers are listened to. What those beyond say is counted as ``unheard``: their load
@@ -45,7 +284,7 @@ NOTHING: Final = Asks()
 
 
 class Counts(NamedTuple):
-    """What there is to tell of the other routers."""
+    """The figures about the other routers."""
 
     replicas: int
     behind: int
@@ -56,7 +295,7 @@ class Counts(NamedTuple):
     """Routers that fell silent; their leases were dropped."""
 
     over_limit: int
-    """Leases that were not taken in: their router tells of too many."""
+    """Leases that were not taken in: their router publishes too many."""
 
     unheard: int
     """Messages of routers beyond those that are listened to."""
@@ -66,7 +305,7 @@ class Counts(NamedTuple):
 
 
 class Replicas:
-    """Takes in what other routers tell; knows no wire and no clock.
+    """Takes in what other routers publish; knows no wire and no clock.
 
     A router that is silent for ``silent_after_s``, or says goodbye, is forgotten with all its leases. When it
     is heard again it is asked for everything.
@@ -233,7 +472,7 @@ class Replicas:
 
     def _tell(self) -> None:
         for model in self._models.values():
-            model.tell()
+            model.notify()
 
 
 class _Leases:

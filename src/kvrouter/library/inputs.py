@@ -1,9 +1,10 @@
-"""What library callers write as plain values, as requests; the limits are those of the front door."""
+"""Input and output types of the library, with the limits of the frontend."""
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from types import TracebackType
+from typing import Annotated, Self, TypedDict, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -12,8 +13,9 @@ from msgspec import Meta
 from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import RequestId
-from kvrouter.core.requests import Sampling, TokenBuffer
+from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams, Sampling, TokenBuffer
 from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX
+from kvrouter.frontend.openai.routing_hints import check_wishes
 from kvrouter.frontend.openai.schema import (
     NonNegativeInt,
     NvExt,
@@ -23,9 +25,10 @@ from kvrouter.frontend.openai.schema import (
     Seed,
     TokenId,
 )
-from kvrouter.frontend.openai.wishes import check_wishes
 from kvrouter.frontend.prepare import answer_tokens
-from kvrouter.frontend.request_ids import USABLE_REQUEST_ID
+from kvrouter.frontend.response_writer import USABLE_REQUEST_ID
+from kvrouter.service.prefill_dispatch import Prefilled
+from kvrouter.transports.requests.port import EngineStream
 
 MAX_TOKENS_DEFAULT = 16
 
@@ -101,7 +104,7 @@ def wishes_of(
     prefill_worker_id: int | None = None,
     prefill_dp_rank: int | None = None,
 ) -> NvExt:
-    """Return what a caller wishes of routing, checked as the front door checks ``nvext``."""
+    """Return a caller's routing hints, checked as the frontend checks ``nvext``."""
     values: dict[str, object] = {
         "worker_id": worker_id,
         "dp_rank": dp_rank,
@@ -122,13 +125,13 @@ def new_request_id() -> RequestId:
     return RequestId(uuid4().hex)
 
 
-def request_id_of(wished: str | None) -> RequestId:
-    """Return the caller's own id, when it is one that the front door would take, or a new one."""
-    if wished is None:
+def request_id_of(requested: str | None) -> RequestId:
+    """Return the caller's own id, when it is one that the frontend would take, or a new one."""
+    if requested is None:
         return new_request_id()
-    if USABLE_REQUEST_ID.fullmatch(wished) is None:
+    if USABLE_REQUEST_ID.fullmatch(requested) is None:
         raise InvalidRequest(f"request_id: must match {USABLE_REQUEST_ID.pattern}", param="request_id")
-    return RequestId(wished)
+    return RequestId(requested)
 
 
 _S = TypeVar("_S", bound=msgspec.Struct)
@@ -153,9 +156,111 @@ def _plain(constraints: RoutingConstraints) -> object:
 
 
 def _check_finite(value: object, path: str) -> None:
-    """JSON has neither NaN nor infinity, so that the front door's limits need not speak of them."""
+    """JSON has neither NaN nor infinity, so that the frontend's limits need not speak of them."""
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidRequest(f"{path}: must be a finite number", param=path)
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_finite(inner, f"{path}.{key}".lstrip("."))
+
+
+CLIENT_LEFT = "client left"
+
+
+class Meeting(TypedDict):
+    """Where both legs of a bootstrap handoff meet."""
+
+    host: str
+    port: int
+    room: int
+
+
+class AnswerPiece(TypedDict, total=False):
+    """One piece of an answer; ``finish_reason`` is there in the last one.
+
+    What a prefill worker answers ends with where the KV is that a decode worker fetches:
+    ``kv_transfer_params``, or ``bootstrap`` while the leg still runs; and with who it is.
+    """
+
+    token_ids: list[int]
+    finish_reason: str
+    kv_transfer_params: KvTransferParams
+    bootstrap: Meeting
+    prefill_worker_id: int
+
+
+class AnswerPieces:
+    """One request's answer, piece by piece, to be read once.
+
+    Who stops before the last piece calls ``aclose`` (or reads inside ``async with``): the engine then stops
+    too. Pieces that were never asked for are no exception.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[AnswerPiece, None], stream: EngineStream | None = None) -> None:
+        self._pieces = pieces
+        self._stream = stream
+        self._has_ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> AnswerPiece:
+        piece = await anext(self._pieces)
+        self._has_ended |= "finish_reason" in piece
+        return piece
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Read no more; what still runs for this request is cancelled. Idempotent."""
+        await self._pieces.aclose()
+        if self._stream is not None and not self._has_ended:  # it may not even have begun
+            self._stream.cancel(CLIENT_LEFT)
+
+
+def answers_of(stream: EngineStream) -> AnswerPieces:
+    """The answer that an open stream brings."""
+    return AnswerPieces(_read(stream), stream)
+
+
+async def pieces_of(chunks: AsyncIterable[EngineChunk]) -> AsyncGenerator[AnswerPiece, None]:
+    """Turn an engine's chunks into what a library caller reads."""
+    async for chunk in chunks:
+        piece: AnswerPiece = {"token_ids": list(chunk.token_ids)}
+        if chunk.finish is not None:
+            piece["finish_reason"] = chunk.finish.value
+        if chunk.kv_transfer_params is not None:
+            piece["kv_transfer_params"] = chunk.kv_transfer_params
+        yield piece
+
+
+def piece_of(prefilled: Prefilled) -> AnswerPiece:
+    """What a library caller reads of a prefill leg: it is the only piece."""
+    piece: AnswerPiece = {
+        "token_ids": [],
+        "finish_reason": FinishReason.LENGTH.value,
+        "prefill_worker_id": prefilled.placement.prefill_pick.rank.worker_id,
+    }
+    if prefilled.kv_transfer_params is not None:
+        piece["kv_transfer_params"] = prefilled.kv_transfer_params
+    if prefilled.bootstrap is not None:
+        at = prefilled.bootstrap
+        piece["bootstrap"] = {"host": at.host, "port": at.port, "room": at.room}
+    return piece
+
+
+async def _read(stream: EngineStream) -> AsyncGenerator[AnswerPiece, None]:
+    has_ended = False
+    try:
+        async for piece in pieces_of(stream):
+            has_ended |= "finish_reason" in piece
+            yield piece
+    finally:
+        if not has_ended:  # else the KV of a prefill that has ended would not wait for its decode worker
+            stream.cancel(CLIENT_LEFT)

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kvrouter.assembly import MockFleet
+from kvrouter.commands import MockFleet
 from kvrouter.config import MockEngineSpec, default_fleet_document, load_fleet, read_document
 from kvrouter.config.problems import dotted
 from kvrouter.core.errors import ConfigError

@@ -1,39 +1,163 @@
-"""The KV router as an object: pick a worker, or pick and send, with the same decision as the front door's."""
+"""The KV router as an object: pick a worker, or pick and send, with the frontend's decision."""
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import NamedTuple, Self, TypedDict
 
-from kvrouter.assembly import build_service
-from kvrouter.assembly.router import new_router_id
+import numpy as np
+
+from kvrouter.commands import build_service
 from kvrouter.config import KvRouterConfig
-from kvrouter.core.columns import unpack_hashes
-from kvrouter.core.constraints import RoutingConstraints
-from kvrouter.core.errors import ConfigError, InvalidRequest, ShuttingDown
-from kvrouter.core.ids import ModelName, RequestId, RouterId, Slot
+from kvrouter.core.constraints import Pin, RoutingConstraints
+from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, ShuttingDown
+from kvrouter.core.events import unpack_hashes
+from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling, TokenBuffer
+from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.frontend.openai.parse import pin_of
-from kvrouter.library.answers import Answer, Answers, piece_of, pieces_of
-from kvrouter.library.fleet_of import WithPrefills, context_length_of, model_of
 from kvrouter.library.inputs import (
+    AnswerPiece,
+    AnswerPieces,
     check_length,
+    piece_of,
+    pieces_of,
     request_id_of,
     sampling_of,
     token_buffer,
     wishes_of,
 )
 from kvrouter.library.runtime import Endpoint, Runtime
-from kvrouter.planes.background import go_on
-from kvrouter.routing.decision import Pick
+from kvrouter.routing.request import Pick
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.observed import ServiceObserved
-from kvrouter.service.prefills import Prefills
+from kvrouter.service.prefill_dispatch import PrefillDispatch
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.service.router import RouterService
-from kvrouter.telemetry import Telemetry
+from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.transports.background import go_on
+from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
+from kvrouter.wiring.router import new_router_id
+
+_log = logging.getLogger(__name__)
+
+
+class OfEndpoint:
+    """Discovery narrowed to one endpoint's workers; one with another block size is refused, and logged."""
+
+    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
+        self._endpoint = endpoint
+        self._block_size = block_size
+
+    async def publish(self, card: WorkerCard) -> None:
+        """Pass on."""
+        await self._endpoint.runtime.discovery.publish(card)
+
+    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        """Pass on."""
+        await self._endpoint.runtime.discovery.withdraw(worker_id, incarnation)
+
+    async def watch(
+        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
+    ) -> Callable[[], None]:
+        """Deliver only the cards that belong here."""
+
+        def on_any_card(card: WorkerCard) -> None:
+            if self._endpoint.serves(card) and self._fits(card):
+                on_card(card)
+
+        return await self._endpoint.runtime.discovery.watch(on_any_card, on_gone, on_store)
+
+    async def close(self) -> None:
+        """The runtime's discovery is closed by the caller that made it."""
+
+    def _fits(self, card: WorkerCard) -> bool:
+        if card.block_size == self._block_size:
+            return True
+        why = f"block_size: must be {self._block_size}, as this router's, not {card.block_size}"
+        log_event(_log, Event.WORKER_REFUSED, worker=str(card.worker_id), model=card.model, reason=why)
+        return False
+
+
+class WithPrefills(OfEndpoint):
+    """One endpoint's workers, and the prefill workers of its namespace that they make pairs with.
+
+    Those are somebody's to pair with: they are delivered once a worker of the endpoint can take what they
+    prefill. Until then ``on_alone`` is notified that the endpoint's own workers prefill alone, model by
+    model; and that they do not, from when the first of them can decode.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, block_size: int, on_alone: Callable[[ModelName, bool], None]
+    ) -> None:
+        super().__init__(endpoint, block_size)
+        self._on_alone = on_alone
+
+    async def watch(
+        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
+    ) -> Callable[[], None]:
+        """Deliver only the cards that belong here."""
+        others: dict[WorkerId, WorkerCard] = {}
+        decoding: set[ModelName] = set()
+
+        def on_own(card: WorkerCard) -> None:
+            on_card(card)
+            if card.model in decoding:
+                return
+            self._on_alone(card.model, card.role is Role.PREFILL)
+            if card.role is not Role.PREFILL:
+                decoding.add(card.model)
+                for other in [other for other in others.values() if other.model == card.model]:
+                    del others[other.worker_id]
+                    on_card(other)
+
+        def on_any_card(card: WorkerCard) -> None:
+            others.pop(card.worker_id, None)
+            if card.namespace != self._endpoint.namespace or not (
+                card.role is Role.PREFILL or self._endpoint.serves(card)
+            ):
+                return
+            if not self._fits(card):
+                return
+            if self._endpoint.serves(card):
+                on_own(card)
+            elif card.model in decoding:
+                on_card(card)
+            else:
+                others[card.worker_id] = card
+
+        def on_any_gone(worker_id: WorkerId, incarnation: Epoch, why: Gone) -> None:
+            other = others.get(worker_id)
+            if other is not None and other.incarnation == incarnation:
+                del others[worker_id]
+            on_gone(worker_id, incarnation, why)
+
+        return await self._endpoint.runtime.discovery.watch(on_any_card, on_any_gone, on_store)
+
+
+def model_of(service: RouterService, name: str | None) -> ModelRouter:
+    """Return the model that is meant: the only one, unless it is named."""
+    if name is not None:
+        return service.model(ModelName(name))
+    model_routers = list(service.models())
+    if not model_routers:
+        raise NoEligibleWorker("no worker serves this endpoint", refusals={})
+    if len(model_routers) > 1:
+        names = ", ".join(sorted(model_router.fleet.model for model_router in model_routers))
+        raise InvalidRequest(f"model: one of {names} must be named", param="model")
+    return model_routers[0]
+
+
+def context_length_of(model_router: ModelRouter, pin: Pin | None) -> int | None:
+    """What a request may ask for, prompt and answer, in tokens: of the worker it is pinned to, else the
+    longest of those who may answer. Routing keeps it from workers whose context is shorter. None when nobody
+    is here.
+    """
+    card = None if pin is None else model_router.fleet.card(pin.worker_id)
+    return model_router.fleet.context_length_tokens if card is None else card.context_length
 
 
 class PotentialLoad(TypedDict):
@@ -84,7 +208,7 @@ def _sync_of(runtime: Runtime, router_id: RouterId) -> ReplicaSync:
 class KvRouter:
     """Routes one endpoint's requests by KV cache and load. Use it as an async context manager.
 
-    Prefill workers of the same namespace make pairs with the endpoint's workers, as at the front door. Where
+    Prefill workers of the same namespace make pairs with the endpoint's workers, as at the frontend. Where
     the endpoint's own workers only prefill, the prefill leg is all that is decided, and sent.
     ``block_size`` must be the workers' own: a worker with another one is refused, and logged. With
     ``replica_sync`` other routers of the runtime's namespace count its requests, and it counts theirs:
@@ -110,10 +234,10 @@ class KvRouter:
             sync=self._sync,
         )
         self._bookings = Bookings()
-        self._prefills = Prefills(
+        self._prefills = PrefillDispatch(
             runtime.requests,
             self._bookings,
-            ServiceObserved(telemetry),
+            ServiceInstrumentation(telemetry),
             redispatches_max=config.retries_max,
             limit_s=config.request_timeout_s,
         )
@@ -192,7 +316,7 @@ class KvRouter:
         prefill_dp_rank: int | None = None,
         routing_constraints: RoutingConstraints | None = None,
         request_id: str | None = None,
-    ) -> Answers:
+    ) -> AnswerPieces:
         """Route and send; return the answer as an async iterator of ``{"token_ids", "finish_reason"}``.
 
         Where the endpoint's workers only prefill, ``worker_id`` is one of them, and the answer is one piece
@@ -203,8 +327,8 @@ class KvRouter:
         (``aclose``, or the end of ``async with``) cancels on the workers and frees what was booked.
         """
         await self.start()
-        room = model_of(self._service, model)
-        wishes = wishes_of(
+        model_router = model_of(self._service, model)
+        hints = wishes_of(
             constraints=routing_constraints,
             override=router_config_override,
             worker_id=worker_id,
@@ -212,9 +336,9 @@ class KvRouter:
             prefill_worker_id=prefill_worker_id,
             prefill_dp_rank=prefill_dp_rank,
         )
-        pin = pin_of(wishes.worker_id, wishes.dp_rank)
-        prefill_pin = pin_of(wishes.prefill_worker_id, wishes.prefill_dp_rank)
-        if room.settings.prefill_alone and pin is not None:
+        pin = pin_of(hints.worker_id, hints.dp_rank)
+        prefill_pin = pin_of(hints.prefill_worker_id, hints.prefill_dp_rank)
+        if model_router.settings.prefill_alone and pin is not None:
             if prefill_pin is not None:
                 raise InvalidRequest(
                     "prefill_worker_id: worker_id says it already, because this endpoint's workers prefill",
@@ -224,26 +348,26 @@ class KvRouter:
         tokens, sampling = token_buffer(token_ids), sampling_of(stop_conditions, sampling_options)
         request = GenerateRequest(
             request_id=request_id_of(request_id),
-            model=room.fleet.model,
+            model=model_router.fleet.model,
             token_ids=tokens,
             sampling=sampling,
-            constraints=wishes.routing_constraints,
-            override=wishes.router_config_override,
+            constraints=hints.routing_constraints,
+            override=hints.router_config_override,
             pin=pin,
             prefill_pin=prefill_pin,
             context_tokens=len(tokens) + sampling.max_tokens,
         )
-        _check_length(room, request)
+        _check_length(model_router, request)
         self._bookings.refuse_when_in_use(request.request_id)
-        run = self._prefill if room.settings.prefill_alone else self._generate
-        return Answers(run(request))
+        run = self._prefill if model_router.settings.prefill_alone else self._generate
+        return AnswerPieces(run(request))
 
-    async def _prefill(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+    async def _prefill(self, request: GenerateRequest) -> AsyncGenerator[AnswerPiece, None]:
         self._refuse_when_closed()
-        room = self._service.model(request.model)
-        yield piece_of(await self._prefills.prefill(room, request))
+        model_router = self._service.model(request.model)
+        yield piece_of(await self._prefills.prefill(model_router, request))
 
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Answer, None]:
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[AnswerPiece, None]:
         self._refuse_when_closed()
         self._bookings.claim(request.request_id)
         try:
@@ -284,21 +408,21 @@ class KvRouter:
         Raises what :meth:`best_worker` does.
         """
         await self.start()
-        room = model_of(self._service, model)
+        model_router = model_of(self._service, model)
         tokens = token_buffer(token_ids)
         request = GenerateRequest(
             request_id=request_id_of(request_id),
-            model=room.fleet.model,
+            model=model_router.fleet.model,
             token_ids=tokens,
             sampling=Sampling(max_tokens=1),
             override=wishes_of(override=router_config_override).router_config_override,
             context_tokens=len(tokens) + 1,
         )
-        _check_length(room, request)
+        _check_length(model_router, request)
         if request_id is None:
-            decision = room.explain(request)
+            decision = model_router.explain(request)
         else:
-            decision = (await self._bookings.book(room, request)).decision
+            decision = (await self._bookings.book(model_router, request)).decision
         last = _best(decision.decode)
         if decision.decode.leg is Leg.PREFILL:
             return BestWorkers(last, None)
@@ -319,17 +443,17 @@ class KvRouter:
     ) -> list[PotentialLoad]:
         """Return what each rank's load would be with this prompt on it, in the order of ranks."""
         await self.start()
-        room = model_of(self._service, model)
-        prompt = room.hash_prompt(token_buffer(token_ids))
-        view = room.view(prompt)
+        model_router = model_of(self._service, model)
+        prompt = model_router.hash_prompt(token_buffer(token_ids))
+        view = model_router.view(prompt)
         overlap = view.overlap_blocks
         loads: list[PotentialLoad] = []
-        for slot in map(Slot, room.fleet.rank_order.tolist()):
-            rank = room.fleet.rank_at(slot)
-            card = room.fleet.card_at(slot)
+        for slot in map(Slot, model_router.fleet.rank_order.tolist()):
+            rank = model_router.fleet.rank_at(slot)
+            card = model_router.fleet.card_at(slot)
             if rank is None or card is None or not self._endpoint.serves(card):
                 continue
-            cached = 0 if overlap is None else int(overlap[slot]) * room.fleet.block_size
+            cached = 0 if overlap is None else int(overlap[slot]) * model_router.fleet.block_size
             loads.append(
                 {
                     "worker_id": rank.worker_id,
@@ -343,7 +467,7 @@ class KvRouter:
         return loads
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """Tell that a request that was booked by hand has its first token."""
+        """Report that a request that was booked by hand has its first token."""
         self._bookings.first_token(RequestId(request_id))
 
     async def free(self, request_id: str) -> None:
@@ -356,10 +480,10 @@ class KvRouter:
         """
         await self.start()
         events = []
-        for room in self._service.models():
-            if isinstance(room.cache, EventCacheView):
-                for slot, feed in room.cache.pump.feeds():
-                    for held in room.cache.index.dump(slot):
+        for model_router in self._service.models():
+            if isinstance(model_router.cache, EventCacheView):
+                for slot, feed in model_router.cache.pump.feeds():
+                    for held in model_router.cache.index.dump(slot):
                         blocks = zip(
                             unpack_hashes(held.engine_hashes),
                             unpack_hashes(held.sequence_hashes),
@@ -369,7 +493,7 @@ class KvRouter:
                             {
                                 "worker_id": feed.rank.worker_id,
                                 "dp_rank": feed.rank.dp_rank,
-                                "model": room.fleet.model,
+                                "model": model_router.fleet.model,
                                 "medium": held.medium.name.lower(),
                                 "blocks": [
                                     {"block_hash": engine_hash, "sequence_hash": sequence_hash}
@@ -381,9 +505,9 @@ class KvRouter:
 
     def _on_alone(self, model: ModelName, is_alone: bool) -> None:
         """The endpoint's own workers of a model all prefill, or not."""
-        room = self._service.find(model)
-        if room is not None:
-            room.set_prefill_alone(is_alone)
+        model_router = self._service.find(model)
+        if model_router is not None:
+            model_router.set_prefill_alone(is_alone)
 
     def _refuse_when_closed(self) -> None:
         if self._is_closed:
@@ -394,11 +518,56 @@ def _best(pick: Pick) -> BestWorker:
     return BestWorker(pick.rank.worker_id, pick.rank.dp_rank, pick.overlap_blocks)
 
 
-def _check_length(room: ModelRouter, request: GenerateRequest) -> None:
-    context_length_tokens = context_length_of(room, request.pin)
+def _check_length(model_router: ModelRouter, request: GenerateRequest) -> None:
+    context_length_tokens = context_length_of(model_router, request.pin)
     if context_length_tokens is not None:
         check_length(
             request.token_ids,
             max_tokens=request.sampling.max_tokens,
             context_length_tokens=context_length_tokens,
         )
+
+
+class KvIndexer:
+    """Which blocks an endpoint's workers hold, and nothing else. Use it as an async context manager."""
+
+    def __init__(self, endpoint: Endpoint, block_size: int) -> None:
+        runtime = endpoint.runtime
+        self._service = build_service(
+            KvRouterConfig(),
+            plane=runtime.requests,
+            discovery=OfEndpoint(endpoint, block_size),
+            subscriber=runtime.events,
+        )
+        self._is_open = False
+
+    async def __aenter__(self) -> Self:
+        await self._service.start()
+        self._is_open = True
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self._is_open = False
+        self._service.stop()
+
+    async def find_matches_for_request(
+        self, token_ids: TokenBuffer | Sequence[int], *, model: str | None = None
+    ) -> dict[int, int]:
+        """Return worker id → leading blocks held, the best of its ranks; workers without any are absent.
+
+        Raises :class:`ShuttingDown` outside the indexer's context: it follows nobody there.
+        """
+        if not self._is_open:
+            raise ShuttingDown("this KvIndexer follows no workers: use it inside its `async with`")
+        model_router = model_of(self._service, model)
+        overlap = model_router.cache.overlap(
+            model_router.hash_prompt(token_buffer(token_ids)), model_router.fleet.n_slots
+        )
+        if overlap is None:
+            return {}
+        matches: dict[int, int] = {}
+        for slot in np.flatnonzero(overlap).tolist():
+            rank = model_router.fleet.rank_at(Slot(slot))
+            if rank is not None:
+                matches[rank.worker_id] = max(matches.get(rank.worker_id, 0), int(overlap[slot]))
+        return matches

@@ -19,22 +19,29 @@ from typing import Self
 
 import msgspec
 
-from kvrouter.assembly.router_wires import router_wires
 from kvrouter.config import KvRouterConfig, Settings, load_settings
 from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.library.answers import Answers, answers_of
-from kvrouter.library.inputs import check_length, converted, new_request_id, sampling_of, token_buffer
-from kvrouter.planes.discovery.port import Discovery, Gone
-from kvrouter.planes.events.port import EventSubscriber
-from kvrouter.planes.requests.port import RequestPlane
+from kvrouter.library.inputs import (
+    AnswerPieces,
+    answers_of,
+    check_length,
+    converted,
+    new_request_id,
+    sampling_of,
+    token_buffer,
+)
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Telemetry
+from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.events.port import EventSubscriber
+from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.wiring.router_transports import router_wires
 
 NO_PORT = 0
-"""A program has no front door, after whose port its connection to NATS would be called."""
+"""A program has no frontend, after whose port its connection to NATS would be called."""
 
 
 def _no_sync(_router_id: RouterId) -> None:
@@ -154,21 +161,21 @@ class Client:
             await self._changed.wait()
         return self.instance_ids()
 
-    async def generate(self, request: Mapping[str, object]) -> Answers:
+    async def generate(self, request: Mapping[str, object]) -> AnswerPieces:
         """Send to a random worker."""
         return await self.random(request)
 
-    async def random(self, request: Mapping[str, object]) -> Answers:
+    async def random(self, request: Mapping[str, object]) -> AnswerPieces:
         """Send to a random worker."""
         return await self.direct(request, self._random.choice(self._some()))
 
-    async def round_robin(self, request: Mapping[str, object]) -> Answers:
+    async def round_robin(self, request: Mapping[str, object]) -> AnswerPieces:
         """Send to the workers in turn."""
         workers = self._some()
         self._turn += 1
         return await self.direct(request, workers[(self._turn - 1) % len(workers)])
 
-    async def direct(self, request: Mapping[str, object], worker_id: int) -> Answers:
+    async def direct(self, request: Mapping[str, object], worker_id: int) -> AnswerPieces:
         """Send to this worker.
 
         ``request`` has ``token_ids`` and may have ``stop_conditions``, ``sampling_options`` and ``dp_rank``.

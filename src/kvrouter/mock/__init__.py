@@ -3,8 +3,7 @@
 from kvrouter.mock.config import EngineHashing, KvLoadFailurePolicy, MockConfig, Timing
 from kvrouter.mock.engine import EngineFull, MockEngine, Outputs
 from kvrouter.mock.fabric import Fabric, FabricOutputs
-from kvrouter.mock.handoff import Party, RemoteSink
-from kvrouter.mock.network import Carried, DomainPair, Links, Network
+from kvrouter.mock.handoff import Carried, DomainPair, Links, Network, Party, RemoteSink
 from kvrouter.mock.remote import (
     Done,
     Failed,

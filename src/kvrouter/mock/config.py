@@ -69,9 +69,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 class MockConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One mock engine. Sizes are those of one data-parallel rank.
 
-    ``seed`` tells engines apart. Engines with the same ``model_seed`` and ``allowed_token_ids`` generate the
-    same tokens. ``eos_every`` makes about one token in so many the end of the sequence; without it a sequence
-    ends by its length alone. ``bootstrap_host`` and ``bootstrap_port`` let it take bootstrap handoffs.
+    ``seed`` distinguishes engines. Engines with the same ``model_seed`` and ``allowed_token_ids`` generate
+    the same tokens. ``eos_every`` makes about one token in so many the end of the sequence; without it a
+    sequence ends by its length alone. ``bootstrap_host`` and ``bootstrap_port`` let it take bootstrap
+    handoffs.
     """
 
     role: Role = Role.BOTH
@@ -128,5 +129,5 @@ class MockConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The ids that the engine may emit, besides the end of sequence."""
+        """The ids that the engine may emit, apart from the end of sequence."""
         return range(self.vocab_size) if self.allowed_token_ids is None else self.allowed_token_ids

@@ -1,6 +1,6 @@
 """A mock engine: requests and the time go in; tokens, KV events, load and handoff notices come out.
 
-It never looks at a clock. The caller says what happens at which second, asks :meth:`MockEngine.next_time`
+It never reads a clock. The caller says what happens at which second, asks :meth:`MockEngine.next_time`
 when the engine wants to be called again, and advances it to that second. What it computes depends on its
 inputs and their times alone.
 """
@@ -14,7 +14,7 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport, Role
 from kvrouter.mock.config import KvLoadFailurePolicy, MockConfig
-from kvrouter.mock.network import Arrived
+from kvrouter.mock.handoff import Arrived
 from kvrouter.mock.paged_kv import BlockTable
 from kvrouter.mock.scheduler import RankScheduler
 from kvrouter.mock.sequence import (
@@ -78,7 +78,7 @@ class PinnedKv(NamedTuple):
 
 
 class MockEngine:
-    """One engine with ``config.dp_size`` ranks. ``engine_id`` tells it from its own earlier lives.
+    """One engine with ``config.dp_size`` ranks. ``engine_id`` distinguishes it from its own earlier lives.
 
     ``kv_address`` (host, port) is where other processes come for the KV of its prefill legs, if they may.
     """
@@ -309,7 +309,7 @@ class MockEngine:
         scheduler.ended.clear()
 
     def _transfer_params(self, sequence: EngineSequence) -> dict[str, object]:
-        """What a decode engine is told about the KV that waits here, in the words of vLLM's NixlConnector."""
+        """Return how a decode engine gets the KV that waits here, in the format of vLLM's NixlConnector."""
         host, port = self.kv_address or (None, None)
         return {
             "do_remote_prefill": True,

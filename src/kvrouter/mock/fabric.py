@@ -2,7 +2,8 @@
 
 The fabric is where prefill and decode legs meet. It keeps the order of all that happens at all engines and on
 all links, so that the same inputs at the same seconds give the same outputs, however rarely it is advanced.
-Legs of other processes take part by words that are heard here, and that are taken from here to be told.
+Legs of other processes take part by messages: those from them are delivered here, those to them are taken
+from here and sent.
 """
 
 from dataclasses import dataclass, field
@@ -16,11 +17,16 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.mock.config import MockConfig
 from kvrouter.mock.engine import KvReady, KvWanted, LegEnded, MockEngine, Outputs
 from kvrouter.mock.handoff import (
+    Arrived,
+    Carried,
     Command,
     Deliver,
-    Fail,
+    DomainPair,
+    HandoffFailed,
     Handoffs,
+    Links,
     MeetingName,
+    Network,
     Party,
     Pull,
     Release,
@@ -28,7 +34,6 @@ from kvrouter.mock.handoff import (
     Sink,
     StopPull,
 )
-from kvrouter.mock.network import Arrived, Carried, DomainPair, Links, Network
 from kvrouter.mock.remote import (
     REASON_CHARS_MAX,
     Done,
@@ -71,7 +76,8 @@ class Fabric:
     """All engines of one process. ``now`` is seconds on the caller's clock and never goes back.
 
     ``clock_rate`` is how many of those seconds pass in one second outside: what waits for others, who live
-    outside, waits for its ``kv_wait_expiry_s`` on both clocks. ``life`` tells this process from others.
+    outside, waits for its ``kv_wait_expiry_s`` on both clocks. ``life`` distinguishes this process from
+    others.
     """
 
     def __init__(self, links: Links, *, clock_rate: float = 1.0, life: str = "") -> None:
@@ -183,10 +189,10 @@ class Fabric:
                     self._network.start(now, pull.key, src_domain, dst_domain, kv_bytes)
             case Failed(loss, reason):
                 self._end_pull(now, pull)
-                self._do(now, [Fail(pull.sink, loss, reason)])
+                self._do(now, [HandoffFailed(pull.sink, loss, reason)])
 
     def take_remote(self) -> list[RemoteOutput]:
-        """Return what other processes are to be told since the last call, in order."""
+        """Return the messages for other processes since the last call, in order."""
         return self._pulls.take_outputs()
 
     def cancel(self, now: float, party: Party, reason: str) -> None:
@@ -359,13 +365,13 @@ class Fabric:
                         self._touch(member)
                 case Deliver(RemoteSink()):
                     pass  # its own process said so
-                case Fail(RemoteSink() as sink, loss, reason):
+                case HandoffFailed(RemoteSink() as sink, loss, reason):
                     self._pulls.tell_sink(sink, Failed(loss, reason[:REASON_CHARS_MAX]))
                 case Deliver(Party() as party):
                     if (member := self._members.get(party.worker_id)) is not None and arrived is not None:
                         member.engine.kv_arrived(now, party.key, arrived)
                         self._touch(member)
-                case Fail(Party() as party, loss, reason):
+                case HandoffFailed(Party() as party, loss, reason):
                     if (member := self._members.get(party.worker_id)) is not None:
                         member.engine.kv_failed(now, party.key, loss, reason)
                         self._settle(now, member)

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from kvrouter.core.columns import pack_hashes, unpack_hashes
-from kvrouter.core.events import KvEvent, Removed, Stored
+from kvrouter.core.events import KvEvent, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import sequence_hashes
 from kvrouter.core.ids import EngineHash
 from kvrouter.mock.config import EngineHashing
@@ -109,7 +108,7 @@ class PagedKv:
         return found
 
     def can_hold(self, matched: Sequence[Block], n_private: int) -> bool:
-        """Tell whether :meth:`hold` would find the room."""
+        """Return whether :meth:`hold` would find enough blocks."""
         woken = sum(1 for block in matched if not block.holders)
         return n_private <= self.free_blocks + self.idle_blocks - woken
 
@@ -124,7 +123,7 @@ class PagedKv:
         return table
 
     def can_grow(self, n_private: int) -> bool:
-        """Tell whether :meth:`grow` would find the room."""
+        """Return whether :meth:`grow` would find enough blocks."""
         return n_private <= self.free_blocks + self.idle_blocks
 
     def grow(self, table: BlockTable, n_private: int) -> None:

@@ -1,4 +1,4 @@
-"""Handoffs between two processes: the words that each side says, and the pulls that are under way here.
+"""Handoffs between two processes: their messages, and the pulls under way.
 
 The process of the source (the prefill leg) holds the meeting and its expiry; the sink (the decode leg) of
 another process takes part in it as a :class:`~kvrouter.mock.handoff.RemoteSink`. The process of the sink
@@ -102,7 +102,7 @@ SourceWord = Ready | Failed
 
 
 class ToSource(NamedTuple):
-    """The process at ``peer`` is to be told ``word``; None: cut the way to it, as the sink is lost."""
+    """Send ``word`` to the process at ``peer``; None: close the connection to it, as the sink is lost."""
 
     pull: PullId
     peer: Peer
@@ -110,7 +110,7 @@ class ToSource(NamedTuple):
 
 
 class ToSink(NamedTuple):
-    """The process of ``sink`` is to be told ``word``."""
+    """Send ``word`` to the process of ``sink``."""
 
     sink: RemoteSink
     word: SourceWord
@@ -149,7 +149,7 @@ class RemotePull:
 
 
 class Pulls:
-    """The sinks of this process whose source is elsewhere, and what their sources are to be told."""
+    """The sinks of this process whose source is elsewhere, and the messages for those sources."""
 
     def __init__(self) -> None:
         self._ids = count(1)
@@ -190,14 +190,14 @@ class Pulls:
         del self._by_sink[pull.sink], self._by_id[pull.id], self._by_key[pull.key]
 
     def tell_source(self, pull: RemotePull, word: SinkWord | None) -> None:
-        """Have the source's process told; see :class:`ToSource`."""
+        """Queue a message for the source's process; see :class:`ToSource`."""
         self._outputs.append(ToSource(pull.id, pull.peer, word))
 
     def tell_sink(self, sink: RemoteSink, word: SourceWord) -> None:
-        """Have the process of a remote sink told."""
+        """Queue a message for the process of a remote sink."""
         self._outputs.append(ToSink(sink, word))
 
     def take_outputs(self) -> list[RemoteOutput]:
-        """Return what is to be told since the last call, in order."""
+        """Return the messages to send since the last call, in order."""
         outputs, self._outputs = self._outputs, []
         return outputs

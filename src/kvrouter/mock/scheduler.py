@@ -19,7 +19,7 @@ from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.mock.config import MockConfig
-from kvrouter.mock.network import Arrived
+from kvrouter.mock.handoff import Arrived
 from kvrouter.mock.paged_kv import Block, BlockTable, PagedKv
 from kvrouter.mock.sequence import EngineSequence, SequenceState
 from kvrouter.mock.tokens import TokenModel
@@ -28,7 +28,7 @@ RUNNING = SequenceState.RUNNING
 
 
 @dataclass(slots=True)
-class Step:
+class BatchStep:
     """A step in progress: the tokens that each of its sequences computes, and when it ends."""
 
     ends_at_s: float
@@ -36,8 +36,8 @@ class Step:
 
 
 class RankScheduler:
-    """One data-parallel rank. ``dirty`` collects sequences with something to tell, ``admitted_remote`` those
-    that now have memory for the KV they wait for, ``ended`` those that just generated their last token.
+    """One data-parallel rank. ``dirty`` collects sequences with something to report, ``admitted_remote``
+    those that now have memory for the KV they wait for, ``ended`` those that just generated their last token.
     """
 
     def __init__(self, config: MockConfig, rank: WorkerRank, model: TokenModel) -> None:
@@ -61,7 +61,7 @@ class RankScheduler:
         self.kv_transfers: KvTransfers | None = None
         self._config = config
         self._model = model
-        self._step: Step | None = None
+        self._step: BatchStep | None = None
         self._wake_at_s: float | None = None
         self._changed = True
 
@@ -179,7 +179,7 @@ class RankScheduler:
         step_ms = timing.prefill_ms(prefill_tokens)
         if n_decoding:
             step_ms += timing.decode_ms(self.kv.active_blocks / self.kv.total_blocks)
-        self._step = Step(now + step_ms / 1_000.0, work)
+        self._step = BatchStep(now + step_ms / 1_000.0, work)
         self._changed = True
 
     def _continue_running(self, work: list[tuple[EngineSequence, int]]) -> tuple[int, bool]:
@@ -309,7 +309,7 @@ class RankScheduler:
         self.running.append(sequence)
         work.append((sequence, n_tokens))
 
-    def _compute(self, step: Step) -> None:
+    def _compute(self, step: BatchStep) -> None:
         self.steps += 1
         self._changed = True
         block_size = self._config.block_size

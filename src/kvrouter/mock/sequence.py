@@ -4,7 +4,7 @@ from array import array
 from enum import Enum, auto
 from typing import NewType
 
-from kvrouter.core.columns import unpack_hashes
+from kvrouter.core.events import unpack_hashes
 from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, KvTransferParams, Leg
 from kvrouter.mock.paged_kv import BlockTable
@@ -61,11 +61,11 @@ class EngineSequence:
         "prefilling",
         "request",
         "room_tokens",
+        "sent_cached",
         "state",
         "stop_token_ids",
         "table",
         "tokens",
-        "told_cached",
         "wants_remote_kv",
     )
 
@@ -102,7 +102,7 @@ class EngineSequence:
         self.drawn: list[int] = []
         self.drawn_used = 0
         self.cached_tokens: int | None = None
-        self.told_cached = False
+        self.sent_cached = False
         self.pending: list[int] = []
         self.finish: FinishReason | None = None
         self.error: str | None = None
@@ -124,8 +124,8 @@ class EngineSequence:
 
     def take_chunk(self) -> EngineChunk:
         """Return what the reader has not been given yet, as one chunk."""
-        cached_tokens = None if self.told_cached else self.cached_tokens
-        self.told_cached = self.told_cached or cached_tokens is not None
+        cached_tokens = None if self.sent_cached else self.cached_tokens
+        self.sent_cached = self.sent_cached or cached_tokens is not None
         chunk = EngineChunk(
             token_ids=tuple(self.pending),
             finish=self.finish,

@@ -1,1 +1,1 @@
-"""Kubernetes: one deployment across zones, admitted, planned, labelled, and told about."""
+"""The Kubernetes operator: admission, plan, labels, status."""

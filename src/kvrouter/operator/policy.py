@@ -1,4 +1,4 @@
-"""Both spellings of the policy of KV transfers, read as one."""
+"""The KV transfer policy: both of its spellings, read as one."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from kvrouter.config.problems import Path, Problem, dotted
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api.deployment import (
     WEIGHT_NOT_YET,
-    Component,
+    ComponentSpec,
     ComponentType,
     DeploymentSpec,
     KvTransferPolicy,
@@ -92,7 +92,7 @@ class PolicyReading(NamedTuple):
 
     @property
     def policy(self) -> DeploymentPolicy | None:
-        """The policy; None where there is none, or where it cannot be told."""
+        """The policy; None where there is none, or where it cannot be determined."""
         return None if self.declared is None or self.problems else self.declared.policy
 
 
@@ -127,7 +127,7 @@ def _read(found: Declared | list[Problem], declared: list[Declared], problems: l
         problems += found
 
 
-def _of_component(component: Component, place: Path, spec: DeploymentSpec) -> Declared | list[Problem]:
+def _of_component(component: ComponentSpec, place: Path, spec: DeploymentSpec) -> Declared | list[Problem]:
     """The frontend's spelling; its topology is the deployment's own unless it names a label."""
     field = component.kv_cache_transfer_topology
     if field is None:

@@ -1,30 +1,67 @@
-"""One replica of the operator: its doors, and its work while it holds the lease."""
+"""One replica of the operator: its servers, its work while it holds the lease, and clean-up."""
 
 import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.operator.classes import DEFAULT_CLASS
-from kvrouter.operator.doors import ADMISSION, AdmissionWork, CertificateFiles, CertificateSecret, plain_door
-from kvrouter.operator.health import Health
-from kvrouter.operator.observed import Observed, log
+from kvrouter.operator.api.deployment import DEFAULT_CLASS
+from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
 from kvrouter.operator.plan import PlanDefaults
-from kvrouter.operator.reconcile.clean_up import clean_up
-from kvrouter.operator.reconcile.cluster import Cluster
-from kvrouter.operator.reconcile.definition import Definition
-from kvrouter.operator.reconcile.driver import Driver
-from kvrouter.operator.reconcile.election import LeaseTimes
-from kvrouter.operator.reconcile.kinds import Key
+from kvrouter.operator.reconcile.bindings import remove_policies
+from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, RequestRefused
+from kvrouter.operator.reconcile.controller import Controller
+from kvrouter.operator.reconcile.definition import Definition, DefinitionReport, preflight
+from kvrouter.operator.reconcile.election import LeaseCandidate, LeaseTimes
+from kvrouter.operator.reconcile.kinds import LEASES, Key
 from kvrouter.operator.reconcile.leader import Leader
-from kvrouter.operator.reconcile.preflight import DefinitionReport, preflight
+from kvrouter.operator.servers import (
+    ADMISSION,
+    AdmissionWork,
+    CertificateFiles,
+    CertificateSecret,
+    plain_door,
+)
 from kvrouter.telemetry import Event, log_event
+
+TRIES = 5
+
+
+async def clean_up(cluster: Cluster, lease: Key, identity: str, times: LeaseTimes) -> list[str]:
+    """Remove the admission policies of the operator of ``lease``; return what went. Raises ClusterError.
+
+    The lease is taken first, so that a replica that still leads writes none of them again: it stops at its
+    next renewal. Unless they end, a replica leads again once the lease has run out.
+    """
+    candidate = LeaseCandidate(identity, lease, times)
+    if await _is_taken(cluster, lease, candidate):
+        await asyncio.sleep(2 * times.retry_s)
+    return await remove_policies(cluster, lease)
+
+
+async def _is_taken(cluster: Cluster, lease: Key, candidate: LeaseCandidate) -> bool:
+    """Take the lease from its holder; return False where it has none."""
+    for tries_left in reversed(range(TRIES)):
+        found = await cluster.read(LEASES, lease)
+        taken = candidate.take(found, datetime.now(UTC))
+        if taken is None:
+            return False
+        try:
+            await cluster.replace(LEASES, taken)
+        except RequestRefused as refused:
+            if refused.status != CONFLICT or not tries_left:
+                raise
+        else:
+            return True
+    return False
+
 
 CONNECTIONS_MAX = 32
 
@@ -34,8 +71,8 @@ class OperatorSettings:
     """What one replica runs with.
 
     Without ``kubeconfig`` it signs in as its pod's service account. ``namespace`` is the only one that is
-    looked after, empty for all, and ``class_name`` the only class. ``certificate`` opens the admission door
-    on ``admission_port``; without it there is none. Probes and metrics are on ``http_port``, without TLS.
+    managed, empty for all, and ``class_name`` the only class. With ``certificate`` it serves admission
+    on ``admission_port``; without it, it does not. Probes and metrics are on ``http_port``, without TLS.
     Ports may be 0.
     """
 
@@ -72,7 +109,7 @@ def clean_up_operator(lease: Key, kubeconfig: Path | None, identity: str) -> lis
 
 
 def preflight_operator(kubeconfig: Path | None) -> list[DefinitionReport]:
-    """Return how each definition stands in the cluster. Raises ConfigError and ClusterError as above."""
+    """Return the state of each definition in the cluster. Raises ConfigError and ClusterError as above."""
 
     async def signed_in() -> list[DefinitionReport]:
         async with _signed_in(kubeconfig) as api:
@@ -82,25 +119,25 @@ def preflight_operator(kubeconfig: Path | None) -> list[DefinitionReport]:
 
 
 async def _run(settings: OperatorSettings) -> None:
-    health = Health()
-    observed = Observed(health)
+    health = ReplicaHealth()
+    observed = OperatorInstrumentation(health)
     async with AsyncExitStack() as stack:
         cluster = Cluster(await stack.enter_async_context(_signed_in(settings.kubeconfig)))
-        door = plain_door(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
-        http_port = await stack.enter_async_context(door)
+        server = plain_door(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
+        http_port = await stack.enter_async_context(server)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
-        await _until_told(_work(settings, cluster, observed, health))
+        await _until_signalled(_work(settings, cluster, observed, health))
         log_event(log, Event.STOP)
 
 
 def _work(
-    settings: OperatorSettings, cluster: Cluster, observed: Observed, health: Health
+    settings: OperatorSettings, cluster: Cluster, observed: OperatorInstrumentation, health: ReplicaHealth
 ) -> list[asyncio.Task[None]]:
-    """Begin what a replica does until it is told to stop."""
+    """Begin what a replica does until it receives a stop signal."""
     definition = Definition(cluster, observed)
 
     async def drive() -> None:
-        await Driver(
+        await Controller(
             cluster,
             defaults=settings.defaults,
             identity=settings.identity,
@@ -132,17 +169,17 @@ def _work(
     return tasks
 
 
-async def _until_told(tasks: list[asyncio.Task[None]]) -> None:
+async def _until_signalled(tasks: list[asyncio.Task[None]]) -> None:
     """Return at SIGTERM or SIGINT, once all tasks have ended. What one of them raises before, is raised."""
-    told = asyncio.Event()
+    signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told.set)
-    telling = asyncio.create_task(told.wait())
-    await asyncio.wait([telling, *tasks], return_when=asyncio.FIRST_COMPLETED)
-    for task in (telling, *tasks):
+        loop.add_signal_handler(number, signalled.set)
+    waiting = asyncio.create_task(signalled.wait())
+    await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in (waiting, *tasks):
         task.cancel()
-    for outcome in await asyncio.gather(telling, *tasks, return_exceptions=True):
+    for outcome in await asyncio.gather(waiting, *tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
             raise outcome
 

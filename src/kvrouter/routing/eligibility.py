@@ -1,4 +1,4 @@
-"""Who may take a leg, before any cost: masks over slots, each with the reason that it refuses for."""
+"""Eligibility: masks over slots, each with the reason for which it refuses."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -99,7 +99,7 @@ def not_busy(view: View) -> BoolColumn | None:
 
     Judged on what the worker last reported and on what was booked or ended since then, but never on less than
     what is booked there: requests that come at once count each other, whatever the last report said. On what
-    is booked alone until the first report comes, and for tokens that an engine does not tell. Where the
+    is booked alone until the first report comes, and for tokens that an engine does not report. Where the
     number of a worker's blocks is unknown, so is the fraction, and the worker is not busy by it.
     """
     fraction, tokens = (

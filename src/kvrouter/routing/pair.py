@@ -24,17 +24,17 @@ from kvrouter.topology import (
 )
 
 
-class Group(NamedTuple):
+class DomainGroup(NamedTuple):
     """The prefill ranks, alive or not, whose KV must or should keep to one domain."""
 
     policy: Required | Fallback
     members: BoolColumn
 
 
-class Groups(NamedTuple):
+class DomainGroups(NamedTuple):
     """The prefill ranks by policy; ``unbound`` have none, or one that only weighs on cost."""
 
-    bound: tuple[Group, ...]
+    bound: tuple[DomainGroup, ...]
     unbound: BoolColumn
 
 
@@ -50,7 +50,7 @@ class Screens(NamedTuple):
 
     prefill: Screen
     decode: Screen
-    groups: Groups
+    groups: DomainGroups
     not_busy: BoolColumn | None
 
 
@@ -99,7 +99,7 @@ def prefill_mask(
     return home if home.n_allowed else prefill.within(tiers.away)
 
 
-def tiers_of(groups: Groups, fleet: Fleet, decode: Mask) -> Tiers:
+def tiers_of(groups: DomainGroups, fleet: Fleet, decode: Mask) -> Tiers:
     """Return the tiers of all prefill ranks, given the decode ranks that may take the request."""
     nobody = np.zeros(fleet.n_slots, np.bool_)
     if not decode.n_allowed:
@@ -142,11 +142,11 @@ def reached_decode_mask(
     """Return :func:`decode_mask` without the ranks that KV from ``prefill_slot`` did not reach lately; with
     them where nobody else is left.
     """
-    parted = fleet.parted_from(prefill_slot)
-    if parted is not None:
-        chosen = decode_mask(decode.within(~parted), fleet, constraint)
+    unreached = fleet.parted_from(prefill_slot)
+    if unreached is not None:
+        chosen = decode_mask(decode.within(~unreached), fleet, constraint)
         if chosen.mask.n_allowed:
-            return chosen._replace(reached=~parted)
+            return chosen._replace(reached=~unreached)
     return decode_mask(decode, fleet, constraint)
 
 
@@ -160,12 +160,12 @@ def reaching(
         return None
     cut_off = np.zeros(fleet.n_slots, np.bool_)
     for slot in (slot for worker_id in fleet.parted.senders() for slot in fleet.slots_of(worker_id)):
-        parted = fleet.parted_from(slot) if senders.allowed[slot] else None
-        if parted is None:
+        unreached = fleet.parted_from(slot) if senders.allowed[slot] else None
+        if unreached is None:
             continue
         constraint = constraint_of(fleet, slot, router_default)
         usual = decode_mask(decode, fleet, constraint)
-        cut_off[slot] = not (usual.mask.allowed & ~parted).any()
+        cut_off[slot] = not (usual.mask.allowed & ~unreached).any()
     return ~cut_off if cut_off.any() and (senders.allowed & ~cut_off).any() else None
 
 
@@ -190,7 +190,7 @@ def _constraint_at(fleet: Fleet, key: tuple[Slot, RouterTopologyDefault | None])
     return derive(card.runtime_config, router_default=router_default)
 
 
-def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Groups:
+def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> DomainGroups:
     members: dict[Required | Fallback, BoolColumn] = {}
     unbound = np.zeros(fleet.n_slots, np.bool_)
     for own_policy, slots in fleet.policies:
@@ -201,7 +201,9 @@ def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Group
             members.setdefault(policy, np.zeros(fleet.n_slots, np.bool_))[slots] = True
         else:
             unbound[slots] = True
-    return Groups(tuple(Group(policy, members[policy]) for policy in sorted(members, key=repr)), unbound)
+    return DomainGroups(
+        tuple(DomainGroup(policy, members[policy]) for policy in sorted(members, key=repr)), unbound
+    )
 
 
 def _ready_tiers(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Tiers:

@@ -1,4 +1,4 @@
-"""Which one of the eligible ranks: lowest cost, softmax, round-robin or random.
+"""Picks among eligible ranks: lowest cost, softmax, round-robin or random.
 
 Nothing here depends on the order in which workers joined: ties, draws and turns go by worker rank.
 """
@@ -11,7 +11,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import RequestId, Slot
 from kvrouter.fleet import Fleet, FloatColumn, SlotColumn, mix64
 from kvrouter.routing.eligibility import Mask
-from kvrouter.routing.settings import Rules
+from kvrouter.routing.request import Rules
 
 _TOP = float(np.finfo(np.float64).max) / 4
 

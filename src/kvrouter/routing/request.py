@@ -1,11 +1,79 @@
-"""What the decision is made from: one request, and one frozen reading of the fleet."""
+"""The types of a decision: the request, the view, the settings, the decision."""
+
+from math import isfinite
+from typing import NamedTuple
 
 import msgspec
 
-from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstraints
-from kvrouter.core.ids import RequestId, WorkerId
+from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints
+from kvrouter.core.errors import ConfigError, Reason
+from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
+from kvrouter.core.requests import Leg
 from kvrouter.fleet import Fleet, IntColumn
-from kvrouter.routing.settings import RoutingSettings
+from kvrouter.topology import LinkTable, RouterTopologyDefault, TransferConstraint
+
+
+class RoutingSettings(msgspec.Struct, frozen=True):
+    """The decision's settings for one model; a request may override three of them.
+
+    ``active_decode_blocks_threshold`` is a fraction of a worker's blocks, ``active_prefill_tokens_threshold``
+    a number of tokens; above either one a worker is busy. ``kv_transfer_weight`` is in blocks a second of
+    transfer, and counts only where ``links`` is given. With ``prefill_alone`` the prefill leg is all that is
+    decided: somebody else picks decode. Raises ConfigError naming the setting.
+    """
+
+    mode: RouterMode = RouterMode.KV
+    overlap_score_weight: float = 1.0
+    temperature: float = 0.0
+    track_active_blocks: bool = True
+    track_prefill_tokens: bool = True
+    active_decode_blocks_threshold: float | None = None
+    active_prefill_tokens_threshold: int | None = None
+    kv_transfer_weight: float = 0.0
+    links: LinkTable | None = None
+    topology_default: RouterTopologyDefault | None = None
+    prefill_alone: bool = False
+
+    def __post_init__(self) -> None:
+        _check_at_least_0("overlap_score_weight", self.overlap_score_weight)
+        _check_at_least_0("temperature", self.temperature)
+        _check_at_least_0("kv_transfer_weight", self.kv_transfer_weight)
+        fraction = self.active_decode_blocks_threshold
+        if fraction is not None and not 0.0 <= fraction <= 1.0:
+            raise ConfigError(
+                f"active_decode_blocks_threshold: {fraction} is not between 0 and 1",
+                param="active_decode_blocks_threshold",
+            )
+        tokens = self.active_prefill_tokens_threshold
+        if tokens is not None:
+            _check_at_least_0("active_prefill_tokens_threshold", tokens)
+
+
+class Rules(NamedTuple):
+    """How this one request is picked for: the settings with its override."""
+
+    mode: RouterMode
+    overlap_score_weight: float
+    temperature: float
+
+
+def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules:
+    """Return the rules for a request; what its override leaves None is the router's."""
+    mode, weight, temperature = (
+        override.router_mode,
+        override.overlap_score_weight,
+        override.router_temperature,
+    )
+    return Rules(
+        settings.mode if mode is None else mode,
+        settings.overlap_score_weight if weight is None else weight,
+        settings.temperature if temperature is None else temperature,
+    )
+
+
+def _check_at_least_0(name: str, number: float) -> None:
+    if not (isfinite(number) and number >= 0):
+        raise ConfigError(f"{name}: {number} is not 0 or more", param=name)
 
 
 class RouteRequest(msgspec.Struct, frozen=True):
@@ -69,3 +137,67 @@ def fitted(column: IntColumn, n_slots: int) -> IntColumn:
     if length < n_slots:
         raise ValueError(f"a column of {length} entries for a fleet of {n_slots} slots")
     return column[:n_slots]
+
+
+class Pick(msgspec.Struct, frozen=True):
+    """The worker rank that takes one leg, with the parts of its cost, in blocks.
+
+    cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) · multiplier.
+    ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is how many requests like this
+    one were taken to be on their way, from other routers, to the ranks that are cheapest.
+    """
+
+    slot: Slot
+    rank: WorkerRank
+    leg: Leg
+    overlap_blocks: int
+    prefill_blocks: float
+    decode_blocks: float
+    transfer_blocks: float
+    multiplier: float
+    cost: float
+    candidates: int
+    unseen: int = 0
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """One row of an explanation: one worker rank that was asked for the leg, and its first refusal if any.
+
+    Those are the ranks of the leg's role, or all ranks where none has it. The parts of the cost are those of
+    :class:`Pick`; a refused rank has them too.
+    """
+
+    slot: Slot
+    rank: WorkerRank
+    leg: Leg
+    overlap_blocks: int
+    prefill_blocks: float
+    decode_blocks: float
+    transfer_blocks: float
+    multiplier: float
+    cost: float
+    refused: Reason | None
+    picked: bool
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Where one attempt of a request goes.
+
+    ``prefill`` is None when the request is not split: ``decode`` then takes all of it, or its prefill leg
+    where that is all that is decided, as ``decode.leg`` says. ``constraint`` is what the prefill worker asks
+    of any decode worker, and holds when decode is picked again. ``fallback_used`` says that no decode worker
+    of the domain could take it; ``cross_domain`` that the pair is not known to share the policy's domain
+    value; ``last_resort`` that nobody was left whose circuit is closed. ``rows`` is empty unless an
+    explanation was asked for.
+    """
+
+    request_id: RequestId
+    attempt: int
+    mode: RouterMode
+    decode: Pick
+    prefill: Pick | None = None
+    constraint: TransferConstraint | None = None
+    fallback_used: bool = False
+    cross_domain: bool = False
+    last_resort: bool = False
+    rows: tuple[Candidate, ...] = ()

@@ -17,9 +17,18 @@ from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import BoolColumn, Fleet, mix64
 from kvrouter.routing.cost import Costs, leg_costs, own_blocks
-from kvrouter.routing.decision import Candidate, Decision, Pick
 from kvrouter.routing.eligibility import Mask, Screen, Step, first_refusals, not_busy, ready, screen
-from kvrouter.routing.explain import pick_at, rows_of
+from kvrouter.routing.explain import (
+    busy_steps,
+    decode_steps,
+    handoff_steps,
+    has_legal_decode,
+    pick_at,
+    prefill_steps,
+    refuse_leg,
+    refuse_pair,
+    rows_of,
+)
 from kvrouter.routing.pair import (
     constraint_of,
     decode_mask,
@@ -32,16 +41,7 @@ from kvrouter.routing.pair import (
     tiers_of,
 )
 from kvrouter.routing.pick import draw_unseen, pick_slot
-from kvrouter.routing.reasons import (
-    busy_steps,
-    decode_steps,
-    handoff_steps,
-    has_legal_decode,
-    prefill_steps,
-)
-from kvrouter.routing.refusal import refuse_leg, refuse_pair
-from kvrouter.routing.request import RouteRequest, View
-from kvrouter.routing.settings import Rules, rules_of
+from kvrouter.routing.request import Candidate, Decision, Pick, RouteRequest, Rules, View, rules_of
 from kvrouter.topology import TransferConstraint
 
 _SALT_OF = {Leg.AGGREGATED: 0, Leg.PREFILL: 1, Leg.DECODE: 2}
@@ -63,10 +63,10 @@ def route(request: RouteRequest, view: View, *, explain: bool = False) -> Decisi
     try:
         return _route(request, view, explain=explain)
     except NoEligibleWorker:
-        wish = _last_resort(request, view.fleet)
-        if wish is None:
+        widened = _last_resort(request, view.fleet)
+        if widened is None:
             raise
-    return _route(wish, view, explain=explain)
+    return _route(widened, view, explain=explain)
 
 
 def route_decode(
@@ -84,10 +84,10 @@ def route_decode(
     try:
         return _route_decode(request, view, constraint, prefill=prefill, explain=explain)
     except NoEligibleWorker:
-        wish = _last_resort(request, view.fleet)
-        if wish is None:
+        widened = _last_resort(request, view.fleet)
+        if widened is None:
             raise
-    return _route_decode(wish, view, constraint, prefill=prefill, explain=explain)
+    return _route_decode(widened, view, constraint, prefill=prefill, explain=explain)
 
 
 def _last_resort(request: RouteRequest, fleet: Fleet) -> RouteRequest | None:
@@ -105,11 +105,11 @@ def _route(request: RouteRequest, view: View, *, explain: bool) -> Decision:
     prefill = ready(view.fleet, Leg.PREFILL, last_resort=request.last_resort)
     if request.prefill_pin is not None or (prefill.n_allowed and not request.whole):
         pair = _route_pair(request, view, explain=explain)
-        return _instead_of_parted(request, view, pair, explain=explain) or pair
+        return _instead_of_broken_pair(request, view, pair, explain=explain) or pair
     return _route_whole(request, view, explain=explain)
 
 
-def _instead_of_parted(
+def _instead_of_broken_pair(
     request: RouteRequest, view: View, pair: Decision, *, explain: bool
 ) -> Decision | None:
     """One worker for all of the request, where the pair's KV was lost lately, as that of every pair which
@@ -118,8 +118,8 @@ def _instead_of_parted(
     fleet, prefill = view.fleet, pair.prefill
     if not fleet.parted or not request.whole_if_parted or request.prefill_pin is not None or prefill is None:
         return None
-    parted = fleet.parted_from(prefill.slot)
-    if parted is None or not parted[pair.decode.slot] or fleet.parted.whole_failed:
+    unreached = fleet.parted_from(prefill.slot)
+    if unreached is None or not unreached[pair.decode.slot] or fleet.parted.whole_failed:
         return None
     try:
         whole = _route_whole(request, view, explain=explain)
@@ -195,7 +195,7 @@ def _route_whole(request: RouteRequest, view: View, *, explain: bool) -> Decisio
 
 
 def _route_prefill(request: RouteRequest, view: View, *, explain: bool) -> Decision:
-    """Pick for prefill, and tell what that asks of whoever picks decode.
+    """Pick for prefill, and return the constraint on the decode pick.
 
     A worker whose KV must stay in a domain that it does not know is not picked: nobody could obey it.
     """

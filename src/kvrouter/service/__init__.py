@@ -1,1 +1,1 @@
-"""What runs inside a router: it drives the pure rooms with sockets and timers."""
+"""What runs inside a router: it drives the pure packages with transports and timers."""

@@ -1,4 +1,4 @@
-"""Requests that are booked by hand: load that counts until it is freed, or its owner is silent too long."""
+"""Bookings by hand: load that counts until it is freed, or until its owner is silent too long."""
 
 import asyncio
 from collections import OrderedDict
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvrouter.core.errors import InvalidRequest, NotFound, ShuttingDown, Unavailable
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest
+from kvrouter.service.attempt import Placement
 from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.placement import Placement
 
 BOOKINGS_MAX = 65_536
 """How many requests may be booked at a time."""
@@ -36,7 +36,7 @@ class BookingsFull(Unavailable):
 
 @dataclass(slots=True)
 class _Booking:
-    room: ModelRouter
+    model: ModelRouter
     placement: Placement
     heard_s: float
     """When its owner last said something about it, on the loop's clock."""
@@ -46,7 +46,7 @@ class Bookings:
     """Places held for requests that somebody else sends.
 
     With ``lease_ttl_s`` a booking of which nobody says anything for that long ends by itself, and
-    ``on_lapsed`` is told: an owner that died leaves no load behind. Every call about a booking renews it.
+    ``on_lapsed`` is called: an owner that died leaves no load behind. Every call about a booking renews it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Bookings:
         if request_id in self._in_use:
             raise RequestInUse(f"request_id: {request_id!r} runs already", param="request_id")
 
-    async def book(self, room: ModelRouter, request: GenerateRequest) -> Placement:
+    async def book(self, model: ModelRouter, request: GenerateRequest) -> Placement:
         """Decide, and hold the place until it is freed; may wait as long as the settings allow.
 
         Raises :class:`RoutingRefused`, :class:`RequestInUse`, :class:`BookingsFull`, and
@@ -98,16 +98,16 @@ class Bookings:
         self.claim(request.request_id)
         try:
             self._refuse_when_full()
-            placement = await room.place(request, request.token_ids, attempt=0, excluded=frozenset())
+            placement = await model.place(request, request.token_ids, attempt=0, excluded=frozenset())
             try:
                 self._refuse_when_full()
             except BaseException:
-                room.release(placement)
+                model.release(placement)
                 raise
         except BaseException:
             self.give_back(request.request_id)
             raise
-        self._held[request.request_id] = _Booking(room, placement, asyncio.get_running_loop().time())
+        self._held[request.request_id] = _Booking(model, placement, asyncio.get_running_loop().time())
         self._empty.clear()
         self._set_alarm()
         return placement
@@ -119,13 +119,13 @@ class Bookings:
     def first_token(self, request_id: RequestId) -> Placement:
         """The request has its first token: load moves from prefill to decode. Raises :class:`NotBooked`."""
         booking = self._heard(request_id)
-        booking.room.first_token(booking.placement)
+        booking.model.first_token(booking.placement)
         return booking.placement
 
     def output_blocks(self, request_id: RequestId, blocks: int) -> Placement:
         """So many more blocks of the request are full of output. Raises :class:`NotBooked`."""
         booking = self._heard(request_id)
-        booking.room.output_blocks(booking.placement, blocks)
+        booking.model.output_blocks(booking.placement, blocks)
         return booking.placement
 
     def free(self, request_id: RequestId) -> Placement:
@@ -163,13 +163,13 @@ class Bookings:
     def _free(self, request_id: RequestId) -> Placement:
         booking = self._held.pop(request_id)
         self.give_back(request_id)
-        booking.room.release(booking.placement)
+        booking.model.release(booking.placement)
         if not self._held:
             self._empty.set()
         return booking.placement
 
     def _set_alarm(self) -> None:
-        """Look again when the booking that is next to lapse would; a renewed one is only looked at."""
+        """Check again when the booking that is next to lapse would; a renewed one is only checked."""
         if self._lease_ttl_s is None or self._alarm is not None or not self._held:
             return
         first = next(iter(self._held.values()))
@@ -184,7 +184,7 @@ class Bookings:
                 break
             self._free(request_id)
             if self._on_lapsed is not None:
-                self._on_lapsed(booking.room.fleet.model, booking.placement)
+                self._on_lapsed(booking.model.fleet.model, booking.placement)
         self._set_alarm()
 
     def _refuse_when_full(self) -> None:

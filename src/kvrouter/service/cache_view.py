@@ -1,4 +1,4 @@
-"""What the router believes of the workers' caches: from KV events, from its own decisions, or nothing."""
+"""What the router knows of the workers' caches: from KV events, from its own decisions, or nothing."""
 
 import asyncio
 from typing import Protocol
@@ -9,10 +9,10 @@ import numpy.typing as npt
 from kvrouter.core.events import KvBatch
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
-from kvrouter.feed.words import FeedState
+from kvrouter.feed.states import FeedState
 from kvrouter.index.port import ApproximateIndex, BlockIndex
-from kvrouter.routing.decision import Decision
-from kvrouter.service.event_pump import EventPump
+from kvrouter.routing.request import Decision
+from kvrouter.service.event_ingest import EventIngest
 
 U32 = npt.NDArray[np.uint32]
 
@@ -21,7 +21,7 @@ class CacheView(Protocol):
     """Overlaps for a decision, and what a decision teaches."""
 
     def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:
-        """Leading blocks of ``prompt`` that each slot holds; None when caches are not looked at.
+        """Leading blocks of ``prompt`` that each slot holds; None when caches are not used.
 
         The array is reused by the next call.
         """
@@ -57,7 +57,7 @@ class NoCacheView:
     """``--kv-overlap-score-weight 0``, or a mode that asks no costs: no index is built."""
 
     def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
-        """Caches are not looked at."""
+        """Caches are not used."""
         return None
 
     def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
@@ -87,12 +87,13 @@ class NoCacheView:
 
 
 class EventCacheView:
-    """KV events tell what each rank holds. A rank whose feed recovers scores nothing.
+    """KV events report what each rank holds. A rank whose feed recovers scores nothing.
 
-    What comes after a picture is told in tokens that only its engine knows: who holds that is ``predicted``.
+    What comes after an image is reported in tokens that only its engine knows: who holds that is
+    ``predicted``.
     """
 
-    def __init__(self, index: BlockIndex, pump: EventPump, predicted: ApproximateIndex) -> None:
+    def __init__(self, index: BlockIndex, pump: EventIngest, predicted: ApproximateIndex) -> None:
         self.index = index
         self.pump = pump
         self._predicted = PredictedCacheView(predicted)
@@ -111,7 +112,7 @@ class EventCacheView:
         return out
 
     def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
-        """The engines' own events will tell, but for pictures."""
+        """The engines' own events will report it, but for images."""
         if has_media:
             self._predicted.decided(decision, prompt)
 
@@ -129,7 +130,7 @@ class EventCacheView:
         self._predicted.freed(slot)
 
     def is_sure_of(self, slot: Slot) -> bool:
-        """Every event of its rank was applied, as far as anybody can tell."""
+        """Every event of its rank was applied, as far as anybody can know."""
         feed = self.pump.feed_at(slot)
         return feed is not None and feed.state is FeedState.LIVE
 

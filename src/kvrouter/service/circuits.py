@@ -1,10 +1,10 @@
-"""The circuits of one model's workers, and of the pairs among them whose KV was lost; what the fleet shows of
-them is what decisions go by.
+"""The circuits of one model: which failures count against which worker or pair.
 
-Each router has circuits of its own: they tell what it met itself. Memory: one for each worker that was sent
+Each router has circuits of its own: they show what it met itself. Memory: one for each worker that was sent
 something, and at most :data:`PAIRS_MAX` pairs.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,8 +15,64 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, mix64
-from kvrouter.service.circuits_observed import CircuitsObserved
-from kvrouter.service.placement import Placement
+from kvrouter.journey.journey import LegLost, State
+from kvrouter.service.attempt import Attempt, Placement
+from kvrouter.telemetry import Event, Telemetry, log_event
+
+logger = logging.getLogger("kvrouter.router")
+
+
+class CircuitInstrumentation:
+    """The events of one model's circuits."""
+
+    def __init__(self, telemetry: Telemetry, model: str) -> None:
+        self._telemetry = telemetry
+        self._model = model
+
+    def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
+        """A worker failed too often in a row."""
+        worker = str(worker_id)
+        self._telemetry.circuits_opened.inc(self._model, worker, fault.value)
+        log_event(
+            logger,
+            Event.CIRCUIT_OPENED,
+            model=self._model,
+            worker=worker,
+            reason=fault.value,
+            duration_s=for_s,
+        )
+
+    def closed(self, worker_id: WorkerId) -> None:
+        """A worker brought something again."""
+        log_event(logger, Event.CIRCUIT_CLOSED, model=self._model, worker=str(worker_id))
+
+    def gone(self, worker_id: WorkerId) -> None:
+        """A worker left: its counters go with it, or those of all that ever were would fill the page."""
+        for fault in Fault:
+            self._telemetry.circuits_opened.forget(self._model, str(worker_id), fault.value)
+
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+        """KV of a pair was lost, or lost again."""
+        log_event(
+            logger,
+            Event.CIRCUIT_OPENED,
+            model=self._model,
+            prefill_worker=str(prefill),
+            decode_worker=str(decode),
+            reason=Fault.KV_LOST.value,
+            duration_s=for_s,
+        )
+
+    def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
+        """KV of a pair arrived again."""
+        log_event(
+            logger,
+            Event.CIRCUIT_CLOSED,
+            model=self._model,
+            prefill_worker=str(prefill),
+            decode_worker=str(decode),
+        )
+
 
 PAIRS_MAX = 4096
 """How many pairs that lost KV are remembered; the one that was noted first is forgotten first."""
@@ -41,7 +97,7 @@ class Circuits:
         self,
         fleet: Fleet,
         settings: CircuitSettings,
-        observed: CircuitsObserved,
+        observed: CircuitInstrumentation,
         *,
         seed: int,
         on_let_in: Callable[[], None],
@@ -159,7 +215,7 @@ class Circuits:
             self._observed.pair_opened(pair.prefill, pair.decode, for_s=for_s)
 
     def give_back(self, placement: Placement) -> None:
-        """What the attempt was let in for is known, or it will not tell. Idempotent."""
+        """What the attempt was let in for is known, or it will never be known. Idempotent."""
         if not placement.tries:
             return
         now_s = self._clock()
@@ -246,7 +302,7 @@ class Circuits:
         circuit = self._workers[worker_id].circuit
         lets_in = circuit.lets_in(now_s)
         self._fleet.set_circuit_open(worker_id, not lets_in)
-        self._look_again(worker_id, circuit.half_open_s, now_s)
+        self._set_due(worker_id, circuit.half_open_s, now_s)
         return lets_in
 
     def _show_pair(self, pair: Pair, now_s: float) -> bool:
@@ -257,10 +313,10 @@ class Circuits:
             self._forget_pair(pair)
             return True
         self._fleet.set_parted(pair.prefill, pair.decode, not lets_in)
-        self._look_again(pair, forgotten_s if lets_in else kept.circuit.half_open_s, now_s)
+        self._set_due(pair, forgotten_s if lets_in else kept.circuit.half_open_s, now_s)
         return lets_in
 
-    def _look_again(self, subject: WorkerId | Pair, due_s: float | None, now_s: float) -> None:
+    def _set_due(self, subject: WorkerId | Pair, due_s: float | None, now_s: float) -> None:
         """``due_s`` is when time alone changes something, once it comes."""
         if due_s is not None and now_s < due_s < inf:
             self._due.put(subject, due_s)
@@ -292,3 +348,38 @@ def _workers_of(placement: Placement) -> Iterator[WorkerId]:
     if decision.prefill is not None:
         yield decision.prefill.rank.worker_id
     yield decision.decode.rank.worker_id
+
+
+SILENT_SHARE = 0.5
+"""Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
+
+
+def blame_loss(circuits: Circuits, attempt: Attempt, lost: LegLost, state: State) -> None:
+    """A leg was lost. That a worker is full, had the leg already or is leaving is no failure of its own."""
+    if lost.full or lost.repeated or lost.blameless:
+        return
+    is_prefill = lost.leg is Leg.PREFILL
+    circuits.failed(
+        attempt.placement,
+        lost.leg,
+        Fault.LOST,
+        since_s=attempt.prefill_sent_s if is_prefill else attempt.last_sent_s,
+        has_begun=not is_prefill and state is State.STREAMING,
+    )
+
+
+def blame_silence(
+    circuits: Circuits, attempt: Attempt, state: State, *, heard_s: float, before_s: float = inf
+) -> None:
+    """Nothing came in time, of legs that were sent ``before_s``. Of a pair whose legs both still run, either
+    may be what is waited for; the one that is well will show it with another request.
+    """
+    placement, task = attempt.placement, attempt.prefill_task
+    waits_for_prefill = state is State.DECODING and task is not None and not task.done()
+    if (state is State.PREFILLING or waits_for_prefill) and attempt.prefill_sent_s < before_s:
+        circuits.failed(placement, Leg.PREFILL, Fault.SILENT, since_s=attempt.prefill_sent_s)
+    leg = placement.decision.decode.leg
+    if state is State.DECODING and attempt.last_sent_s < before_s:
+        circuits.failed(placement, leg, Fault.SILENT, since_s=attempt.last_sent_s)
+    elif state is State.STREAMING:
+        circuits.failed(placement, leg, Fault.SILENT, since_s=heard_s, has_begun=True)

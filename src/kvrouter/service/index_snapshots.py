@@ -6,19 +6,19 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 
 from kvrouter.core.errors import KvrouterError
-from kvrouter.planes.background import go_on
-from kvrouter.planes.events.port import SnapshotStore, SnapshotTaking
 from kvrouter.service.cache_view import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.background import go_on
+from kvrouter.transports.events.port import SnapshotStore, SnapshotTaking
 
 logger = logging.getLogger("kvrouter.router")
 
 CHECK_S = 5.0
-"""How often a replica looks how long the streams are."""
+"""How often a replica checks how long the streams are."""
 
 JITTER = 0.2
-"""By how much of it the time between two looks varies, so that replicas do not look all at once."""
+"""By how much of it the time between two checks varies, so that replicas do not check all at once."""
 
 
 def fed_caches(models: Iterable[ModelRouter]) -> Iterator[EventCacheView]:
@@ -52,13 +52,13 @@ class IndexSnapshots:
         self._is_over = False
 
     def start(self) -> None:
-        """Begin to look, from the running loop."""
+        """Begin to check, from the running loop."""
         if self._task is None:
             self._is_over = False
             self._task = go_on(self._run(), name="index: take snapshots")
 
     async def stop(self) -> None:
-        """Look no more; a snapshot under way is given up."""
+        """Stop checking; a snapshot under way is given up."""
         if self._task is not None:
             self._is_over = True  # a task's cancellation can get lost in a client's own waiting
             self._task.cancel()
@@ -66,7 +66,7 @@ class IndexSnapshots:
             self._task = None
 
     async def check(self) -> int:
-        """Look once; return how many snapshots were taken."""
+        """Check once; return how many snapshots were taken."""
         taken = 0
         try:
             for component in await self._store.overdue(messages_max=self._messages_max):

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 
-from kvrouter.core.columns import HASH_BYTES, unpack_hashes
-from kvrouter.core.events import Cleared, Held, KvEvent, Removed, Stored
+from kvrouter.core.events import HASH_BYTES, Cleared, Held, KvEvent, Removed, Stored, unpack_hashes
 from kvrouter.core.ids import EngineHash, Slot
 from kvrouter.index.port import Applied, BlockIndex
 

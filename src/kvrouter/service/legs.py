@@ -15,8 +15,10 @@ from kvrouter.core.requests import (
     Leg,
     Sampling,
 )
-from kvrouter.journey.words import LegLost
-from kvrouter.planes.requests.port import (
+from kvrouter.journey.journey import LegLost
+from kvrouter.routing.request import Pick
+from kvrouter.service.attempt import Placement
+from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,
     ReaderTooSlow,
@@ -24,8 +26,6 @@ from kvrouter.planes.requests.port import (
     StreamBroken,
     WorkerFull,
 )
-from kvrouter.routing.decision import Pick
-from kvrouter.service.placement import Placement
 
 INTAKE_BYTES = 8
 
@@ -52,7 +52,7 @@ def prefill_leg(
 
 
 OnCached = Callable[[int, int | None], None]
-"""Hears how many prompt tokens the engine had cached, and how many it counts, where it tells that."""
+"""Hears how many prompt tokens the engine had cached, and how many it counts, where it reports that."""
 
 
 async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferParams | None:
@@ -75,7 +75,8 @@ async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferP
 
 async def open_decode(plane: RequestPlane, address: str, request: EngineRequest) -> EngineStream:
     """Open a decode leg. One whose KV waits at a prefill worker is opened also for a caller that is cancelled
-    meanwhile, and is then cancelled: often only its worker can tell the prefill worker that nobody comes.
+    meanwhile, and is then cancelled: often only its worker can notify the prefill worker that nobody
+    comes.
 
     Raises what the plane's ``open`` raises.
     """

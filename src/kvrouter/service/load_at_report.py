@@ -1,4 +1,4 @@
-"""What a ledger held when each rank's latest load report was taken: whatever is more by now came after it."""
+"""The ledger's load when each rank's latest report was taken: what is more by now came after it."""
 
 import time
 from collections.abc import Callable
@@ -16,10 +16,10 @@ REPORT_AGE_S: Final = 0.1
 class LoadAtReport:
     """The ledger's load by slot, as the latest report of each may have found it.
 
-    A report tells no time that could be compared with this router's clock. It may have been taken at any
+    A report has no time that could be compared with this router's clock. It may have been taken at any
     moment of the last :data:`REPORT_AGE_S` before it came, so the least that the ledger held in that time is
-    taken for what it has seen: a booking that it may not have seen counts beside it, for as long as no later
-    report comes. One that ended in that time counts for no less than it would by any moment.
+    taken for what it has seen: a booking that it may not have seen counts in addition, for as long as no
+    later report comes. One that ended in that time counts for no less than it would by any moment.
 
     :meth:`look` before anything is booked, and :meth:`reported` when a report comes. Both cost a few
     operations on columns.
@@ -27,7 +27,7 @@ class LoadAtReport:
 
     def __init__(self, columns: LedgerColumns, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._looked_s = self._turned_s = clock()
+        self._read_s = self._turned_s = clock()
         self._tokens = _Lows(columns.prefill_tokens)
         self._blocks = _Lows(columns.active_blocks)
 
@@ -43,15 +43,15 @@ class LoadAtReport:
         """Take in what the ledger holds now: something is about to be booked, or a report came."""
         now_s = self._clock()
         if now_s - self._turned_s >= REPORT_AGE_S:
-            # Nothing was booked since the last look: what is held now was there all the time since then.
-            is_quiet = now_s - self._looked_s >= REPORT_AGE_S
+            # Nothing was booked since the last reading: what is held now was there all the time since then.
+            is_quiet = now_s - self._read_s >= REPORT_AGE_S
             self._tokens.turn(columns.prefill_tokens, is_quiet=is_quiet)
             self._blocks.turn(columns.active_blocks, is_quiet=is_quiet)
             self._turned_s = now_s
         else:
             self._tokens.look(columns.prefill_tokens)
             self._blocks.look(columns.active_blocks)
-        self._looked_s = now_s
+        self._read_s = now_s
 
     def reported(self, slot: Slot, columns: LedgerColumns) -> None:
         """A load report of the rank at ``slot`` came."""

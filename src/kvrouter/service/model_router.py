@@ -1,7 +1,8 @@
-"""The map room of one model: one reading of its fleet, one decision, one booking, no await between them."""
+"""The router of one model: one view, one decision, one booking, no await between them."""
 
 import random
 import time
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -17,22 +18,46 @@ from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, Work
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
-from kvrouter.journey.words import Shape, Way
+from kvrouter.journey.journey import RetryPlan, Shape
 from kvrouter.ledger.port import Ledger
-from kvrouter.routing.decision import Decision, Pick
-from kvrouter.routing.request import RouteRequest, View
+from kvrouter.routing.request import Decision, Pick, RouteRequest, RoutingSettings, View
 from kvrouter.routing.route import route, route_decode
-from kvrouter.routing.settings import RoutingSettings
+from kvrouter.service.admission_queue import AdmissionQueue
+from kvrouter.service.attempt import Placement, decide_one_of, route_request, wish_in
 from kvrouter.service.cache_view import CacheView
 from kvrouter.service.circuits import Circuits
-from kvrouter.service.decisions import DecisionLog
-from kvrouter.service.engine_accounts import EngineAccounts
+from kvrouter.service.engine_reports import EngineReports
+from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.service.load_at_report import LoadAtReport
-from kvrouter.service.observed import ModelObserved
-from kvrouter.service.placement import Placement
 from kvrouter.service.replica_sync import ReplicaSync
-from kvrouter.service.waiting import Waiting
-from kvrouter.service.wishes import decide_one_of, route_request, wish_in
+
+ATTEMPTS_MAX = 16
+"""Decisions kept for one request id: of a client that sends one id again and again, the last ones."""
+
+
+class DecisionLog:
+    """Holds the attempts of the last ``requests_max`` requests; the oldest request is forgotten first."""
+
+    def __init__(self, *, requests_max: int) -> None:
+        self._requests_max = requests_max
+        self._by_request: OrderedDict[RequestId, deque[tuple[float, Decision]]] = OrderedDict()
+
+    def record(self, decision: Decision, *, decided_at_s: float) -> None:
+        """Add one attempt's decision; ``decided_at_s`` is a wall-clock time."""
+        if self._requests_max == 0:
+            return
+        attempts = self._by_request.get(decision.request_id)
+        if attempts is None:
+            attempts = self._by_request[decision.request_id] = deque(maxlen=ATTEMPTS_MAX)
+            if len(self._by_request) > self._requests_max:
+                self._by_request.popitem(last=False)
+        attempts.append((decided_at_s, decision))
+
+    def get(self, request_id: RequestId) -> list[tuple[float, Decision]] | None:
+        """Every attempt's decision in order, or None when the request is unknown or forgotten."""
+        attempts = self._by_request.get(request_id)
+        return None if attempts is None else list(attempts)
+
 
 U32 = npt.NDArray[np.uint32]
 ROOM_LIMIT = 2**63 - 1
@@ -67,7 +92,7 @@ class ModelRouter:
         config: KvRouterConfig,
         settings: RoutingSettings,
         decisions: DecisionLog,
-        observed: ModelObserved,
+        observed: ModelInstrumentation,
         seed: int,
         sync: ReplicaSync | None = None,
     ) -> None:
@@ -77,15 +102,15 @@ class ModelRouter:
         self.settings = settings
         self._tracks_active_blocks = config.track_active_blocks
         self._at_report = self._begin_at_report()
-        self._waiting = Waiting(config, observed)
+        self._waiting = AdmissionQueue(config, observed)
         if sync is not None:
-            self.ledger = sync.share(fleet, ledger, on_less=self.load_changed, before_more=self._look_at_load)
+            self.ledger = sync.share(fleet, ledger, on_less=self.load_changed, before_more=self._read_load)
         self._router_id = router_id
         self._sync = sync
         self._decisions = decisions
         self.observed = observed
         self._random = random.Random(seed)
-        self.accounts = EngineAccounts(fleet, observed.engines)
+        self.accounts = EngineReports(fleet, observed.engines)
         self.circuits = Circuits(
             fleet,
             CircuitSettings(config.circuit_failures, config.circuit_open_s, config.circuit_open_max_s),
@@ -109,7 +134,7 @@ class ModelRouter:
         return Prompt(token_ids or (), block_size=self.fleet.block_size, seed=seed)
 
     def set_busy_thresholds(self, *, decode_blocks: float | None, prefill_tokens: int | None) -> None:
-        """Judge from now on who is busy by these; whoever waits may try again."""
+        """Judge from now on who is busy by these; requests that wait may try again."""
         self.settings = structs.replace(
             self.settings,
             active_decode_blocks_threshold=decode_blocks,
@@ -148,16 +173,16 @@ class ModelRouter:
     def explain(self, request: GenerateRequest) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; books nothing.
 
-        Each question has a draw and a turn of its own, and none of a booking's: whoever asks where to send
-        what spreads over the workers as requests do, and whoever asks changes no request.
+        Each question has a draw and a turn of its own, and none of a booking's: the answers
+        spread over the workers as requests do, and no question changes a request.
         """
         prompt = self.hash_prompt(
             request.token_ids, lora_name=request.lora_name, cache_namespace=request.cache_namespace
         )
-        wish = route_request(request, prompt, attempt=0, excluded=frozenset())
+        wanted = route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, has_media=request.has_media, draws=self._asked)
         self._asked.take()
-        return route(wish, view, explain=True)
+        return route(wanted, view, explain=True)
 
     async def place(
         self,
@@ -167,7 +192,7 @@ class ModelRouter:
         attempt: int,
         excluded: frozenset[WorkerId],
         kv_lost_from: frozenset[WorkerId] = frozenset(),
-        ways: Sequence[Way] = (Way.USUAL,),
+        ways: Sequence[RetryPlan] = (RetryPlan.USUAL,),
     ) -> Placement:
         """Decide, in the first of ``ways`` that is open, and book.
 
@@ -179,16 +204,16 @@ class ModelRouter:
         usual = route_request(
             request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from)
         )
-        wishes = {way: wish_in(way, usual, kv_lost_from) for way in ways}
+        options = {way: wish_in(way, usual, kv_lost_from) for way in ways}
         with self._waiting.begin(request) as wait:
             while True:
                 started_s = time.perf_counter()
                 try:
-                    wish, decision = decide_one_of(wishes, self.decide, prompt)
+                    wanted, decision = decide_one_of(options, self.decide, prompt)
                 except RoutingRefused as refused:
                     await wait.for_change(refused)
                     continue
-                placement = self._book(wish, decision, prompt, token_ids)
+                placement = self._book(wanted, decision, prompt, token_ids)
                 decision_s = time.perf_counter() - started_s
                 self.observed.placed(placement, decision_s=decision_s, waited_s=wait.was_for(placement))
                 self._decisions.record(decision, decided_at_s=time.time())
@@ -218,20 +243,20 @@ class ModelRouter:
         worker is kept while it may be: else all that ends its prefill at one time would meet at one worker.
         Nobody is too busy for a request that was admitted: its load is booked.
         """
-        old, wish = placement.decision, placement.wish
+        old, wanted = placement.decision, placement.wish
         view = structs.replace(
-            self.view(placement.prompt, has_media=wish.has_media, own=old.decode),
+            self.view(placement.prompt, has_media=wanted.has_media, own=old.decode),
             seed=placement.seed,
             settings=self._admitted,
         )
         sender = None if old.prefill is None else old.prefill.rank
         if old.mode is not RouterMode.KV and not self.fleet.columns.circuit_open[old.decode.slot]:
-            keep = structs.replace(wish, pin=Pin(*old.decode.rank))
+            keep = structs.replace(wanted, pin=Pin(*old.decode.rank))
             with suppress(RoutingRefused):
                 kept = route_decode(keep, view, old.constraint, prefill=sender)
                 if not kept.fallback_used:
                     return kept
-        return route_decode(wish, view, old.constraint, prefill=sender)
+        return route_decode(wanted, view, old.constraint, prefill=sender)
 
     def view(
         self,
@@ -244,7 +269,7 @@ class ModelRouter:
         """Take one reading of all that a decision depends on; its columns are reused by the next one.
 
         ``own`` is where the request is booked already: its blocks are active there, so none would be new.
-        Turn and seed are of ``draws``, by default those of the next booking: looking twice shows the same.
+        Turn and seed are of ``draws``, by default those of the next booking: two readings show the same.
         """
         draws = draws or self._draws
         self.circuits.refresh()
@@ -289,7 +314,7 @@ class ModelRouter:
         return len(self._waiting.admission)
 
     def fleet_changed(self) -> None:
-        """A worker came, changed or left: whoever waits may try again."""
+        """A worker came, changed or left: requests that wait may try again."""
         if self._sync is not None:
             self._sync.fleet_changed(self.fleet.model)
         self.circuits.fleet_changed()
@@ -303,13 +328,13 @@ class ModelRouter:
         self.accounts.freed(slot)
 
     def capacity_changed(self, slot: Slot) -> None:
-        """A card or a load report told how many KV blocks the rank at the slot has."""
+        """A card or a load report named how many KV blocks the rank at the slot has."""
         card = self.fleet.card_at(slot)
         if card is not None:
             self.cache.set_total_blocks(slot, self.fleet.kv_blocks(slot), n_ranks=card.dp_size)
 
     def reported(self, report: LoadReport) -> bool:
-        """A worker rank told its load; False when it is not here."""
+        """A worker rank reported its load; False when it is not here."""
         slot = self.fleet.slot_of(report.rank)
         if slot is None:
             return False
@@ -322,18 +347,18 @@ class ModelRouter:
         self.load_changed()
         return True
 
-    def _look_at_load(self) -> None:
+    def _read_load(self) -> None:
         if self._at_report is not None:
             self._at_report.look(self.ledger.columns())
 
     def load_changed(self) -> None:
-        """Some worker may be less busy: whoever waits for that may try again."""
+        """Some worker may be less busy: requests that wait for that may try again."""
         self._waiting.admission.pulse()
 
     # Booking
 
     def _book(
-        self, wish: RouteRequest, decision: Decision, prompt: Prompt, token_ids: TokenBuffer
+        self, wanted: RouteRequest, decision: Decision, prompt: Prompt, token_ids: TokenBuffer
     ) -> Placement:
         """Claim the picked ranks. The two legs of an attempt hold leases 2·attempt and 2·attempt + 1."""
         decode, prefill = decision.decode, decision.prefill
@@ -348,10 +373,10 @@ class ModelRouter:
             )
         decode_lease = self._book_decode(decision, prompt)
         seed = self._draws.take()
-        self.cache.decided(decision, prompt, has_media=wish.has_media)
+        self.cache.decided(decision, prompt, has_media=wanted.has_media)
         decode_card = self._card(decode)
         placement = Placement(
-            wish=wish,
+            wish=wanted,
             decision=decision,
             prompt=prompt,
             token_ids=token_ids,
@@ -439,11 +464,11 @@ class ModelRouter:
 
     def output_blocks(self, placement: Placement, blocks: int) -> None:
         """So many more blocks are full of output."""
-        self._look_at_load()
+        self._read_load()
         self.ledger.output_block(placement.decode_lease, blocks)
 
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
-        """What the engine really had cached, beside what was predicted; ``prompt_tokens``: its own count."""
+        """What the engine really had cached, next to what was predicted; ``prompt_tokens``: its own count."""
         decision = placement.decision
         pick = decision.decode if decision.prefill is None else decision.prefill
         predicted_tokens = pick.overlap_blocks * placement.block_size

@@ -1,6 +1,6 @@
-"""Replica sync: what this router books is told to the others, and what they book is load here too.
+"""Replica sync: what this router books is published to the others, and what they book is load here too.
 
-All that is decided is decided in the ledger's room; here are the wire, the clock and the turns of the loop.
+All that is decided is decided in the ledger package; here are the wire, the clock and the turns of the loop.
 """
 
 import asyncio
@@ -10,12 +10,11 @@ from typing import Final, NamedTuple
 from kvrouter.core.ids import ModelName, RouterId
 from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
 from kvrouter.fleet import Fleet
-from kvrouter.ledger.journal import Journal
+from kvrouter.ledger.journal import Journal, SharedLedger
 from kvrouter.ledger.port import Ledger
 from kvrouter.ledger.replicas import Asks, Counts, Replicas
-from kvrouter.ledger.shared import SharedLedger
-from kvrouter.planes.background import go_on
-from kvrouter.planes.sync.port import SyncPlane
+from kvrouter.transports.background import go_on
+from kvrouter.transports.sync.port import SyncPlane
 
 FLUSH_AFTER_S: Final = 0.001
 """How long a delta waits for others to travel with."""
@@ -32,11 +31,11 @@ and the loops at both ends. Half or twice as much does nearly as well."""
 
 
 class SyncCounts(NamedTuple):
-    """What there is to tell of replica sync."""
+    """The figures about replica sync."""
 
     others: Counts
     untold: int
-    """Leases that were too many to tell of."""
+    """Leases that were too many to publish."""
 
     dropped: int
     """Deltas that were too many to send; the others ask for everything instead."""
@@ -102,7 +101,7 @@ class ReplicaSync:
     # Life
 
     async def start(self) -> None:
-        """Begin to tell and to listen; ask all that are there for what they run."""
+        """Begin to publish and to listen; ask all that are there for what they run."""
         self._loop = asyncio.get_running_loop()
         try:
             self._end = await self._plane.subscribe(self._router_id, self._on_message)
@@ -127,7 +126,7 @@ class ReplicaSync:
         await end()
         self._replicas.drop_all()
 
-    # Telling
+    # Publishing
 
     def _on_pending(self) -> None:
         if self._loop is not None and self._timer is None:

@@ -1,4 +1,4 @@
-"""The router of one process: every model's map room, fed by discovery and the event plane."""
+"""The router of one process: the routers of all its models, fed by discovery and events."""
 
 import asyncio
 from collections import Counter
@@ -13,18 +13,17 @@ from kvrouter.core.events import KvBatch
 from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
-from kvrouter.fleet.fleet import Change
-from kvrouter.planes.discovery.port import Discovery, Gone
-from kvrouter.planes.events.port import EventSubscriber
-from kvrouter.planes.requests.port import RequestPlane
-from kvrouter.routing.decision import Decision
-from kvrouter.service.contacts import Contacts
-from kvrouter.service.decisions import DecisionLog
-from kvrouter.service.generation import Generation
+from kvrouter.fleet.fleet import FleetChange
+from kvrouter.routing.request import Decision
+from kvrouter.service.attempt import Timeouts
+from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.legs import taken_in
-from kvrouter.service.model_router import ModelRouter
-from kvrouter.service.observed import ServiceObserved
-from kvrouter.service.silence import Patience
+from kvrouter.service.liveness import Liveness
+from kvrouter.service.model_router import DecisionLog, ModelRouter
+from kvrouter.service.request_run import Generation
+from kvrouter.transports.discovery.port import Discovery, Gone
+from kvrouter.transports.events.port import EventSubscriber
+from kvrouter.transports.requests.port import RequestPlane
 
 MODELS_MAX = 1024
 """How many models one router knows."""
@@ -39,10 +38,10 @@ class ServiceParts:
     discovery: Discovery
     subscriber: EventSubscriber
     make_model: Callable[[ModelName, int], ModelRouter]
-    """(model, block size) → its map room."""
+    """(model, block size) → its model router."""
 
     decisions: DecisionLog
-    observed: ServiceObserved
+    observed: ServiceInstrumentation
 
 
 class RouterService:
@@ -63,7 +62,7 @@ class RouterService:
         self._had_enough = False
         """Whether as many workers were here at one time as are waited for at the start."""
         config = parts.config
-        self._contacts = Contacts(
+        self._liveness = Liveness(
             parts.plane,
             parts.subscriber,
             hears_events=config.kv_events and config.router_mode is RouterMode.KV,
@@ -71,7 +70,7 @@ class RouterService:
             on_lapsed_and_dead=self._on_lapsed_and_dead,
         )
         first_token_s = config.ttft_timeout_s or config.request_timeout_s
-        self._patience = Patience(
+        self._patience = Timeouts(
             prefill_s=first_token_s,
             first_token_s=first_token_s,
             between_tokens_s=config.stall_timeout_s,
@@ -108,7 +107,7 @@ class RouterService:
         for stop in self._stops:
             stop()
         self._stops.clear()
-        self._contacts.close()
+        self._liveness.close()
         for model in self._models.values():
             model.cache.close()
 
@@ -124,7 +123,7 @@ class RouterService:
 
     def has_lapsed(self, worker_id: WorkerId) -> bool:
         """Whether a worker is here only because it answers: its lease at discovery ran out."""
-        return self._contacts.has_lapsed(worker_id)
+        return self._liveness.has_lapsed(worker_id)
 
     @property
     def running(self) -> int:
@@ -138,11 +137,11 @@ class RouterService:
         return iter(self._models.values())
 
     def find(self, name: ModelName) -> ModelRouter | None:
-        """Return the model's map room; None when no worker ever registered it."""
+        """Return the model's router; None when no worker ever registered it."""
         return self._models.get(name)
 
     def model(self, name: ModelName) -> ModelRouter:
-        """Return the model's map room.
+        """Return the model's router.
 
         Raises :class:`UnknownModel`, or :class:`ModelNotReady` while its workers may be on their way.
         """
@@ -177,7 +176,7 @@ class RouterService:
     def generate(self, request: GenerateRequest, *, received_s: float | None = None) -> Generation:
         """Return the request's answer, to be read; nothing is decided before the first read.
 
-        ``received_s``: when its last byte came, on the monotonic clock; times are told from then on.
+        ``received_s``: when its last byte came, on the monotonic clock; times are counted from then on.
         """
         if self._is_draining:
             raise ShuttingDown("this router is shutting down and takes no new requests")
@@ -204,7 +203,7 @@ class RouterService:
         """What the bodies of client calls hold that are kept to be sent again."""
         return self._retry_bodies.bytes
 
-    def _patience_with(self, request: GenerateRequest) -> Patience:
+    def _patience_with(self, request: GenerateRequest) -> Timeouts:
         """An engine that answers at once says nothing before its last token; its prefill leg has but one."""
         if request.call is None or request.call.stream:
             return self._patience
@@ -255,7 +254,7 @@ class RouterService:
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
             observed.worker_warned(card, warning)
-        odd = self._contacts.follow(card)
+        odd = self._liveness.follow(card)
         if odd is not None:
             observed.worker_warned(card, odd)
         self._apply(model, card, change)
@@ -290,7 +289,7 @@ class RouterService:
         """Where more of the model's workers have another block size than the one that its fleet has, take
         them instead. So no single card decides, be it the first one.
 
-        A worker that was kept although its lease ran out goes for good: nobody would tell when it is gone,
+        A worker that was kept although its lease ran out goes for good: nobody would report when it is gone,
         and a card without a worker must not count. Answers on their way from the workers that go come to
         their end; a request that waits, or that needs another worker, is refused with 503: its prompt is
         hashed in blocks of the old size.
@@ -312,7 +311,7 @@ class RouterService:
             self._on_card(card)
 
     def _forget_a_model(self) -> None:
-        """Make room: of the models whose workers all left, the one that has been known the longest is
+        """Remove one model: of the models whose workers all left, the one that has been known the longest is
         forgotten; one whose busy thresholds were set only where there is no other.
         """
         empty = [model for model in self._models.values() if not len(model.fleet) and not model.waiting]
@@ -337,7 +336,7 @@ class RouterService:
         if name is not None and (old is None or old.incarnation != card.incarnation):
             self._leave(self._models[name], card.worker_id)
 
-    def _apply(self, model: ModelRouter, card: WorkerCard, change: Change) -> None:
+    def _apply(self, model: ModelRouter, card: WorkerCard, change: FleetChange) -> None:
         for slot in change.freed:
             model.freed(slot)
         if not card.publishes_kv_events:
@@ -362,7 +361,7 @@ class RouterService:
         card = model.fleet.card(worker_id)
         if card is None or card.incarnation != incarnation:
             return
-        if why is Gone.EXPIRED and self._contacts.lapsed(worker_id):
+        if why is Gone.EXPIRED and self._liveness.lapsed(worker_id):
             self._parts.observed.worker_lapsed(card)
             return
         self._leave(model, worker_id)
@@ -395,7 +394,7 @@ class RouterService:
 
     def _leave(self, model: ModelRouter, worker_id: WorkerId) -> None:
         self._model_of.pop(worker_id, None)
-        self._contacts.drop(worker_id)
+        self._liveness.drop(worker_id)
         card = model.fleet.card(worker_id)
         if card is None:
             return

@@ -1,4 +1,4 @@
-"""How fast KV travels to worker ranks, by their engines' own counts: is a link slower than it was?
+"""The speed of KV transfers to worker ranks, by their engines' counts.
 
 Engines count whole transfers, and what a few bytes cost is latency. So windows of transfers are compared: one
 is slow when KV travels at less than a share of the speed that the rank has shown, *and* each transfer takes
@@ -46,8 +46,8 @@ class Speed(NamedTuple):
         return self.bytes_per_s < share * shown.bytes_per_s and share * self.transfer_s > shown.transfer_s
 
 
-class Verdict(NamedTuple):
-    """KV travels slow to a rank from now on, or no longer: the last window beside what was shown before."""
+class SpeedVerdict(NamedTuple):
+    """KV travels slow to a rank from now on, or no longer: the last window with what was shown before."""
 
     is_slow: bool
     now: Speed
@@ -58,11 +58,11 @@ class Noted(NamedTuple):
     """What a report brought: ``carried`` since the one before, and what changed."""
 
     carried: KvTransfers
-    verdict: Verdict | None
+    verdict: SpeedVerdict | None
 
 
 class TransferReading(NamedTuple):
-    """What is known of one rank: its engine's own sums, and speeds where there is enough to tell.
+    """What is known of one rank: its engine's own sums, and speeds where there is enough to know them.
 
     ``recent_bytes_per_s`` is that of the last minute, ``shown_bytes_per_s`` the best that lasted.
     """
@@ -77,7 +77,7 @@ NOTHING = KvTransfers(0, 0, 0.0)
 
 
 class TransferSpeeds:
-    """Follows what engines tell of the KV that they fetched. ``now_s`` is any clock that never goes back.
+    """Follows what engines report of the KV that they fetched. ``now_s`` is any clock that never goes back.
 
     Of each slot there are a few sums, however much is carried.
     """
@@ -85,23 +85,23 @@ class TransferSpeeds:
     def __init__(self) -> None:
         self._ranks: dict[Slot, _Rank] = {}
 
-    def note(self, slot: Slot, told: KvTransfers | None, *, now_s: float) -> Noted | None:
-        """An engine told its sums, or that it has none yet; None where that is nothing new. Sums that are the
-        first word of it may be of long ago, and count as nothing carried.
+    def note(self, slot: Slot, sums: KvTransfers | None, *, now_s: float) -> Noted | None:
+        """An engine reported its sums, or that it has none yet; None where that is nothing new. Sums that
+        are its first report may be of long ago, and count as nothing carried.
         """
         rank = self._ranks.get(slot)
         if rank is None:
-            self._ranks[slot] = _Rank(told)
-            return None if told is None else Noted(NOTHING, None)
-        if told is None or told == rank.told:
+            self._ranks[slot] = _Rank(sums)
+            return None if sums is None else Noted(NOTHING, None)
+        if sums is None or sums == rank.sums:
             return None
-        carried, rank.told = _since(rank.told or NOTHING, told), told
+        carried, rank.sums = _since(rank.sums or NOTHING, sums), sums
         return Noted(carried, rank.add(carried, now_s))
 
     def reading(self, slot: Slot, *, now_s: float) -> TransferReading | None:
-        """What is known of the slot's rank; None where its engine does not tell."""
+        """What is known of the slot's rank; None where its engine does not report it."""
         rank = self._ranks.get(slot)
-        return None if rank is None or rank.told is None else rank.reading(rank.told, now_s)
+        return None if rank is None or rank.sums is None else rank.reading(rank.sums, now_s)
 
     def freed(self, slot: Slot) -> None:
         """The slot's rank is gone."""
@@ -137,17 +137,17 @@ class _Sums:
 
 
 class _Rank:
-    __slots__ = ("_buckets", "_is_slow", "_last", "_shown", "_window", "told")
+    __slots__ = ("_buckets", "_is_slow", "_last", "_shown", "_window", "sums")
 
-    def __init__(self, told: KvTransfers | None) -> None:
-        self.told = told
+    def __init__(self, sums: KvTransfers | None) -> None:
+        self.sums = sums
         self._buckets: deque[_Sums] = deque(maxlen=int(RECENT_S / BUCKET_S) + 1)
         self._window: _Sums | None = None
         self._last: deque[Speed] = deque(maxlen=WINDOWS)
         self._shown: Speed | None = None
         self._is_slow = False
 
-    def add(self, carried: KvTransfers, now_s: float) -> Verdict | None:
+    def add(self, carried: KvTransfers, now_s: float) -> SpeedVerdict | None:
         """Note what was carried; return the verdict when it changes."""
         if not self._buckets or now_s - self._buckets[-1].begun_s >= BUCKET_S:
             self._buckets.append(_Sums(now_s))
@@ -161,7 +161,7 @@ class _Rank:
         self._window = None
         return self._judge(window.speed())
 
-    def _judge(self, speed: Speed) -> Verdict | None:
+    def _judge(self, speed: Speed) -> SpeedVerdict | None:
         self._last.append(speed)
         if len(self._last) < WINDOWS:
             return None
@@ -176,9 +176,9 @@ class _Rank:
         if not changes:
             return None
         self._is_slow = not self._is_slow
-        return Verdict(self._is_slow, speed, shown)
+        return SpeedVerdict(self._is_slow, speed, shown)
 
-    def reading(self, told: KvTransfers, now_s: float) -> TransferReading:
+    def reading(self, sums: KvTransfers, now_s: float) -> TransferReading:
         n_bytes, seconds = 0, 0.0
         for each in reversed(self._buckets):
             if now_s - each.begun_s >= RECENT_S:
@@ -186,26 +186,26 @@ class _Rank:
             n_bytes += each.bytes
             seconds += each.seconds
         return TransferReading(
-            told=told,
+            told=sums,
             recent_bytes_per_s=n_bytes / seconds if seconds > 0.0 else None,
             shown_bytes_per_s=None if self._shown is None else self._shown.bytes_per_s,
             is_slow=self._is_slow,
         )
 
 
-def _since(before: KvTransfers, told: KvTransfers) -> KvTransfers:
-    """What came between two sums; sums that became less are those of an engine that began anew."""
-    began_anew = (
-        told.transfers < before.transfers
-        or told.bytes < before.bytes
-        or told.seconds < before.seconds
-        or told.failed < before.failed
+def _since(before: KvTransfers, sums: KvTransfers) -> KvTransfers:
+    """What came between two sums; sums that became less are those of an engine that restarted."""
+    has_restarted = (
+        sums.transfers < before.transfers
+        or sums.bytes < before.bytes
+        or sums.seconds < before.seconds
+        or sums.failed < before.failed
     )
-    if began_anew:
-        return told
+    if has_restarted:
+        return sums
     return KvTransfers(
-        transfers=told.transfers - before.transfers,
-        bytes=told.bytes - before.bytes,
-        seconds=told.seconds - before.seconds,
-        failed=told.failed - before.failed,
+        transfers=sums.transfers - before.transfers,
+        bytes=sums.bytes - before.bytes,
+        seconds=sums.seconds - before.seconds,
+        failed=sums.failed - before.failed,
     )

@@ -18,7 +18,7 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + string.punctuation) - 
 
 
 class Event(StrEnum):
-    """What a line tells. Each one's level and meaning stand in :data:`EVENTS`."""
+    """What a line reports. Each one's level and meaning are in :data:`EVENTS`."""
 
     START = "start"
     FILES_MAX = "files_max"
@@ -186,7 +186,7 @@ FIELD_NAMES = frozenset(Fields.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class EventSpec:
-    """How important an event is, and what it tells."""
+    """How important an event is, and what it reports."""
 
     level: int
     meaning: str
@@ -198,7 +198,7 @@ EVENTS: dict[Event, EventSpec] = {
         logging.INFO,
         "How many files this process may have open, and how many connections it takes of them.",
     ),
-    Event.READY: EventSpec(logging.INFO, "The front door is open at this host and port."),
+    Event.READY: EventSpec(logging.INFO, "The frontend listens at this host and port."),
     Event.CONFIG_WARNING: EventSpec(logging.WARNING, "A setting is legal, and hardly what was meant."),
     Event.DRAIN: EventSpec(logging.INFO, "No new requests are taken; running ones may finish."),
     Event.STOP: EventSpec(logging.INFO, "The service ended."),
@@ -293,22 +293,22 @@ EVENTS: dict[Event, EventSpec] = {
         logging.WARNING, "A process of the fleet ended; why, and when it is started again."
     ),
     Event.ENGINE_JOINED: EventSpec(
-        logging.INFO, "An engine of another process tells its worker what it holds."
+        logging.INFO, "An engine of another process reports to its worker what it holds."
     ),
     Event.ENGINE_LEFT: EventSpec(
-        logging.WARNING, "An engine of another process is gone; what it told of is cleared."
+        logging.WARNING, "An engine of another process is gone; what it reported is cleared."
     ),
-    Event.ENGINE_REFUSED: EventSpec(logging.WARNING, "Who knocked at the engine door was not let in."),
+    Event.ENGINE_REFUSED: EventSpec(logging.WARNING, "A connection to the engine door was refused."),
     Event.ENGINE_AWAITED: EventSpec(
-        logging.INFO, "The engine that this worker is to stand beside does not answer yet."
+        logging.INFO, "The engine that this worker is to be attached to does not answer yet."
     ),
     Event.ENGINE_ATTACHED: EventSpec(
-        logging.INFO, "The engine beside this worker: where it is, and what it said of itself."
+        logging.INFO, "The engine of this worker: where it is, and what it reported of itself."
     ),
     Event.ENGINE_SILENT: EventSpec(
-        logging.ERROR, "The engine beside this worker does not answer: the worker takes no new requests."
+        logging.ERROR, "The engine of this worker does not answer: the worker takes no new requests."
     ),
-    Event.ENGINE_ANSWERS: EventSpec(logging.INFO, "The engine beside this worker answers again."),
+    Event.ENGINE_ANSWERS: EventSpec(logging.INFO, "The engine of this worker answers again."),
     Event.ENGINE_POD_FOUND: EventSpec(
         logging.INFO,
         "A pod that is labelled as an engine is Ready: its engine is asked, and gets this worker.",
@@ -318,7 +318,7 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.ENGINE_POD_REFUSED: EventSpec(
         logging.ERROR,
-        "A pod that is labelled as an engine gets no worker; what to mend. An event tells it too.",
+        "A pod that is labelled as an engine gets no worker; what to fix. An event says it too.",
     ),
     Event.MOCK_ENDED: EventSpec(
         logging.INFO,
@@ -330,8 +330,8 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.KV_EVENTS_SKIPPED: EventSpec(
         logging.WARNING,
-        "Some of an engine's KV events are not passed on: how many, by the reason. Told at each new reason, "
-        "and hourly while they become more.",
+        "Some of an engine's KV events are not passed on: how many, by the reason. Logged at each new "
+        "reason, and hourly while they become more.",
     ),
     Event.FEED_STATE: EventSpec(logging.INFO, "A rank's event stream is in another state."),
     Event.KV_EVENTS_MISSING: EventSpec(
@@ -351,7 +351,7 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.KV_EVENTS_OVER_LIMIT: EventSpec(
         logging.WARNING,
-        "A rank told of more KV blocks than its worker can hold: nothing that it says counts for a minute, "
+        "A rank reported more KV blocks than its worker can hold: nothing that it says counts for a minute, "
         "then it is asked for all of it.",
     ),
     Event.INDEX_WRONG: EventSpec(
@@ -420,9 +420,10 @@ EVENTS: dict[Event, EventSpec] = {
     ),
     Event.ADMISSION_REFUSED: EventSpec(logging.INFO, "A deployment was refused at its admission."),
     Event.ADMISSION_UNANSWERED: EventSpec(
-        logging.WARNING, "A question at the admission door was none, or came when the door was full."
+        logging.WARNING,
+        "A request to the admission server was not valid, or came when that was at its limit.",
     ),
-    Event.CERTIFICATE_CHANGED: EventSpec(logging.INFO, "The admission door shows another certificate."),
+    Event.CERTIFICATE_CHANGED: EventSpec(logging.INFO, "The admission server uses another certificate."),
     Event.CERTIFICATE_REFUSED: EventSpec(
         logging.ERROR, "The certificate's files changed and cannot be shown; the last one is shown still."
     ),
@@ -469,7 +470,7 @@ def log_event(
 ) -> None:
     """Log ``event`` with ``fields`` at the event's own level; free where that level is not written.
 
-    ``exc_info`` is an error to be told with its traceback, or True for the one that is being handled.
+    ``exc_info`` is an error to be logged with its traceback, or True for the one that is being handled.
     Raises TypeError for a field that is not in :class:`Fields`: nothing else can reach a log.
     """
     level = EVENTS[event].level
@@ -477,11 +478,11 @@ def log_event(
         return
     if not FIELD_NAMES.issuperset(fields):
         raise TypeError(f"no log field: {', '.join(sorted(set(fields) - FIELD_NAMES))}")
-    told = cast("Mapping[str, LogValue]", fields)
+    line_fields = cast("Mapping[str, LogValue]", fields)
     logger.log(
         level,
-        EventLine(event.value, told),
-        extra={"kvrouter_event": event.value, "kvrouter_fields": told},
+        EventLine(event.value, line_fields),
+        extra={"kvrouter_event": event.value, "kvrouter_fields": line_fields},
         exc_info=exc_info,
         stacklevel=2,
     )

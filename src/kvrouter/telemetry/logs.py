@@ -1,9 +1,10 @@
-"""How log lines look, and where they go: standard error, as text for eyes or as JSON for machines."""
+"""Log formats (text and JSON), and a throttle for repeated lines."""
 
 import logging
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TextIO
 
@@ -30,7 +31,7 @@ class JsonFormatter(logging.Formatter):
         }
         line.update((key, cut(value)) for key, value in _fields(record).items())
         if record.exc_info and record.exc_info[1]:
-            line["exception"] = _told(record.exc_info[1])
+            line["exception"] = _traceback_text(record.exc_info[1])
         return msgspec.json.encode(line).decode()
 
 
@@ -44,14 +45,18 @@ class TextFormatter(logging.Formatter):
             message = str(cut(message))
             message = message if message.isprintable() else msgspec.json.encode(message).decode()
         line = f"{_time(record)} {record.levelname:<7} {message}"
-        return f"{line}\n{_told(record.exc_info[1])}" if record.exc_info and record.exc_info[1] else line
+        return (
+            f"{line}\n{_traceback_text(record.exc_info[1])}"
+            if record.exc_info and record.exc_info[1]
+            else line
+        )
 
 
 _FORMATTERS = {"text": TextFormatter, "json": JsonFormatter}
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """The handler that :func:`configure_logging` sets, told from others' by its type."""
+    """The handler that :func:`configure_logging` sets, distinguished from others' by its type."""
 
 
 def configure_logging(level: str, *, log_format: str, stream: TextIO | None = None) -> None:
@@ -72,7 +77,7 @@ def configure_logging(level: str, *, log_format: str, stream: TextIO | None = No
     logger.propagate = False
 
 
-def _told(error: BaseException) -> str:
+def _traceback_text(error: BaseException) -> str:
     """Return where ``error`` was raised, its causes first.
 
     Only our own errors and the system's speak: the words of any other may quote what a client sent.
@@ -80,11 +85,11 @@ def _told(error: BaseException) -> str:
     before = error.__cause__ or error.__context__
     words = f": {error}" if isinstance(error, KvrouterError | OSError) else ""
     frames = "".join(traceback.format_tb(error.__traceback__))
-    return f"{_told(before) if before else ''}{frames}{type(error).__name__}{words}\n"
+    return f"{_traceback_text(before) if before else ''}{frames}{type(error).__name__}{words}\n"
 
 
 def _event(record: logging.LogRecord) -> str | None:
-    """The event that a line of ours tells; None for any other line."""
+    """The event that a line of ours reports; None for any other line."""
     event: str | None = getattr(record, "kvrouter_event", None)
     return event
 
@@ -98,3 +103,31 @@ def _time(record: logging.LogRecord) -> str:
     return (
         datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     )
+
+
+AGAIN_AFTER_S = 60.0
+"""How long the same line is not logged again."""
+
+LINES_MAX = 256
+"""How many lines are remembered; beyond it the oldest may be logged again."""
+
+
+class LogThrottle:
+    """Remembers what was logged."""
+
+    def __init__(
+        self, *, again_after_s: float = AGAIN_AFTER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._again_after_s = again_after_s
+        self._clock = clock
+        self._logged_s: dict[str, float] = {}
+
+    def allows(self, line: str) -> bool:
+        """Whether to log this line now: it was not logged, or a while ago."""
+        now_s = self._clock()
+        logged_s = self._logged_s.pop(line, None)
+        may = logged_s is None or now_s - logged_s >= self._again_after_s
+        self._logged_s[line] = now_s if may or logged_s is None else logged_s
+        if len(self._logged_s) > LINES_MAX:
+            del self._logged_s[next(iter(self._logged_s))]
+        return may

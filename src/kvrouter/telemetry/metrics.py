@@ -1,10 +1,10 @@
-"""Every metric, in one table: the attributes of :class:`Telemetry`."""
+"""Every metric of the router and of the operator, in two tables."""
 
 from typing import ClassVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvrouter.telemetry.table import MetricsPage, MetricSpec, counter, gauge, histogram, specs_of
+from kvrouter.telemetry.families import MetricsPage, MetricSpec, counter, gauge, histogram, specs_of
 
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 """The content type of ``/metrics``."""
@@ -75,8 +75,8 @@ class Telemetry(MetricsPage):
     )
     overlap_tokens = counter(
         "kvrouter_overlap_tokens",
-        "Prompt tokens that the router expected in the chosen worker's cache; beside the cached tokens, "
-        "how far its view can be relied on.",
+        "Prompt tokens that the router expected in the chosen worker's cache; with the cached tokens, they "
+        "show how far its view can be relied on.",
         "model",
     )
 
@@ -227,7 +227,7 @@ class Telemetry(MetricsPage):
     feed_state = gauge(
         "kvrouter_feed_state",
         "1 for the state that a rank's event stream is in: live, recovering, partial, over_limit "
-        "(it told of more blocks than its worker can hold) or none.",
+        "(it reported more blocks than its worker can hold) or none.",
         "worker",
         "dp_rank",
         "state",
@@ -310,13 +310,13 @@ class Telemetry(MetricsPage):
     )
     worker_running_requests = gauge(
         "kvrouter_worker_running_requests",
-        "Requests that a rank's engine runs, by its own latest load report, whoever sent them.",
+        "Requests that a rank's engine runs, by its own latest load report, from all senders.",
         "worker",
         "dp_rank",
     )
     worker_waiting_requests = gauge(
         "kvrouter_worker_waiting_requests",
-        "Requests that wait in a rank's engine, by its own latest load report, whoever sent them.",
+        "Requests that wait in a rank's engine, by its own latest load report, from all senders.",
         "worker",
         "dp_rank",
     )
@@ -358,8 +358,8 @@ class Telemetry(MetricsPage):
         "kvrouter_events_dropped",
         "Messages of the event plane that this router dropped as they came, by reason: malformed (it cannot "
         "be read, or its seal or token is wrong), or it speaks for a rank that is not of its channel's "
-        "worker (other_worker), component (other_component) or lane (other_lane): its sender lies, or is "
-        "broken. What a feed drops of batches that it had is in kvrouter_feed_events_total "
+        "worker (other_worker), component (other_component) or event transport (other_lane): its sender "
+        "lies, or is broken. What a feed drops of batches that it had is in kvrouter_feed_events_total "
         "(stale_epoch_batches, inbox_full, over_limit, …).",
         "plane",
         "reason",
@@ -375,7 +375,7 @@ class Telemetry(MetricsPage):
     replica_leases = gauge("kvrouter_replica_leases", "Open leases of other routers.")
     replica_sync = counter(
         "kvrouter_replica_sync_events",
-        "What went wrong between replicas and was mended: gap, duplicate, replica_lost, over_limit, "
+        "What went wrong between replicas and was fixed: gap, duplicate, replica_lost, over_limit, "
         "unheard, unusable, untold, dropped or unsent.",
         "outcome",
     )
@@ -404,3 +404,54 @@ class Telemetry(MetricsPage):
 
 
 Telemetry.SPECS = specs_of(Telemetry)
+
+
+_LOOK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+class OperatorTelemetry(MetricsPage):
+    """The metrics of one replica of the operator. Labels are given by position, in the order of the table."""
+
+    leading = gauge("kvrouter_operator_leading", "1 on the replica that holds the lease, 0 on the others.")
+    definition_foreign = gauge(
+        "kvrouter_operator_definition_foreign",
+        "1 while the cluster's definition of DynamoGraphDeployment is not kvrouter's: nothing is done then.",
+    )
+    waiting = gauge("kvrouter_operator_waiting", "Deployments that wait to be looked at.")
+    stood_back = gauge(
+        "kvrouter_operator_stood_back", "Deployments that are left to another operator, which came first."
+    )
+    looks = counter(
+        "kvrouter_operator_looks", "Looks at a deployment, by how they ended: done or failed.", "result"
+    )
+    look_s = histogram("kvrouter_operator_look_seconds", "How long a look takes.", bounds=_LOOK_S)
+    objects = counter(
+        "kvrouter_operator_objects",
+        "Objects of deployments that were written, by kind and change: created, adopted, changed or removed.",
+        "kind",
+        "change",
+    )
+    labelled_late = counter(
+        "kvrouter_operator_pods_labelled_late",
+        "Pods that got their node's labels, or other ones, after they were bound.",
+    )
+    watches_lost = gauge(
+        "kvrouter_operator_watches_lost", "1 while a kind cannot be watched, or read.", "kind"
+    )
+    reviews = counter(
+        "kvrouter_operator_reviews",
+        "Questions of the API server about a deployment, by what was answered: allowed, refused or none.",
+        "answer",
+    )
+
+    bindings = counter(
+        "kvrouter_operator_bindings",
+        "Bindings of pods that the API server asked about, by what was answered: labelled, left (no pod of a "
+        "worker, or one that gets its labels without us), or unknown (labels then come late).",
+        "answer",
+    )
+
+    SPECS: ClassVar[tuple[MetricSpec, ...]]
+
+
+OperatorTelemetry.SPECS = specs_of(OperatorTelemetry)

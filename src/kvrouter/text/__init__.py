@@ -1,1 +1,1 @@
-"""Text in and text out: tokenizer, chat template, incremental detokenizer, stop strings."""
+"""Text: tokenizer, chat template, incremental detokenizer, stop strings."""

@@ -1,19 +1,31 @@
-"""What the front door holds for each model: everything between a client's text and an engine's tokens."""
+"""The text side of one model: tokenizer, template, limits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from kvrouter.core.requests import TokenBuffer
-from kvrouter.text.chat import ChatTemplate
+from kvrouter.text.chat import ChatTemplate, text_chars
 from kvrouter.text.detokenizer import Detokenizer, make_detokenizer
-from kvrouter.text.encode_pool import TOKEN_CHARS_UNKNOWN, EncodePool
-from kvrouter.text.messages import text_chars
 from kvrouter.text.template_budget import CPU_S_MAX, CPU_S_MAX_ON_LOOP
-from kvrouter.text.tokenizer import Tokenizer
-from kvrouter.text.words import MOCK_FOLDER
+from kvrouter.text.tokenizer import TOKEN_CHARS_UNKNOWN, EncodePool, Tokenizer
+
+MOCK_FOLDER = Path(__file__).parent / "data" / "mock"
+FIRST_WORD_ID = 256
+
+
+@cache
+def mock_words() -> tuple[str, ...]:
+    """Return the words, all different.
+
+    Any text ``"".join(" " + word for …)`` of n of them encodes into exactly n tokens, wherever it stands:
+    at the start, after a newline, a special token or punctuation. The i-th word, with its space, is the token
+    ``FIRST_WORD_ID + i``.
+    """
+    return tuple((MOCK_FOLDER / "words.txt").read_text(encoding="utf-8").split())
+
 
 MOCK_CONTEXT_TOKENS = 131_072
 

@@ -1,4 +1,4 @@
-"""Where a model's tokenizer is read from: the one that ships here, a folder, or a Hugging Face repository.
+"""The source of a tokenizer: packaged, a folder, or a Hugging Face repository.
 
 A repository is looked for in the local cache of the Hugging Face tools first, and downloaded where it is not
 there. Their own variables apply: ``HF_HOME``, ``HF_ENDPOINT``, ``HF_TOKEN``, and ``HF_HUB_OFFLINE=1``, which
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.text.words import MOCK_FOLDER
+from kvrouter.text.model import MOCK_FOLDER
 
 MOCK_TOKENIZER = "mock"
 """The name of the tokenizer that ships with the package."""

@@ -1,4 +1,4 @@
-"""What one rendering of a chat template may use: bytes that it makes, and processor time."""
+"""The budget of one rendering of a chat template: bytes and processor time."""
 
 import re
 import threading

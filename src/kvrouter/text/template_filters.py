@@ -1,4 +1,4 @@
-"""The filters and tests of chat templates, each charged for before it runs and for what it makes."""
+"""Filters and tests of chat templates, each charged against the budget."""
 
 from collections.abc import Callable, Iterator
 from functools import wraps

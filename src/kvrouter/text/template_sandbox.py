@@ -1,4 +1,4 @@
-"""A sandbox in which a chat template ends within bounds of time and memory, whatever it says.
+"""A sandbox for chat templates, bounded in time and memory.
 
 Jinja2's sandbox keeps a template from Python's inside, and not from ``"a" * 10**9``. Here each operation of a
 template is charged for before it is done: operators, comparisons, literals, slices, calls, filters, tests,

@@ -1,18 +1,65 @@
-"""How much text one token can stand for, and how long a normalizer makes a text: what bounds the text of a
-prompt before it is tokenized.
-"""
+"""How long the text of one token can be, which bounds the text that a context can hold."""
 
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence, Set
+from typing import Literal, NamedTuple, TypeAlias
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from kvrouter.text.pieces import byte_alphabet
+
+def byte_alphabet() -> str:
+    """Return the characters that stand for the bytes 0 to 255 in a byte-level vocabulary.
+
+    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and up, as in GPT-2.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = iter(range(0x100, 0x200))
+    return "".join(chr(byte if byte in printable else next(shifted)) for byte in range(256))
+
+
+def _to_latin_1() -> dict[int, int]:
+    """Return, for ``str.translate``, character → the Latin-1 one of its byte, or one outside Latin-1."""
+    outside = 0xFFFF
+    table = dict.fromkeys(range(256), outside)
+    table.update({ord(char): byte for byte, char in enumerate(byte_alphabet())})
+    return table
+
+
+class TokenPieces(NamedTuple):
+    """Two tables by token id; an id that is in neither has no text."""
+
+    whole: dict[int, str]
+    """The text of the tokens that are whole characters; empty for those that detokenizing leaves out."""
+    raw: dict[int, bytes]
+    """The bytes of every token that has any."""
+
+    @classmethod
+    def of(cls, vocabulary: Mapping[str, int], *, skipped: Set[int]) -> "TokenPieces":
+        """Return the pieces of ``vocabulary`` (token → id); ``skipped`` ids have no text."""
+        whole: dict[int, str] = {}
+        raw: dict[int, bytes] = {}
+        table = _to_latin_1()
+        for token, token_id in vocabulary.items():
+            if token_id in skipped:
+                whole[token_id] = ""
+                continue
+            try:
+                piece = token.translate(table).encode("latin-1")
+            except UnicodeEncodeError:
+                # An added token holds its text as it is, not in the byte alphabet.
+                piece = token.encode()
+            raw[token_id] = piece
+            try:
+                whole[token_id] = piece.decode()
+            except UnicodeDecodeError:
+                # Part of a character: only its bytes mean something.
+                continue
+        return cls(whole=whole, raw=raw)
+
 
 NormalForm: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 
@@ -48,7 +95,7 @@ def longest_token_chars(backend: Backend) -> int | None:
     """Return how many characters of a text one token stands for at most; None where that has no bound.
 
     It has none where a tokenizer leaves characters out (spaces, accents), or makes one token of any number of
-    them: an unknown word, or an added token that takes the spaces beside it.
+    them: an unknown word, or an added token that takes the spaces next to it.
     """
     vocabulary = backend.get_vocab()
     added = backend.get_added_tokens_decoder().values()
@@ -83,8 +130,8 @@ def normalized_bytes(text: str, forms: Sequence[NormalForm]) -> int:
     longest = 0
     for begin in range(0, len(text), _NORMALIZED_AT_ONCE_CHARS):
         piece = text[begin : begin + _NORMALIZED_AT_ONCE_CHARS]
-        ways = [piece, *(unicodedata.normalize(form, piece) for form in forms)]
-        longest += max(len(way.encode("utf-8", "surrogatepass")) for way in ways)
+        variants = [piece, *(unicodedata.normalize(form, piece) for form in forms)]
+        longest += max(len(variant.encode("utf-8", "surrogatepass")) for variant in variants)
     return longest
 
 

@@ -1,8 +1,16 @@
-"""Where a worker is: domains, levels, distance, transfer policy, link cost."""
+"""Topology: domains, levels, distance, transfer policy, link cost."""
 
-from kvrouter.topology.distance import NO_SHARED_LEVEL, Distance, distance
-from kvrouter.topology.links import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
+from kvrouter.topology.links import (
+    ACROSS_LINK,
+    NO_SHARED_LEVEL,
+    SAME_LEVEL_LINK,
+    Distance,
+    Link,
+    LinkTable,
+    distance,
+)
 from kvrouter.topology.policy import (
+    RESERVED_TAINT_PREFIX,
     Fallback,
     MismatchPolicy,
     Preferred,
@@ -11,16 +19,13 @@ from kvrouter.topology.policy import (
     TransferConstraint,
     TransferPolicy,
     derive,
-    policy_of,
-)
-from kvrouter.topology.taints import (
-    RESERVED_TAINT_PREFIX,
     named_domain,
+    policy_of,
     topology_domains,
     topology_taint,
+    validate_runtime_config,
     worker_taints,
 )
-from kvrouter.topology.validation import validate_runtime_config
 
 __all__ = [
     "ACROSS_LINK",

@@ -1,5 +1,6 @@
-"""How strictly the KV of a prefill worker keeps to its domain, and what that asks of the decode worker."""
+"""Transfer policies, taints, and the checks of a worker's topology."""
 
+from collections import Counter
 from enum import StrEnum
 
 import msgspec
@@ -7,7 +8,38 @@ import msgspec
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Enforcement, ModelRuntimeConfig
-from kvrouter.topology.taints import topology_domains, topology_taint
+
+RESERVED_TAINT_PREFIX = "dynamo.topology/"
+"""Taints that begin so are made from topology domains, and from nothing else."""
+
+
+def topology_taint(domain: str, value: str) -> Taint:
+    """Return the taint of a worker whose ``domain`` has this ``value``; both are trimmed."""
+    return Taint(f"{RESERVED_TAINT_PREFIX}{domain.strip()}={value.strip()}")
+
+
+def named_domain(taint: Taint) -> tuple[str, str] | None:
+    """Return the (domain, value) that ``taint`` names; None when it is no topology taint.
+
+    A domain holds no ``=`` (see :func:`~kvrouter.topology.policy.validate_runtime_config`), so the first
+    one ends it. A reserved taint without ``=`` names a domain whose value is empty, which no worker has.
+    """
+    if not taint.startswith(RESERVED_TAINT_PREFIX):
+        return None
+    domain, _, value = taint[len(RESERVED_TAINT_PREFIX) :].partition("=")
+    return domain.strip(), value.strip()
+
+
+def topology_domains(config: ModelRuntimeConfig) -> dict[str, str]:
+    """Return the worker's domains and values, trimmed; a domain without a name or a value is left out."""
+    trimmed = ((domain.strip(), value.strip()) for domain, value in config.topology_domains.items())
+    return {domain: value for domain, value in trimmed if domain and value}
+
+
+def worker_taints(config: ModelRuntimeConfig) -> frozenset[Taint]:
+    """Return every taint that the worker carries: its own, and one for each topology domain."""
+    places = (topology_taint(domain, value) for domain, value in topology_domains(config).items())
+    return config.taints | frozenset(places)
 
 
 class Required(msgspec.Struct, frozen=True, tag="required"):
@@ -120,3 +152,80 @@ def derive(
     if policy is None:
         return None
     return TransferConstraint(policy, topology_domains(config).get(policy.domain))
+
+
+def validate_runtime_config(config: ModelRuntimeConfig) -> list[str]:
+    """Return what is odd in ``config`` but can be run with, one line each.
+
+    Raises ConfigError, whose ``param`` names the field, for what cannot: an own taint under the reserved
+    prefix, domains that cannot be distinguished, levels that repeat, ``preferred`` without a weight, a weight
+    outside 0..1.
+    """
+    _check_taints(config)
+    _check_domains(config)
+    _check_levels(config)
+    _check_weight(config)
+    return _warnings(config)
+
+
+def _check_taints(config: ModelRuntimeConfig) -> None:
+    for taint in sorted(config.taints):
+        if taint.strip().startswith(RESERVED_TAINT_PREFIX):
+            raise ConfigError(
+                f"taints: {taint!r} begins with {RESERVED_TAINT_PREFIX!r}, which is topology_domains' own",
+                param="taints",
+            )
+
+
+def _check_domains(config: ModelRuntimeConfig) -> None:
+    names = Counter(domain.strip() for domain in config.topology_domains)
+    for name, count in names.items():
+        if count > 1:
+            raise ConfigError(
+                f"topology_domains: {name!r} is there {count} times once names are trimmed",
+                param="topology_domains",
+            )
+        if "=" in name:
+            raise ConfigError(
+                f"topology_domains: {name!r} holds '=', so its taint would be read as another domain's",
+                param="topology_domains",
+            )
+
+
+def _check_levels(config: ModelRuntimeConfig) -> None:
+    levels = Counter(level.strip() for level in config.topology_levels)
+    for level, count in levels.items():
+        if not level:
+            raise ConfigError("topology_levels: a level without a name", param="topology_levels")
+        if count > 1:
+            raise ConfigError(f"topology_levels: {level!r} is there {count} times", param="topology_levels")
+
+
+def _check_weight(config: ModelRuntimeConfig) -> None:
+    weight = config.kv_transfer_preferred_weight
+    if weight is None:
+        if config.kv_transfer_enforcement is Enforcement.PREFERRED:
+            raise ConfigError(
+                "kv_transfer_preferred_weight: enforcement 'preferred' needs a weight between 0 and 1",
+                param="kv_transfer_preferred_weight",
+            )
+    elif not 0.0 <= weight <= 1.0:  # NaN compares false, and is refused here too
+        raise ConfigError(
+            f"kv_transfer_preferred_weight: {weight} is not between 0 and 1",
+            param="kv_transfer_preferred_weight",
+        )
+
+
+def _warnings(config: ModelRuntimeConfig) -> list[str]:
+    warnings = []
+    enforcement, domain = config.kv_transfer_enforcement, (config.kv_transfer_domain or "").strip()
+    if config.kv_transfer_preferred_weight is not None and enforcement is not Enforcement.PREFERRED:
+        warnings.append("kv_transfer_preferred_weight is only read when the enforcement is 'preferred'")
+    if enforcement is not None and not domain:
+        warnings.append(f"kv_transfer_enforcement '{enforcement}' has no effect without kv_transfer_domain")
+    if domain and domain not in topology_domains(config):
+        warnings.append(
+            f"kv_transfer_domain '{domain}' has no value in topology_domains: "
+            "its KV transfers cannot be kept inside that domain"
+        )
+    return warnings

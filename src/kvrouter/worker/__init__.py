@@ -1,4 +1,4 @@
-"""What runs beside an engine: register, serve, publish, and read the topology files."""
+"""The worker attached to an engine: registers, serves, publishes, reads topology files."""
 
 from kvrouter.worker.engine_door import EngineDoor
 from kvrouter.worker.publisher import KvPublisher

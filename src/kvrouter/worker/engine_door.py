@@ -1,38 +1,228 @@
-"""The engine door: where an engine of another process tells its worker which blocks it holds.
+"""The engine door: a socket on which a custom engine reports to its worker which blocks it holds.
 
-The engine's end is ``native/c`` (``kvrouter.h``). Whatever comes through the door goes to the worker's
+The engine's end is ``native/c`` (``kvrouter.h``). Whatever it sends goes to the worker's
 :class:`~kvrouter.worker.publisher.KvPublisher`, so the engine need not know of any event plane.
+
+The length is 4 bytes, big-endian. The first frame is the token as it is; every other one is an array whose
+first element is its kind. ``native/c`` is the other end.
 """
 
 import asyncio
 import hmac
+import ipaddress
 import logging
+import os
 import re
+import socket
 from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.core.ids import DpRank
+from kvrouter.core.events import HASH_BYTES, HashColumn, Medium, Removed, Stored
+from kvrouter.core.hosts import bracketed
+from kvrouter.core.ids import DpRank, EngineHash
 from kvrouter.telemetry import Event, log_event
-from kvrouter.telemetry.seldom import Seldom
-from kvrouter.worker.door_address import DoorAddress
-from kvrouter.worker.engine_frames import (
-    LENGTH_BYTES,
-    VERSION,
-    EngineFrame,
-    Hello,
-    LoadFrame,
-    Refused,
-    RemovedFrame,
-    Replace,
-    StoredFrame,
-    Sync,
-    Synced,
-    Welcome,
-    decode_frame,
-    encode_reply,
-)
-from kvrouter.worker.mirror import FIRST_RANK
-from kvrouter.worker.publisher import KvPublisher
+from kvrouter.telemetry.logs import LogThrottle
+from kvrouter.worker.publisher import FIRST_RANK, KvPublisher
+
+_UNIX, _TCP = "unix:", "tcp://"
+_PORTS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class DoorAddress:
+    """A socket file, or a host and its port; port 0 is any free one."""
+
+    path: str | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "DoorAddress":
+        """Read an address. Raises ConfigError."""
+        if text.startswith(_UNIX):
+            path = text.removeprefix(_UNIX)
+            if path.startswith("/"):
+                return cls(path=path)
+        elif text.startswith(_TCP):
+            host, _, port = text.removeprefix(_TCP).rpartition(":")
+            if host and port.isdecimal() and int(port) < _PORTS:
+                return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+        raise ConfigError(f"address: {text!r} is neither unix:/path nor tcp://host:port", param="address")
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"{_UNIX}{self.path}"
+        return f"{_TCP}{bracketed(self.host)}:{self.port}"
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this host's own processes can reach it."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def listen(self) -> socket.socket:
+        """Return a socket that is bound here. A socket file is for this user alone; one that nobody
+        listens at any more is replaced. Raises ConfigError."""
+        try:
+            if self.path is None:
+                family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+                return socket.create_server((self.host, self.port), family=family)
+            return self._listen_at(self.path)
+        except OSError as error:
+            raise ConfigError(
+                f"address: cannot listen at {self}: {error.strerror or error}", param="address"
+            ) from error
+
+    def bound_to(self, sock: socket.socket) -> "DoorAddress":
+        """The same place with the port that was found."""
+        return self if self.path is not None else DoorAddress(host=self.host, port=sock.getsockname()[1])
+
+    def forget(self) -> None:
+        """Remove the socket file."""
+        if self.path is not None:
+            with suppress(FileNotFoundError):
+                Path(self.path).unlink()
+
+    def _listen_at(self, path: str) -> socket.socket:
+        self._remove_leftover(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)
+        try:
+            sock.bind(path)
+        except OSError:
+            sock.close()
+            raise
+        finally:
+            os.umask(before)
+        return sock
+
+    def _remove_leftover(self, path: str) -> None:
+        if not Path(path).is_socket():
+            return
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                Path(path).unlink()
+                return
+        raise ConfigError(f"address: somebody listens at {self} already", param="address")
+
+
+VERSION = 1
+
+LENGTH_BYTES = 4
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Hash = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The engine's hello: the version of these frames, and the engine's block size in tokens."""
+
+    version: _Count
+    block_size: _Count
+
+
+class Replace(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The rank holds nothing; from here on this connection, and no other, reports what it holds."""
+
+    dp_rank: _Count
+
+
+class StoredFrame(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Consecutive blocks were stored."""
+
+    dp_rank: _Count
+    medium: Medium
+    parent: _Hash | None
+    engine_hashes: HashColumn
+    block_hashes: HashColumn
+
+    def event(self) -> Stored:
+        """The event that it describes. Raises ValueError for columns that are none."""
+        parent = None if self.parent is None else EngineHash(self.parent)
+        return Stored(parent, self.engine_hashes, self.block_hashes, self.medium)
+
+
+class RemovedFrame(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Blocks left a medium."""
+
+    dp_rank: _Count
+    medium: Medium
+    engine_hashes: HashColumn
+
+    def event(self) -> Removed:
+        """The event that it describes. Raises ValueError for a column that is none."""
+        if len(self.engine_hashes) % HASH_BYTES:
+            raise ValueError(f"engine_hashes: {len(self.engine_hashes)} bytes are no column of hashes")
+        return Removed(self.engine_hashes, self.medium)
+
+
+class LoadFrame(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """How busy a rank is."""
+
+    dp_rank: _Count
+    active_blocks: _Count
+    total_blocks: _Count
+    active_prefill_tokens: _Count
+    running_requests: _Count
+    waiting_requests: _Count
+
+
+class Sync(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Asks for :class:`Synced` once everything before is taken."""
+
+    goal: _Hash
+
+
+EngineFrame = Hello | Replace | StoredFrame | RemovedFrame | LoadFrame | Sync
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The connection is accepted."""
+
+    version: int
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The connection is refused, and closed after this."""
+
+    reason: str
+
+
+class Synced(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Everything before the :class:`Sync` of this goal is taken."""
+
+    goal: int
+
+
+def decode_frame(payload: bytes) -> EngineFrame:
+    """Return what an engine said; raise ProtocolError."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"frame: {error}", param="frame") from error
+
+
+def encode_reply(reply: Welcome | Refused | Synced) -> bytes:
+    """Return ``reply`` with its length before it."""
+    payload = _encoder.encode(reply)
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[EngineFrame] = msgspec.msgpack.Decoder(EngineFrame)
+
 
 FRAME_BYTES_MAX = 1024 * 1024
 TOKEN_BYTES_MAX = 1024
@@ -50,16 +240,16 @@ _log = logging.getLogger(__name__)
 
 
 class _Ended(Exception):
-    """A conversation is over; the reason is for the log, and for the engine when it is ``told``."""
+    """A conversation is over; the reason is for the log, and for the engine when ``is_sent``."""
 
-    def __init__(self, reason: str, *, told: bool = True) -> None:
+    def __init__(self, reason: str, *, is_sent: bool = True) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.told = told
+        self.is_sent = is_sent
 
 
 class _Engine:
-    """One connection, and the ranks that it tells of."""
+    """One connection, and the ranks that it reports."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -79,7 +269,7 @@ class _Engine:
         except TimeoutError:
             raise _Ended(f"it said nothing for {limit_s:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
-            raise _Ended("its connection ended", told=False) from None
+            raise _Ended("its connection ended", is_sent=False) from None
 
     async def say(self, reply: Welcome | Synced, *, limit_s: float) -> None:
         """Answer. Raises _Ended when the engine does not take it."""
@@ -88,16 +278,16 @@ class _Engine:
                 self.writer.write(encode_reply(reply))
                 await self.writer.drain()
         except TimeoutError:
-            raise _Ended(f"it took no answer for {limit_s:g} s", told=False) from None
+            raise _Ended(f"it took no answer for {limit_s:g} s", is_sent=False) from None
         except OSError:
-            raise _Ended("its connection ended", told=False) from None
+            raise _Ended("its connection ended", is_sent=False) from None
 
     def leave(self, ended: _Ended) -> None:
         """Close, and say why where that can still be said. Only the first reason counts."""
         if self.ended is not None:
             return
         self.ended = ended
-        if ended.told and not self.writer.is_closing():
+        if ended.is_sent and not self.writer.is_closing():
             self.writer.write(encode_reply(Refused(ended.reason)))
         self.writer.close()
 
@@ -105,12 +295,12 @@ class _Engine:
 class EngineDoor:
     """Lets engines of other processes in; ``start``, ``stop``. Use it from the publisher's event loop.
 
-    ``address`` is ``unix:/path`` (only this user may knock) or ``tcp://host:port`` (port 0: any free one); a
-    host beyond loopback needs a ``token``, which an engine must show before anything that it says is read.
+    ``address`` is ``unix:/path`` (only this user may connect) or ``tcp://host:port`` (port 0: any free one);
+    a host beyond loopback needs a ``token``, which an engine must show before anything that it says is read.
     ``block_size`` is the worker's, in tokens; ``dp_ranks`` are the ranks that it has.
 
-    One connection tells of a rank, the newest that claims it. When it ends, for whatever reason, its ranks
-    are cleared at once: an engine that died holds nothing, and one that lives tells everything again.
+    One connection reports a rank, the newest that claims it. When it ends, for whatever reason, its ranks
+    are cleared at once: an engine that died holds nothing, and one that lives sends everything again.
     """
 
     def __init__(
@@ -144,27 +334,27 @@ class EngineDoor:
         self._server: asyncio.Server | None = None
         self._engines: dict[_Engine, asyncio.Task[None]] = {}
         self._owners: dict[DpRank, _Engine] = {}
-        self._seldom = Seldom()
+        self._log_throttle = LogThrottle()
 
     @property
     def address(self) -> str:
-        """Where engines knock: with the port that was found, once started."""
+        """Where engines connect: with the port that was found, once started."""
         return str(self._place)
 
     @property
     def dp_ranks(self) -> frozenset[DpRank]:
-        """The ranks that an engine tells of now."""
+        """The ranks that an engine reports now."""
         return frozenset(self._owners)
 
     async def start(self) -> None:
-        """Open the door. Raises ConfigError when the address cannot be had."""
+        """Start to listen. Raises ConfigError when the address cannot be had."""
         sock = self._place.listen()
         self._place = self._place.bound_to(sock)
         start = asyncio.start_server if self._place.path is None else asyncio.start_unix_server
         self._server = await start(self._on_knock, sock=sock)
 
     async def stop(self) -> None:
-        """Close the door; what the engines held is cleared. Idempotent."""
+        """Close the listener; what the engines held is cleared. Idempotent."""
         if self._server is None:
             return
         self._server.close()
@@ -276,9 +466,9 @@ class EngineDoor:
         engine.ranks.clear()
 
     def _log_end(self, engine: _Engine) -> None:
-        """Who is refused knocks again for ever: that is told once in a while, whatever numbers it names."""
+        """A refused engine connects again for ever: that is logged once in a while, whatever its numbers."""
         reason = "" if engine.ended is None else engine.ended.reason
-        if not engine.is_greeted and not self._seldom.allows(_NUMBER.sub("", reason)):
+        if not engine.is_greeted and not self._log_throttle.allows(_NUMBER.sub("", reason)):
             return
         event = Event.ENGINE_LEFT if engine.is_greeted else Event.ENGINE_REFUSED
         log_event(_log, event, worker=str(self._publisher.worker_id), reason=reason)

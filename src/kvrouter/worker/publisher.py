@@ -1,4 +1,4 @@
-"""A worker's KV events on their way out: numbered, gathered, and kept a while for those who missed some."""
+"""Publishes a worker's KV events: numbered, batched, and kept a while for recovery."""
 
 import asyncio
 import time
@@ -6,15 +6,51 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from kvrouter.core.columns import pack_hashes
-from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Medium, Removed, Stored
+from kvrouter.core.events import (
+    Cleared,
+    Held,
+    KvBatch,
+    KvEvent,
+    KvSnapshot,
+    Medium,
+    Removed,
+    Stored,
+    pack_hashes,
+)
 from kvrouter.core.hashing import block_hashes, hash_seed
-from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import KvTransfers, LoadReport
 from kvrouter.index.native import BlockIndex
-from kvrouter.planes.events.port import EventPublisher
-from kvrouter.worker.mirror import FIRST_RANK, RankMirror
+from kvrouter.transports.events.port import EventPublisher
+
+FIRST_RANK = DpRank(0)
+
+
+class RankMirror:
+    """What a router's index would have of the rank, in an index of the same kind: a rank of a million blocks
+    is listed in a moment, so that its engine hardly waits when a router asks.
+
+    Ranks of one process may share ``index``. A store whose parent the rank does not hold is left out, and
+    routers count it as an orphan.
+    """
+
+    def __init__(self, index: BlockIndex | None = None, dp_rank: DpRank = FIRST_RANK) -> None:
+        self._index = BlockIndex() if index is None else index
+        self._slot = Slot(dp_rank)
+
+    def apply(self, events: tuple[KvEvent, ...]) -> None:
+        """Follow ``events``, in order. Raises ValueError when one of them is malformed."""
+        self._index.apply(self._slot, events)
+
+    def n_held(self) -> int:
+        """How many blocks there are, over all media."""
+        return sum(self._index.held(self._slot, medium) for medium in Medium)
+
+    def held(self) -> tuple[Held, ...]:
+        """All blocks, as a snapshot names them: a block that was stored ``n`` times is listed ``n`` times."""
+        return tuple(self._index.dump(self._slot))
+
 
 RING_EVENTS_MAX = 1024
 PENDING_EVENTS_MAX = 1024
@@ -168,7 +204,7 @@ class KvPublisher:
             self._flush(rank)
 
     def heartbeat(self, dp_ranks: Sequence[DpRank]) -> None:
-        """Tell how far the ids of ``dp_ranks`` have come and how many blocks each holds, so that routers
+        """Publish how far the ids of ``dp_ranks`` have come and how many blocks each holds, so that routers
         notice a lost last batch, and that what they know of the rank is wrong. The latest load report of
         every rank is published again: a router that joined later, or lost it, has it too.
         """
@@ -177,7 +213,7 @@ class KvPublisher:
         for dp_rank in dp_ranks:
             rank = self._rank(dp_rank)
             n_held = self._n_held(rank)
-            self._flush(rank)  # the engine may have told of events just now: they are counted
+            self._flush(rank)  # the engine may have published events just now: they are counted
             self._events.publish(
                 KvBatch(rank.rank, self.epoch, rank.next_event_id, (), self._wall_clock(), n_held)
             )
@@ -201,7 +237,7 @@ class KvPublisher:
             return None
         held = self._held(rank.dp_rank)
         stream = self._rank(rank.dp_rank)
-        self._flush(stream)  # the engine may have told of events just now: they are in the snapshot
+        self._flush(stream)  # the engine may have published events just now: they are in the snapshot
         return KvSnapshot(rank, self.epoch, stream.next_event_id, held)
 
     def close(self) -> None:

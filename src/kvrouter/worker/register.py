@@ -1,4 +1,4 @@
-"""A worker's card, from the words in which engines register a model."""
+"""A worker's card, from the arguments of ``register_llm``."""
 
 import secrets
 
@@ -13,8 +13,8 @@ from kvrouter.core.workers import (
     Role,
     WorkerCard,
 )
-from kvrouter.planes.discovery.port import Discovery
 from kvrouter.topology import validate_runtime_config
+from kvrouter.transports.discovery.port import Discovery
 
 
 def new_incarnation() -> Epoch:
@@ -64,7 +64,7 @@ async def register_llm(
     ``disaggregated`` ones of these take decode legs only. KV routing needs ``ModelInput.Tokens``.
     ``event_source`` is where the worker's events are heard, as its end of the event plane says (without one:
     in this process); ``tokenizer`` the model's folder, for frontends that were given none of their own;
-    ``engine`` what serves behind it, such as ``vllm 0.32.0``, for whoever looks at the fleet.
+    ``engine`` what serves behind it, such as ``vllm 0.32.0``, for the fleet's operators.
 
     Raises ConfigError, whose ``param`` names the argument, for a card that cannot be routed to.
     """

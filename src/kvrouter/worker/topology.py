@@ -1,9 +1,14 @@
-"""A worker's place: waited for at the start, watched afterwards, and shown by ``kvrouter topology check``."""
+"""A worker's place: read from topology files, waited for at the start, watched afterwards.
+
+The folder is usually a Kubernetes volume: visible names are links into a hidden folder, ``..data``, which the
+kubelet exchanges as a whole.
+"""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -11,8 +16,109 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError, TopologyUnavailable
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.topology import validate_runtime_config, worker_taints
-from kvrouter.worker.topology_env import ENABLED, LEVELS, TopologyEnv, parse_topology_env
-from kvrouter.worker.topology_files import Reading, read_domains
+from kvrouter.worker.topology_env import (
+    DEFAULT_MOUNT_PATH,
+    ENABLED,
+    LEVELS,
+    MOUNT_PATH,
+    VALUE_CHARS_MAX,
+    TopologyEnv,
+    name_problem,
+    parse_topology_env,
+    value_problem,
+)
+
+_EXCHANGED = "..data"
+_READS_MAX = 3
+_BYTES_MAX = 4 * VALUE_CHARS_MAX + 1024
+"""More than any legal value and the blanks around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReading:
+    """What a folder said at one moment. ``domains`` are sorted by name; ``passed_over`` says why, by name.
+
+    ``warnings`` are about entries that someone meant to be read; an empty file, a hidden one or a folder is
+    passed over in silence.
+    """
+
+    domains: Mapping[str, str]
+    passed_over: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """What was found, in one line."""
+        parts = [f"{name}={value}" for name, value in self.domains.items()]
+        parts += [f"{name} {why}" for name, why in self.passed_over.items()]
+        return ", ".join(parts) or "nothing"
+
+
+def read_domains(folder: Path) -> FolderReading:
+    """Read every file of ``folder``. A folder that is not there, or cannot be read, has no domains.
+
+    When the folder is exchanged meanwhile it is read again, so that values of two moments do not mix.
+    """
+    for _ in range(_READS_MAX - 1):
+        before = _exchange_mark(folder)
+        reading = _read_once(folder)
+        if _exchange_mark(folder) == before:
+            return reading
+    return _read_once(folder)
+
+
+def _exchange_mark(folder: Path) -> str | None:
+    try:
+        return str((folder / _EXCHANGED).readlink())
+    except OSError:
+        return None
+
+
+def _read_once(folder: Path) -> FolderReading:
+    try:
+        entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except FileNotFoundError:
+        return FolderReading({}, {str(folder): "does not exist"})
+    except OSError as error:
+        why = f"cannot be listed: {error.strerror}"
+        return FolderReading({}, {str(folder): why}, (f"{folder} {why}",))
+    domains: dict[str, str] = {}
+    passed_over: dict[str, str] = {}
+    warnings: list[str] = []
+    for entry in entries:
+        value, problem, is_meant = _read_value(entry)
+        if problem is None:
+            domains[entry.name] = value
+            continue
+        passed_over[entry.name] = problem
+        if is_meant:
+            warnings.append(f"{entry} {problem}")
+    return FolderReading(domains, passed_over, tuple(warnings))
+
+
+def _read_value(entry: Path) -> tuple[str, str | None, bool]:
+    """The trimmed value, why it is none, and whether that deserves a warning."""
+    try:
+        if not entry.is_file():
+            return "", "is not a file", False
+        with entry.open("rb") as file:
+            content = file.read(_BYTES_MAX + 1)
+        if len(content) > _BYTES_MAX:
+            return "", f"is longer than {VALUE_CHARS_MAX} characters", True
+        value = content.decode().strip()
+    except FileNotFoundError:
+        return "", "has just vanished", False
+    except OSError as error:
+        return "", f"cannot be read: {error.strerror}", True
+    except UnicodeDecodeError:
+        return "", "is not UTF-8", True
+    if not value:
+        return "", "is empty", False
+    problem = name_problem(entry.name)
+    if problem is not None:
+        return "", f"cannot be a domain: its name {problem}", True
+    problem = value_problem(value)
+    return value, problem, problem is not None
+
 
 Sleep = Callable[[float], Awaitable[None]]
 OnChange = Callable[[ModelRuntimeConfig, tuple[str, ...]], Awaitable[None]]
@@ -30,14 +136,14 @@ class CheckReport:
 
 async def wait_for_topology(
     env: TopologyEnv, *, clock: Callable[[], float] = time.monotonic, sleep: Sleep = asyncio.sleep
-) -> Reading:
+) -> FolderReading:
     """Return the files' content once the awaited domain has a value; at once when topology is off.
 
     Raises TopologyUnavailable, naming path, domain and what was found, when it has none after
     ``env.timeout_s`` seconds.
     """
     if env.awaited_domain is None:
-        return Reading({}, {})
+        return FolderReading({}, {})
     deadline_s = clock() + env.timeout_s
     while True:
         reading = await asyncio.to_thread(read_domains, env.mount_path)
@@ -51,7 +157,9 @@ async def wait_for_topology(
         await sleep(min(env.poll_s, left_s))
 
 
-def topology_config(config: ModelRuntimeConfig, env: TopologyEnv, reading: Reading) -> ModelRuntimeConfig:
+def topology_config(
+    config: ModelRuntimeConfig, env: TopologyEnv, reading: FolderReading
+) -> ModelRuntimeConfig:
     """Return ``config`` with the worker's place and transfer policy; unchanged when topology is off."""
     if not env.enabled:
         return config
@@ -68,7 +176,7 @@ def topology_config(config: ModelRuntimeConfig, env: TopologyEnv, reading: Readi
 async def watch_topology(
     env: TopologyEnv, config: ModelRuntimeConfig, on_change: OnChange, *, sleep: Sleep = asyncio.sleep
 ) -> None:
-    """Look at the files every ``env.poll_s`` seconds, and hand each change to ``on_change``; until cancelled.
+    """Read the files every ``env.poll_s`` seconds, and hand each change to ``on_change``; until cancelled.
 
     ``config`` is what was published last. A value that vanished is handed over as vanished, with a warning:
     where the worker is then counts as unknown, and a required transfer policy fails closed.
@@ -85,7 +193,7 @@ async def watch_topology(
         try:
             await on_change(changed, warnings)
         except OSError:
-            continue  # discovery is out of reach; what is still to be told is tried at the next look
+            continue  # discovery is out of reach; what is not published yet is tried at the next read
         config = changed
 
 
@@ -109,8 +217,8 @@ def topology_check(environ: Mapping[str, str]) -> CheckReport:
     return _report(f"A worker would publish:\n{published}\nand carry the taints:\n{taints}", warnings, config)
 
 
-def _levels_without_value(env: TopologyEnv, reading: Reading) -> tuple[str, ...]:
-    """A level that is misspelt counts for nothing where distances are told, and nobody would notice."""
+def _levels_without_value(env: TopologyEnv, reading: FolderReading) -> tuple[str, ...]:
+    """A level that is misspelt is ignored where distances are computed, and nobody would notice."""
     found = reading.describe()
     return tuple(
         f"{LEVELS}: {env.mount_path}/{level} has no value for the level '{level}' (found {found})"
@@ -131,8 +239,120 @@ def _with_warnings(text: str, warnings: tuple[str, ...]) -> str:
     return "\n".join([text, *(f"warning: {warning}" for warning in warnings)])
 
 
-def _missing(env: TopologyEnv, reading: Reading) -> str:
+def _missing(env: TopologyEnv, reading: FolderReading) -> str:
     return (
         f"{env.awaited_by}={env.awaited_domain}: {env.mount_path}/{env.awaited_domain} has no value "
         f"(found {reading.describe()})"
     )
+
+
+POLL_S = 0.25
+SAY_EVERY_S = 5.0
+LABEL_PREFIX = "grove.io/topology."
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """The levels whose files must have a value, in ``folder``; none when topology is off.
+
+    ``labels`` are the pod labels that the files show, by level, for log messages; a level that is not
+    among them has ``grove.io/topology.<level>``.
+    """
+
+    folder: Path
+    levels: tuple[str, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def label(self, level: str) -> str:
+        """Return the pod label that the file of ``level`` shows."""
+        return self.labels.get(level, f"{LABEL_PREFIX}{level}")
+
+
+def awaited(
+    environ: Mapping[str, str],
+    *,
+    mount_path: str | None = None,
+    levels: str | None = None,
+    labels: tuple[str, ...] = (),
+) -> Awaited:
+    """Return what to wait for: what is given, else what a worker with this environment would wait for.
+
+    ``levels`` have commas between, ``labels`` are ``level=key``. Raises ConfigError, naming the option or the
+    variable, for what cannot be.
+    """
+    by_level = dict(_label(text) for text in labels)
+    folder = mount_path or environ.get(MOUNT_PATH, "").strip() or DEFAULT_MOUNT_PATH
+    if levels is not None:
+        return Awaited(Path(folder), _levels(levels), by_level)
+    domain = parse_topology_env(environ).awaited_domain
+    return Awaited(Path(folder), () if domain is None else (domain,), by_level)
+
+
+def wait_for_levels(
+    wanted: Awaited,
+    *,
+    timeout_s: float,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> FolderReading:
+    """Return what the folder says once every wanted level has a value; ``say``, meanwhile, what is awaited.
+
+    Raises TopologyUnavailable after ``timeout_s`` seconds: it names the levels, their labels and the causes.
+    """
+    if not wanted.levels:
+        say(f"Topology is off ({ENABLED} is not true), and no --levels are given: nothing to wait for.")
+        return FolderReading({}, {})
+    began_s = clock()
+    say_at_s = began_s
+    while True:
+        reading = read_domains(wanted.folder)
+        missing = [level for level in wanted.levels if level not in reading.domains]
+        if not missing:
+            values = ", ".join(f"{level}={reading.domains[level]}" for level in wanted.levels)
+            say(f"{wanted.folder} is there after {clock() - began_s:.1f} s: {values}")
+            return reading
+        now_s = clock()
+        left_s = began_s + timeout_s - now_s
+        if left_s <= 0:
+            raise TopologyUnavailable(_never_came(wanted, missing, reading, timeout_s), param=missing[0])
+        if now_s >= say_at_s:
+            say_at_s = now_s + SAY_EVERY_S
+            say(f"waiting for {_files(wanted, missing)}; found {reading.describe()}; {left_s:.0f} s left")
+        sleep(min(POLL_S, left_s))
+
+
+def _files(wanted: Awaited, missing: list[str]) -> str:
+    return ", ".join(f"{wanted.folder}/{level} (pod label {wanted.label(level)})" for level in missing)
+
+
+def _never_came(wanted: Awaited, missing: list[str], reading: FolderReading, timeout_s: float) -> str:
+    """One line for what is missing, and one for each usual cause, with the command that shows it."""
+    labels = [wanted.label(level) for level in missing]
+    return "\n".join(
+        (
+            f"no value for {_files(wanted, missing)} after {timeout_s:g} s; found {reading.describe()}",
+            "the engine is not started, since nobody would know where its KV is. The usual causes:",
+            "1. the pod's node lacks the node label of this level: kubectl get node NODE --show-labels",
+            f"2. nothing copied it to the pod as {' and '.join(labels)} (kubectl get pod POD --show-labels): "
+            "the operator or its policy on pods/binding does not run, or leaves this namespace out",
+            f"3. the pod's volume has no such file in {wanted.folder}: the level is not in the cluster's "
+            "topology, or the mount path is another one",
+        )
+    )
+
+
+def _levels(text: str) -> tuple[str, ...]:
+    levels = tuple(level.strip() for level in text.split(","))
+    for level in levels:
+        problem = name_problem(level)
+        if problem is not None:
+            raise ConfigError(f"--levels: {level!r} in {text!r} {problem}", param="levels")
+    return tuple(dict.fromkeys(levels))
+
+
+def _label(text: str) -> tuple[str, str]:
+    level, equals, key = text.partition("=")
+    if not (level and equals and key):
+        raise ConfigError(f"--label: {text!r} is not LEVEL=KEY", param="label")
+    return level, key

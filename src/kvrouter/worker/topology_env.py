@@ -1,4 +1,4 @@
-"""What the environment says about a worker's place: the variables, read once and strictly."""
+"""The environment variables of a worker's place, read once and strictly."""
 
 import math
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ VALUE_CHARS_MAX = 253
 class TopologyEnv:
     """The contract of one worker. ``awaited_domain`` is the one whose file must be there before it starts.
 
-    ``poll_s`` is the time between two looks at the files, ``timeout_s`` how long a start waits for them.
+    ``poll_s`` is the time between two reads of the files, ``timeout_s`` how long a start waits for them.
     ``warnings`` are about settings that have no effect.
     """
 

@@ -1,4 +1,4 @@
-"""What runs beside one engine: it serves legs, publishes events and loads, and says who and where it is."""
+"""A worker: serves legs, publishes events and loads, registers, and bounds each leg's time."""
 
 import asyncio
 import logging
@@ -6,29 +6,78 @@ from collections.abc import Callable, Coroutine, Mapping
 
 from msgspec.structs import replace
 
-from kvrouter.core.errors import InvalidRequest, ShuttingDown
+from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, ShuttingDown
 from kvrouter.core.events import KvEvent
 from kvrouter.core.ids import DpRank
-from kvrouter.core.requests import EngineRequest
+from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig, WorkerCard
 from kvrouter.engines.port import Engine, EngineState, TellingEngine, WatchedEngine
-from kvrouter.planes.discovery.port import Discovery
-from kvrouter.planes.events.port import EventPublisher, RecoveryServer
-from kvrouter.planes.requests.port import EngineStream, Registration, RequestAcceptor
 from kvrouter.telemetry import Event, log_event
-from kvrouter.telemetry.seldom import Seldom
+from kvrouter.telemetry.logs import LogThrottle
 from kvrouter.topology import validate_runtime_config
+from kvrouter.transports.discovery.port import Discovery
+from kvrouter.transports.events.port import EventPublisher, RecoveryServer
+from kvrouter.transports.requests.port import EngineStream, Registration, RequestAcceptor
 from kvrouter.worker.publisher import KvPublisher
-from kvrouter.worker.time_left import TimedStream
 from kvrouter.worker.topology import topology_config, wait_for_topology, watch_topology
 from kvrouter.worker.topology_env import TopologyEnv
+
+GRACE_S = 1.0
+"""How much longer than its request a leg may run: the router ends both, and its word is to come first."""
+
+TIME_LEFT_MAX_S = 7 * 86_400.0
+"""No leg runs longer, whatever a router allows."""
+
+REASON = "the time of its request was up"
+
+
+class TimedStream:
+    """The stream of a leg that may run for ``time_left_s`` seconds from now, and ``grace_s`` more.
+
+    Then the engine is asked to stop, and the reader gets :class:`DeadlineExceeded`. A leg that ended in time
+    is left alone.
+    """
+
+    __slots__ = ("_inner", "_is_over_time", "_timer")
+
+    def __init__(self, inner: EngineStream, time_left_s: float, *, grace_s: float = GRACE_S) -> None:
+        # What is no number, or below 0, is no time left.
+        left_s = min(time_left_s, TIME_LEFT_MAX_S) if time_left_s > 0 else 0.0
+        self._inner = inner
+        self._is_over_time = False
+        self._timer = asyncio.get_running_loop().call_later(left_s + grace_s, self._end)
+
+    def __aiter__(self) -> "TimedStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        try:
+            chunk = await self._inner.__anext__()
+        except Exception:
+            self._timer.cancel()
+            raise
+        if chunk.finish is not None:
+            self._timer.cancel()
+            if self._is_over_time:
+                raise DeadlineExceeded(REASON)
+        return chunk
+
+    def cancel(self, reason: str) -> None:
+        """Ask the engine to stop and free what it holds; idempotent, allowed at any time."""
+        self._timer.cancel()
+        self._inner.cancel(reason)
+
+    def _end(self) -> None:
+        self._is_over_time = True
+        self._inner.cancel(REASON)
+
 
 HEARTBEAT_S = 5.0
 """How often routers hear how far the event ids have come, and the latest loads again: a lost last batch is
 noticed after this long, and a lost last report is replaced."""
 
 SKIPPED_AGAIN_S = 3600.0
-"""How long the log says nothing more of KV events that are skipped for a reason that it told."""
+"""How long the log says nothing more of KV events that are skipped for a reason that it has logged."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +87,7 @@ class Worker:
 
     With a ``topology`` contract the worker starts once its place is known, and publishes its card again when
     its place changes. With ``engine_tells_events`` False somebody else feeds :attr:`publisher`, such as an
-    :class:`EngineDoor`; what the engine tells of its cache is let go.
+    :class:`EngineDoor`; what the engine publishes of its cache is dropped.
     """
 
     def __init__(
@@ -79,8 +128,8 @@ class Worker:
         )
         self._engine_state = EngineState()
         self._engine_changed = asyncio.Event()
-        self._has_told_strange_rank = False
-        self._skipped_told = Seldom(again_after_s=SKIPPED_AGAIN_S)
+        self._has_warned_of_rank = False
+        self._skipped_told = LogThrottle(again_after_s=SKIPPED_AGAIN_S)
 
     @property
     def running_legs(self) -> int:
@@ -88,7 +137,7 @@ class Worker:
         return 0 if self._registration is None else self._registration.running_legs
 
     async def start(self) -> None:
-        """Learn the place, serve, then publish the card: whoever finds it can use it.
+        """Learn the place, serve, then publish the card: a router that finds it can use it.
 
         Raises TopologyUnavailable when the place stays unknown, ConfigError for a config that cannot be.
         """
@@ -243,8 +292,8 @@ class Worker:
             return
         if dp_rank in self._dp_ranks:
             self.publisher.publish(dp_rank, events)
-        elif not self._has_told_strange_rank:
-            self._has_told_strange_rank = True
+        elif not self._has_warned_of_rank:
+            self._has_warned_of_rank = True
             here = ", ".join(map(str, self._dp_ranks))
             self._warn((f"KV events of dp_rank {dp_rank} are let go: this worker has dp_rank {here}",))
 
@@ -253,14 +302,14 @@ class Worker:
         before = self._skipped.get(report.rank.dp_rank, {})
         if report.kv_events_skipped != before:
             self._skipped[report.rank.dp_rank] = report.kv_events_skipped
-            self._tell_skipped(report, before)
+            self._log_skipped(report, before)
 
-    def _tell_skipped(self, report: LoadReport, before: Mapping[str, int]) -> None:
-        """There is no page of metrics here: routers have one, and the log tells, seldom."""
+    def _log_skipped(self, report: LoadReport, before: Mapping[str, int]) -> None:
+        """Workers have no metrics page, unlike routers: log it instead, at a limited rate."""
         dp_rank, skipped = report.rank.dp_rank, report.kv_events_skipped
         counted = [reason for reason, n in skipped.items() if n != before.get(reason, 0)]
         news = [reason for reason in counted if self._skipped_told.allows(f"{dp_rank} {reason}")]
         if news:
-            told = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
+            counts = ", ".join(f"{reason} {n}" for reason, n in skipped.items())
             worker = str(self.card.worker_id)
-            log_event(_log, Event.KV_EVENTS_SKIPPED, worker=worker, dp_rank=dp_rank, reason=told)
+            log_event(_log, Event.KV_EVENTS_SKIPPED, worker=worker, dp_rank=dp_rank, reason=counts)

@@ -1,15 +1,13 @@
-"""Mock engines as real ones are attached: real time, streams, and handoffs between processes."""
+"""Mock engines as adapters: real time, streams, and handoffs between processes."""
 
-from kvrouter.engines.mock.cluster import MockCluster, MockEngineHandle
-from kvrouter.engines.mock.connection import TransferCounts, TransferSettings
-from kvrouter.engines.mock.frames import Refusal
-from kvrouter.engines.mock.stream import MockStream
+from kvrouter.engines.mock.cluster import MockCluster, MockEngineHandle, MockStream
+from kvrouter.engines.mock.transfer import PeerRefusal, TransferCounts, TransferSettings
 
 __all__ = [
     "MockCluster",
     "MockEngineHandle",
     "MockStream",
-    "Refusal",
+    "PeerRefusal",
     "TransferCounts",
     "TransferSettings",
 ]

@@ -1,4 +1,4 @@
-"""Mock engines in this process: one timer drives all of them, and the links between them, faster than life.
+"""Mock engines of this process and the links between them, driven by one timer.
 
 Simulated time is real time times ``speedup``. When the machine cannot simulate that fast, the simulated clock
 slows down instead of the event loop: one turn works for ``TURN_MAX_S`` at most and then leaves the loop to
@@ -20,15 +20,89 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.events import KvEvent
 from kvrouter.core.hosts import told_host
 from kvrouter.core.ids import DpRank, WorkerId
-from kvrouter.core.requests import EngineRequest
-from kvrouter.engines.mock.connection import TransferCounts, TransferSettings
-from kvrouter.engines.mock.stream import MockStream
-from kvrouter.engines.mock.transfer import Transfers
+from kvrouter.core.requests import EngineChunk, EngineRequest, merge_chunks
+from kvrouter.engines.mock.transfer import TransferCounts, Transfers, TransferSettings
 from kvrouter.engines.port import EventsSink, LoadSink
 from kvrouter.mock import Carried, DomainPair, EngineFull, Fabric, Links, MockConfig, Party, Peer
 from kvrouter.mock.engine import MockEngine
 from kvrouter.mock.sequence import sequence_key
-from kvrouter.planes.requests.port import WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+
+
+class MockStream:
+    """The answer to one leg. ``on_credit`` gets the number of tokens read, ``on_cancel`` the reason to end.
+
+    Thousands of prefill legs that have ended are kept, to be cancelled: an empty one is small.
+    """
+
+    __slots__ = (
+        "_broken",
+        "_chunks",
+        "_ended",
+        "_on_cancel",
+        "_on_credit",
+        "_read_tokens",
+        "_reader",
+        "_refill_tokens",
+    )
+
+    def __init__(
+        self, *, tokens_max: int, on_credit: Callable[[int], None], on_cancel: Callable[[str], None]
+    ) -> None:
+        self._on_credit = on_credit
+        self._on_cancel = on_cancel
+        self._refill_tokens = max(1, tokens_max // 2)
+        self._chunks: list[EngineChunk] = []
+        self._read_tokens = 0
+        self._ended = False
+        self._broken: str | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> "MockStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        while not self._chunks:
+            if self._broken is not None:
+                raise StreamBroken(self._broken)
+            if self._ended:
+                raise StopAsyncIteration
+            if self._reader is not None:
+                raise RuntimeError("a stream has one reader")
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        chunk = self._chunks[0] if len(self._chunks) == 1 else merge_chunks(self._chunks)
+        self._chunks.clear()
+        self._read_tokens += len(chunk.token_ids)
+        if self._read_tokens >= self._refill_tokens and not self._ended:
+            self._on_credit(self._read_tokens)
+            self._read_tokens = 0
+        return chunk
+
+    def cancel(self, reason: str) -> None:
+        """End the leg; a prefill leg that has ended gives up its KV unless a decode leg came for it."""
+        if self._broken is None:
+            self._on_cancel(reason)
+
+    def push(self, chunk: EngineChunk) -> None:
+        """The engine generated more."""
+        self._chunks.append(chunk)
+        self._ended = self._ended or chunk.finish is not None
+        self._wake()
+
+    def break_off(self, why: str) -> None:
+        """The engine is gone; what it generated before is still read."""
+        if not self._ended and self._broken is None:
+            self._broken = why
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
 
 TURN_MAX_S = 0.005
 MOMENTS_BETWEEN_LOOKS_AT_THE_CLOCK = 16
@@ -142,18 +216,18 @@ class MockCluster:
         return self._fabric.address
 
     async def listen(self, host: str, port: int = 0, *, advertise_host: str | None = None) -> Peer:
-        """Let other processes come for KV that is kept here; return the address that they are told.
+        """Let other processes come for KV that is kept here; return the address given to them.
 
         Engines start afterwards. One that takes bootstrap handoffs has this address in its configuration.
         Raises ConfigError when it cannot listen there, or when ``host`` is every address of the machine and
-        none to tell others is given.
+        no address to advertise is given.
         """
         if self._transfers is None:
             raise ConfigError("transfers: listening needs them", param="transfers")
         if self._fabric.address is not None or self._sinks:
             raise ConfigError("listen: once, and before an engine starts", param="host")
-        told = told_host(host, advertise_host)
-        self._fabric.address = Peer(told, await self._transfers.listen(host, port))
+        advertised = told_host(host, advertise_host)
+        self._fabric.address = Peer(advertised, await self._transfers.listen(host, port))
         return self._fabric.address
 
     async def close(self) -> None:
@@ -166,8 +240,8 @@ class MockCluster:
         return TransferCounts() if self._transfers is None else self._transfers.counts
 
     def carried(self) -> dict[DomainPair, Carried]:
-        """Transfers and bytes between each pair of domains so far, by decode legs of this process: whoever
-        pulls counts, wherever the KV was kept.
+        """Transfers and bytes between each pair of domains so far, by decode legs of this process: the
+        puller counts, wherever the KV was kept.
         """
         return self._fabric.carried()
 
@@ -184,10 +258,10 @@ class MockCluster:
         """Bring an engine to life. InvalidRequest when its worker id is taken, ConfigError when others are
         sent elsewhere for its KV.
         """
-        told, address = (handle.config.bootstrap_host, handle.config.bootstrap_port), self.advertise
-        if address is not None and told not in (address, (None, None)):
+        given, address = (handle.config.bootstrap_host, handle.config.bootstrap_port), self.advertise
+        if address is not None and given not in (address, (None, None)):
             raise ConfigError(
-                f"bootstrap_host: {told[0]}:{told[1]} is not {address.host}:{address.port}",
+                f"bootstrap_host: {given[0]}:{given[1]} is not {address.host}:{address.port}",
                 param="bootstrap_host",
             )
         engine = self._fabric.add(handle.config, worker_id=handle.worker_id, domain=handle.domain)
@@ -202,14 +276,14 @@ class MockCluster:
         self._fabric.remove(now, worker_id)
         for party in [party for party in self._streams if party.worker_id == worker_id]:
             self._streams.pop(party).break_off(f"worker {worker_id}: {why}")
-        self._tell_others()
+        self._notify_peers()
         self._turn_soon()
 
     def submit(self, worker_id: WorkerId, request: EngineRequest) -> MockStream:
         """Hand a leg to an engine; see :meth:`MockEngine.submit` for what is refused."""
         now = self._catch_up()
         if Party(worker_id, sequence_key(request)) in self._streams:
-            self.deliver()  # an earlier leg of this name may have ended, and its reader was not told yet
+            self.deliver()  # an earlier leg of this name may have ended, and its reader has not heard yet
         source_at = None if self._transfers is None else self._fabric.source_elsewhere(request)
         party = self._fabric.submit(
             now, worker_id, request, credit_tokens=self._stream_tokens_max, source_at=source_at
@@ -219,12 +293,12 @@ class MockCluster:
             on_credit=partial(self._give_credit, party),
             on_cancel=partial(self._cancel, party),
         )
-        self._tell_others()
+        self._notify_peers()
         self._turn_soon()
         return stream
 
     def deliver(self) -> None:
-        """Tell what happened: KV events first, then load, then tokens."""
+        """Report what happened: KV events first, then load, then tokens."""
         outputs = self._fabric.take_outputs()
         for rank, events in outputs.events:
             self._sinks[rank.worker_id][0](rank.dp_rank, events)
@@ -243,20 +317,20 @@ class MockCluster:
     def _at_now(self, act: Callable[[float], None]) -> None:
         """Have something happen at this moment, and others learn what follows."""
         act(self._catch_up())
-        self._tell_others()
+        self._notify_peers()
         self._turn_soon()
 
-    def _tell_others(self) -> None:
+    def _notify_peers(self) -> None:
         if self._transfers is not None:
             self._transfers.tell(self._fabric.take_remote())
 
     def _turn(self) -> None:
-        """Simulate up to now, tell what happened, and arm the timer for what comes next."""
+        """Simulate up to now, report what happened, and arm the timer for what comes next."""
         self._timer = None
         began_s = monotonic()
         try:
             self._catch_up()
-            self._tell_others()
+            self._notify_peers()
             self.deliver()
         finally:
             ended_s = monotonic()
@@ -279,7 +353,7 @@ class MockCluster:
         return reached
 
     def _turn_soon(self) -> None:
-        """Make sure that what happened just now is worked on and told."""
+        """Make sure that what happened just now is processed and reported."""
         self._turn_at(monotonic())
 
     def _turn_at(self, when_s: float) -> None:

@@ -6,27 +6,26 @@ words of :mod:`kvrouter.mock.remote`: the time that the bytes would take is simu
 
 Who hears a last word closes; who says one waits for that, for ``linger_s`` at most. Every side gives a sign
 of life each ``keep_alive_s``, and one that was silent for ``silence_max_s`` is lost.
+
+A frame is its length (4 bytes, big-endian) and that many bytes. The first frame of the side that connects is
+the hello: a fixed beginning, the version and the shared token, in plain bytes, so that a stranger is refused
+before anything of it is parsed. Every other frame is a word of :mod:`kvrouter.mock.remote` or a sign of life,
+in msgpack.
 """
 
 import asyncio
-from collections.abc import Callable
-from enum import Enum, auto
+import hmac
+from collections import Counter
+from collections.abc import Callable, Iterator
+from enum import Enum, StrEnum, auto
+from ssl import SSLContext
+from time import monotonic
+from typing import Protocol, cast
 
-from kvrouter.core.errors import ConfigError
+import msgspec
+
+from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.requests import KvLoss
-from kvrouter.engines.mock.connection import Connection, TransferCounts, TransferSettings
-from kvrouter.engines.mock.frames import (
-    FRAME_BYTES_MAX,
-    HELLO_BYTES_MAX,
-    Alive,
-    ConnectionRefused,
-    Refusal,
-    check_hello,
-    decode_sink_word,
-    decode_source_word,
-    encode_hello,
-    encode_word,
-)
 from kvrouter.mock import (
     Done,
     Fabric,
@@ -45,10 +44,280 @@ from kvrouter.mock import (
 )
 from kvrouter.mock.remote import REASON_CHARS_MAX
 
+HELLO = b"kvrouter mock kv "
+VERSION = b"2"
+HELLO_BYTES_MAX = 1_024
+FRAME_BYTES_MAX = 16_384
+LENGTH_BYTES = 4
+
+
+class PeerRefusal(StrEnum):
+    """Why this process closed a connection."""
+
+    STRANGER = "stranger"
+    """Its first frame is no hello of ours, or none came in time."""
+    VERSION = "version"
+    TOKEN = "token"  # noqa: S105 - the name of a reason
+    TOO_LARGE = "too_large"
+    MALFORMED = "malformed"
+    OUT_OF_ORDER = "out_of_order"
+    SILENT = "silent"
+    SLOW = "slow"
+    """It does not read what it is sent."""
+    FULL = "full"
+
+
+class ConnectionRefused(KvrouterError):
+    """What the other side sent cannot be gone on with."""
+
+    code = "mock_transfer_refused"
+
+    def __init__(self, refusal: PeerRefusal, message: str) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A sign of life."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_sink_words: msgspec.msgpack.Decoder[SinkWord | Alive] = msgspec.msgpack.Decoder(
+    Join | Want | Done | GiveUp | Alive
+)
+_source_words: msgspec.msgpack.Decoder[SourceWord | Alive] = msgspec.msgpack.Decoder(Ready | Failed | Alive)
+
+
+def encode_hello(token: str) -> bytes:
+    """Return the frame that a connection begins with."""
+    return _frame(HELLO + VERSION + b" " + token.encode())
+
+
+def check_hello(payload: bytes, token: str) -> None:
+    """Raise ConnectionRefused unless ``payload`` is a hello of our version with our token."""
+    if not payload.startswith(HELLO):
+        raise ConnectionRefused(PeerRefusal.STRANGER, "the first frame is no hello")
+    version, _, given = payload[len(HELLO) :].partition(b" ")
+    if version != VERSION:
+        raise ConnectionRefused(PeerRefusal.VERSION, f"this process speaks version {VERSION.decode()}")
+    if not hmac.compare_digest(given, token.encode()):
+        raise ConnectionRefused(PeerRefusal.TOKEN, "the token is not ours")
+
+
+def encode_word(word: SinkWord | SourceWord | Alive) -> bytes:
+    """Return the frame of one word."""
+    return _frame(_encoder.encode(word))
+
+
+def decode_sink_word(payload: bytes) -> SinkWord | Alive:
+    """Return what a sink said. ConnectionRefused when it is no such word."""
+    try:
+        return _sink_words.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
+        raise ConnectionRefused(PeerRefusal.MALFORMED, f"not a word of a sink: {wrong}") from wrong
+
+
+def decode_source_word(payload: bytes) -> SourceWord | Alive:
+    """Return what a source said. ConnectionRefused when it is no such word."""
+    try:
+        return _source_words.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as wrong:
+        raise ConnectionRefused(PeerRefusal.MALFORMED, f"not a word of a source: {wrong}") from wrong
+
+
+class PeerFrameReader:
+    """Bytes in, whole frames out. It holds one unfinished frame of ``bytes_max`` bytes at most."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the frames that are whole now. ConnectionRefused at one that is longer than allowed."""
+        self._buffer += data
+        while len(self._buffer) >= LENGTH_BYTES:
+            n_bytes = int.from_bytes(self._buffer[:LENGTH_BYTES], "big")
+            if n_bytes > self.bytes_max:
+                raise ConnectionRefused(
+                    PeerRefusal.TOO_LARGE, f"a frame of {n_bytes} bytes; {self.bytes_max} are allowed"
+                )
+            end = LENGTH_BYTES + n_bytes
+            if len(self._buffer) < end:
+                return
+            payload = bytes(self._buffer[LENGTH_BYTES:end])
+            del self._buffer[:end]
+            yield payload
+
+
+def _frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+UNSENT_BYTES_MAX = 65_536
+TOKEN_BYTES_MAX = HELLO_BYTES_MAX - len(HELLO) - 16
+
+
+class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How processes reach each other's KV. All processes of a fleet have the same ``token``.
+
+    ``server_ssl`` is for who listens, ``client_ssl`` for who connects; both or neither, over the whole fleet.
+    """
+
+    token: str = ""
+    connect_timeout_s: float = 10.0
+    hello_timeout_s: float = 10.0
+    keep_alive_s: float = 5.0
+    silence_max_s: float = 20.0
+    linger_s: float = 5.0
+    connections_max: int = 4_096
+    server_ssl: SSLContext | None = None
+    client_ssl: SSLContext | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token.encode()) > TOKEN_BYTES_MAX:
+            raise ConfigError(f"token: {TOKEN_BYTES_MAX} bytes at most", param="token")
+        for name in ("connect_timeout_s", "hello_timeout_s", "keep_alive_s", "linger_s", "connections_max"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: must be above 0", param=name)
+        if not self.silence_max_s > self.keep_alive_s:
+            raise ConfigError("silence_max_s: must be above keep_alive_s", param="silence_max_s")
+
+
+class TransferCounts(msgspec.Struct):
+    """Pulls by legs of this process (``outgoing``) and from it (``incoming``), and how they ended."""
+
+    outgoing: int = 0
+    outgoing_done: int = 0
+    incoming: int = 0
+    incoming_done: int = 0
+    refused: Counter[PeerRefusal] = msgspec.field(default_factory=Counter)
+
+
+class TransferHost(Protocol):
+    """What the connections of a process have in common."""
+
+    settings: TransferSettings
+    counts: TransferCounts
+
+    def opened(self, connection: "PeerConnection") -> bool:
+        """Count an open connection; False when there are too many."""
+
+    def closed(self, connection: "PeerConnection") -> None:
+        """The connection is gone."""
+
+
+class PeerConnection(asyncio.Protocol):
+    """One end of the way between two processes."""
+
+    def __init__(self, office: TransferHost, *, frame_bytes_max: int) -> None:
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._office = office
+        self._settings = office.settings
+        self._frames = PeerFrameReader(frame_bytes_max)
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._unsent: list[bytes] = []
+        self._heard_at_s = 0.0
+        self._deaf = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The way is open: what was said before goes out now."""
+        stream = cast("asyncio.Transport", transport)  # uvloop's transports are of no class of asyncio's
+        self._transport = stream
+        self._heard_at_s = monotonic()
+        stream.writelines(self._unsent)
+        self._unsent.clear()
+        if not self._office.opened(self):
+            self._refuse(ConnectionRefused(PeerRefusal.FULL, "this process has too many connections"))
+        elif not self._deaf:
+            self._after(self._settings.keep_alive_s, self._beat)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes came: a part of a frame, or several frames."""
+        if self._deaf:
+            return
+        self._heard_at_s = monotonic()
+        try:
+            for payload in self._frames.feed(data):
+                self._take(payload)
+        except ConnectionRefused as refused:
+            self._refuse(refused)
+
+    def _take(self, payload: bytes) -> None:
+        if not self._deaf:
+            self.on_frame(payload)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The way is closed, by whomever."""
+        self._deaf = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._office.closed(self)
+        self.gone.set_result(None)
+        self.end(KvLoss.BROKEN, "the connection was lost" + (f": {exc}" if exc else ""))
+
+    def on_frame(self, payload: bytes) -> None:
+        """The other side sent a whole frame. ConnectionRefused when it cannot be gone on with."""
+        raise NotImplementedError
+
+    def end(self, loss: KvLoss, why: str) -> None:
+        """The connection serves no more; if its last word was not said yet, the handoff ends. Idempotent."""
+        raise NotImplementedError
+
+    def say(self, frame: bytes) -> None:
+        """Send a frame, when the connection is there."""
+        if self._transport is None:
+            self._unsent.append(frame)
+        else:
+            self._transport.write(frame)
+
+    def cut(self) -> None:
+        """Close at once."""
+        self._deaf = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Close when all that was said is sent."""
+        self._deaf = True
+        if self._transport is not None:
+            self._transport.close()
+            self._after(self._settings.linger_s, self._transport.abort)
+
+    def wait_for_the_other(self) -> None:
+        """A last word was said: the other side closes."""
+        self._deaf = True
+        if self._transport is not None:
+            self._after(self._settings.linger_s, self._transport.abort)
+
+    def _refuse(self, refused: ConnectionRefused) -> None:
+        self._office.counts.refused[refused.refusal] += 1
+        loss = KvLoss.TIMEOUT if refused.refusal is PeerRefusal.SILENT else KvLoss.BROKEN
+        self.say(encode_word(Failed(loss, refused.message[:REASON_CHARS_MAX])))
+        self.close()
+        self.end(loss, refused.message)
+
+    def _beat(self) -> None:
+        transport = self._transport
+        if transport is None:
+            return
+        if monotonic() - self._heard_at_s > self._settings.silence_max_s:
+            self._refuse(ConnectionRefused(PeerRefusal.SILENT, "nothing was heard for too long"))
+        elif transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self._refuse(ConnectionRefused(PeerRefusal.SLOW, "what was sent is not read"))
+        else:
+            transport.write(encode_word(Alive()))
+            self._after(self._settings.keep_alive_s, self._beat)
+
+    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, act)
+
 
 class Transfers:
     """The connections of one process. ``at_now`` calls back at once with the simulated second that it is, and
-    afterwards tells what followed.
+    afterwards reports what followed.
     """
 
     def __init__(
@@ -61,7 +330,7 @@ class Transfers:
         self._server: asyncio.Server | None = None
         self._incoming: dict[RemoteSink, _Incoming] = {}
         self._outgoing: dict[PullId, _Outgoing] = {}
-        self._open: set[Connection] = set()
+        self._open: set[PeerConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
         self._sinks = 0
 
@@ -111,14 +380,14 @@ class Transfers:
                 if outgoing is not None:
                     outgoing.tell(output.word)
 
-    def opened(self, connection: "Connection") -> bool:
+    def opened(self, connection: "PeerConnection") -> bool:
         """Count an open connection; False when there are too many."""
         self._open.add(connection)
         if isinstance(connection, _Incoming):
             self._incoming[connection.sink] = connection
         return len(self._open) <= self.settings.connections_max
 
-    def closed(self, connection: "Connection") -> None:
+    def closed(self, connection: "PeerConnection") -> None:
         """The connection is gone."""
         self._open.discard(connection)
         if isinstance(connection, _Incoming):
@@ -167,7 +436,7 @@ class _Stage(Enum):
 IN_A_MEETING = (_Stage.JOINED, _Stage.WANTING, _Stage.PULLING)
 
 
-class _Incoming(Connection):
+class _Incoming(PeerConnection):
     """A decode leg of another process that comes for KV that is here."""
 
     def __init__(self, transfers: Transfers) -> None:
@@ -235,14 +504,14 @@ class _Incoming(Connection):
                 return _Stage.ENDED
             case ((_Stage.JOINED | _Stage.WANTING | _Stage.PULLING), GiveUp()):
                 return _Stage.ENDED
-        raise ConnectionRefused(Refusal.OUT_OF_ORDER, f"{type(word).__name__} does not belong here")
+        raise ConnectionRefused(PeerRefusal.OUT_OF_ORDER, f"{type(word).__name__} does not belong here")
 
     def _check_joined(self) -> None:
         if self._stage in (_Stage.STRANGER, _Stage.GREETED):
-            self._refuse(ConnectionRefused(Refusal.STRANGER, "no handoff was joined in time"))
+            self._refuse(ConnectionRefused(PeerRefusal.STRANGER, "no handoff was joined in time"))
 
 
-class _Outgoing(Connection):
+class _Outgoing(PeerConnection):
     """A decode leg of this process that comes for KV at another."""
 
     def __init__(self, transfers: Transfers, pull: PullId, peer: Peer) -> None:
@@ -261,7 +530,7 @@ class _Outgoing(Connection):
             return
         if isinstance(word, Ready):
             if not self._wanting:
-                raise ConnectionRefused(Refusal.OUT_OF_ORDER, "Ready does not belong here")
+                raise ConnectionRefused(PeerRefusal.OUT_OF_ORDER, "Ready does not belong here")
             self._wanting = False
         else:
             self._ended = True

@@ -1,1 +1,1 @@
-"""An engine behind its own OpenAI-compatible HTTP server: what vLLM, SGLang and TensorRT-LLM have alike."""
+"""Engines behind an OpenAI-compatible HTTP server: what vLLM, SGLang and TensorRT-LLM share."""

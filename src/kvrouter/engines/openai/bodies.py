@@ -1,4 +1,4 @@
-"""A client's call, changed in what must change and in nothing else: every other value keeps its bytes."""
+"""Edits of a client's JSON body that keep every other byte as it was."""
 
 import re
 from collections.abc import Mapping
@@ -70,8 +70,8 @@ def has_several_prompts(body: Body) -> bool:
 
 
 def says_other_than(body: Body, name: str, *values: bytes) -> bool:
-    """Whether a field is there and is neither null nor written as one of ``values``: engines read more ways
-    of writing a value than one, ``"2"`` for 2 and ``1`` for true.
+    """Whether a field is there and is neither null nor written as one of ``values``: engines read more than
+    one notation of a value, ``"2"`` for 2 and ``1`` for true.
     """
     return name in body and bytes(memoryview(body[name])[:_SHORT_BYTES]) not in (b"null", *values)
 

@@ -1,4 +1,4 @@
-"""A server that runs already as the engine of the worker beside it: what is alike for all of them."""
+"""An engine behind its own HTTP server, as its worker uses it."""
 
 import asyncio
 from collections import Counter
@@ -12,23 +12,33 @@ from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import DpRank
 from kvrouter.core.requests import EngineRequest, Leg
 from kvrouter.core.workers import LoadReport
-from kvrouter.engines.customs.listener import EngineListener, EventsAt
-from kvrouter.engines.customs.telling import Listener, OnChange, Telling
-from kvrouter.engines.customs.words import Decode, EngineFacts
-from kvrouter.engines.openai.arriving import ArrivingStream
+from kvrouter.engines.kv_events.listener import (
+    EngineEventSource,
+    EngineListener,
+    EventListener,
+    EventsAt,
+    OnChange,
+)
+from kvrouter.engines.kv_events.records import Decode, EngineTraits
 from kvrouter.engines.openai.events import ReadEvent, read_event
-from kvrouter.engines.openai.fetching import KV_FAILURES, FetchingStream
-from kvrouter.engines.openai.opening import OpeningStream
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.openai.streams import Reading, SseStream, WholeStream
+from kvrouter.engines.openai.streams import (
+    KV_FAILURES,
+    AnswerReading,
+    ArrivingStream,
+    FetchingStream,
+    OpeningStream,
+    SseStream,
+    WholeStream,
+)
 from kvrouter.engines.port import EngineState, EventsSink, LoadSink, StateSink
-from kvrouter.planes.requests.port import EngineStream, WorkerUnreachable
+from kvrouter.transports.requests.port import EngineStream, WorkerUnreachable
 
 LOOK_EACH_S = 1.0
-"""How often an engine is looked at: its load, and whether it answers."""
+"""How often an engine is probed: its load, and whether it answers."""
 
 SILENT_AFTER_LOOKS = 3
-"""After so many looks without an answer the engine counts as gone."""
+"""After so many probes without an answer the engine counts as gone."""
 
 
 def _read_as_openai() -> ReadEvent:
@@ -47,15 +57,15 @@ class EngineCall:
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
     streams: bool
-    reading: Reading
+    reading: AnswerReading
     reader: Callable[[], ReadEvent] = _read_as_openai
     answered: bytes | None = None
     kv_failures: tuple[type[KvrouterError], ...] = KV_FAILURES
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What an engine says of itself: its loads, and what tells two of its starts apart, where it does."""
+class Probe:
+    """What an engine says of itself: its loads, and what distinguishes two of its starts, where it does."""
 
     loads: tuple[LoadReport, ...]
     started: object = None
@@ -66,37 +76,37 @@ async def _at_once(answer: bytes) -> bytes:
 
 
 def another_engine(url: str, what: str, now: object, before: object) -> WorkerUnreachable:
-    """Return what tells that an engine was started anew as another one than its worker's card describes."""
+    """Return the error for an engine that was restarted as another one than its worker's card describes."""
     return WorkerUnreachable(
         f"{url} was started anew with other {what}: {now}, not {before}: start its worker anew too"
     )
 
 
-class Ways(Protocol):
+class EngineClient(Protocol):
     """How one engine is asked."""
 
     def call_of(self, request: EngineRequest) -> EngineCall:
         """Return how the engine is asked for a leg. Raises InvalidRequest."""
 
-    async def look(self, server: EngineServer) -> Look:
+    async def look(self, server: EngineServer) -> Probe:
         """Ask for its load; an error of the core tree for whatever is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ZmqEvents:
     """An engine that publishes over ZeroMQ: where each rank does, its wire, and the tokens of a block."""
 
     events_at: Mapping[DpRank, EventsAt]
     decode: Decode
     block_size: int
 
-    def listeners(self, on_events: EventsSink, on_change: OnChange) -> tuple[Listener, ...]:
+    def listeners(self, on_events: EventsSink, on_change: OnChange) -> tuple[EventListener, ...]:
         """Return one for each rank."""
         return tuple(
             EngineListener(
                 at,
                 self.decode,
-                EngineFacts(block_size=self.block_size, dp_rank=rank),
+                EngineTraits(block_size=self.block_size, dp_rank=rank),
                 on_events=on_events,
                 on_change=on_change,
             )
@@ -110,39 +120,39 @@ class ServedEngine:
     def __init__(
         self,
         server: EngineServer,
-        ways: Ways,
-        told: Telling,
+        client: EngineClient,
+        event_source: EngineEventSource,
         *,
         started: object = None,
         look_each_s: float = LOOK_EACH_S,
     ) -> None:
         self._server = server
-        self._ways = ways
-        self._told = told
+        self._client = client
+        self._event_source = event_source
         self._look_each_s = look_each_s
-        self._listeners: Sequence[Listener] = ()
+        self._listeners: Sequence[EventListener] = ()
         self._on_state: StateSink = lambda _: None
-        self._looking: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
         self._started = started
-        self._failed_looks = 0
+        self._failed_probes = 0
 
     def watch(self, on_state: StateSink) -> None:
-        """Tell ``on_state`` of every change."""
+        """Notify ``on_state`` of every change."""
         self._on_state = on_state
 
     async def start(self, on_events: EventsSink, on_load: LoadSink) -> None:
-        """Listen to the ranks, and look after the engine."""
-        self._listeners = self._told.listeners(on_events, self._tell)
+        """Listen to the ranks, and probe the engine periodically."""
+        self._listeners = self._event_source.listeners(on_events, self._notify)
         for listener in self._listeners:
             listener.start()
-        self._looking = asyncio.create_task(self._look_after(on_load))
+        self._probing = asyncio.create_task(self._probe_periodically(on_load))
 
     async def submit(self, request: EngineRequest) -> EngineStream:
         """Send a leg to the engine; what it refuses is raised by the read.
 
         Raises InvalidRequest for a call that cannot be sent.
         """
-        call = self._ways.call_of(request)
+        call = self._client.call_of(request)
         read = call.reader()
         stream: EngineStream
         if call.answered is not None:
@@ -166,25 +176,25 @@ class ServedEngine:
         for listener in self._listeners:
             listener.stop()
         self._listeners = ()
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        if self._probing is not None:
+            self._probing.cancel()
+            self._probing = None
         await self._server.close()
 
-    async def _look_after(self, on_load: LoadSink) -> None:
+    async def _probe_periodically(self, on_load: LoadSink) -> None:
         while True:
             try:
-                look = await self._ways.look(self._server)
+                probe = await self._client.look(self._server)
             except KvrouterError as error:
                 self._not_heard(error.message)
-            except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and looking goes on
+            except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and probing goes on
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"{self._server.url}: a look at the engine failed", "exception": error}
                 )
                 self._not_heard(f"{type(error).__name__}: {error}")
             else:
-                self._heard(look)
-                for report in look.loads:
+                self._heard(probe)
+                for report in probe.loads:
                     on_load(replace(report, kv_events_skipped=self._skipped(report.rank.dp_rank)))
             await asyncio.sleep(self._look_each_s)
 
@@ -195,24 +205,24 @@ class ServedEngine:
         return dict(skipped)
 
     def _not_heard(self, why: str) -> None:
-        self._failed_looks += 1
-        if self._failed_looks == SILENT_AFTER_LOOKS:
-            self._tell(why)
+        self._failed_probes += 1
+        if self._failed_probes == SILENT_AFTER_LOOKS:
+            self._notify(why)
 
-    def _heard(self, look: Look) -> None:
+    def _heard(self, probe: Probe) -> None:
         was_silent = self._is_silent
-        self._failed_looks = 0
-        if look.started is not None and look.started != self._started:
-            self._started = look.started
-            self._tell("the engine was started anew")
+        self._failed_probes = 0
+        if probe.started is not None and probe.started != self._started:
+            self._started = probe.started
+            self._notify("the engine was started anew")
         elif was_silent:
-            self._tell("the engine answers again")
+            self._notify("the engine answers again")
 
     @property
     def _is_silent(self) -> bool:
-        return self._failed_looks >= SILENT_AFTER_LOOKS
+        return self._failed_probes >= SILENT_AFTER_LOOKS
 
-    def _tell(self, why: str) -> None:
+    def _notify(self, why: str) -> None:
         self._on_state(
             EngineState(
                 answers=not self._is_silent,

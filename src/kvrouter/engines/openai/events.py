@@ -1,4 +1,4 @@
-"""What stands in an answer of OpenAI's form: the tokens, the text, the usage and why it ended.
+"""Chunks of an OpenAI answer: tokens, text, usage, finish reason.
 
 Only what routing needs is read. What was asked of the engine for the router's sake, and not by the client, is
 cut out of the bytes again; everything else passes as the engine wrote it.
@@ -30,13 +30,13 @@ class AnswerUsage(msgspec.Struct, frozen=True):
 
     @property
     def cached_tokens(self) -> int | None:
-        """How many prompt tokens the engine had cached; None when it does not tell."""
+        """How many prompt tokens the engine had cached; None when it does not say."""
         details = self.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
 
 class _Words(msgspec.Struct, frozen=True):
-    """A message or a delta. What is not plain text is only looked at for being there."""
+    """A message or a delta. What is not plain text is only checked for presence."""
 
     content: str | None = None
     reasoning: Raw | UnsetType = UNSET
@@ -94,14 +94,14 @@ class AnswerEvent(msgspec.Struct, frozen=True):
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The tokens of its one choice, where the engine tells them."""
+        """The tokens of its one choice, where the engine sends them."""
         if len(self.choices) != 1:
             return ()
         return self.choices[0].token_ids or ()
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether it tells which tokens its text is made of."""
+        """Whether it has the tokens that its text is made of."""
         return len(self.choices) == 1 and self.choices[0].token_ids is not None
 
     @property

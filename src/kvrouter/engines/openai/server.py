@@ -1,18 +1,20 @@
-"""The engine's HTTP server, as the worker beside it reaches it.
+"""An HTTP client for an engine's server, and its metrics page.
 
-Clients may read what an error of a call says, so it does not tell where the engine is; one of a look does.
+Clients may read what an error of a call says, so it omits the engine's address; an error of a probe has it.
 """
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from weakref import WeakSet
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
-from kvrouter.planes.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
 """How long the engine's server may take to accept a connection."""
@@ -114,7 +116,7 @@ class EngineServer:
         """Close every connection; open answers break. Idempotent."""
         if self._session is not None:
             for answer in tuple(self._answers):
-                answer.close()  # a session alone leaves whoever reads waiting
+                answer.close()  # a session alone leaves the readers waiting
             await self._session.close()
             self._session = None
 
@@ -211,7 +213,7 @@ def failure_inside(code: int | str | None, message: str, param: str | None) -> K
 
 
 def said(body: bytes) -> tuple[str, str | None]:
-    """Return the message of an error answer, and the field that it is about where the engine tells."""
+    """Return the message of an error answer, and the field that it is about where the engine names it."""
     try:
         failure = _failure.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -238,3 +240,33 @@ async def _read_whole(answer: aiohttp.ClientResponse) -> bytes:
         if size_bytes > ANSWER_MAX_BYTES:
             raise StreamBroken(f"the answer is over the {ANSWER_MAX_BYTES} bytes allowed")
     return b"".join(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One value of one metric."""
+
+    labels: Mapping[str, str]
+    value: float
+
+
+Samples = Mapping[str, Sequence[Sample]]
+"""The samples of each metric that was found, by its name."""
+
+
+def read_metrics(page: bytes, names: Iterable[str]) -> Samples:
+    """Return the samples of ``names`` in a page of Prometheus's text format; raise ProtocolError.
+
+    A page has thousands of lines, and most are histograms that nobody here reads: those are not parsed.
+    """
+    wanted = tuple(names)
+    try:
+        lines = [line for line in page.decode().splitlines() if line.startswith(wanted)]
+        found: dict[str, list[Sample]] = {}
+        for metric in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in metric.samples:
+                if sample.name in wanted:
+                    found.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
+    except (ValueError, KeyError, IndexError) as error:
+        raise ProtocolError(f"the engine's metrics page cannot be read: {error}", param="metrics") from error
+    return found

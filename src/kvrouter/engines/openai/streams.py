@@ -1,20 +1,116 @@
-"""The answer to one leg, read from the engine's HTTP answer as far as its reader wants."""
+"""The answer to one leg, read from the engine's HTTP answer: server-sent events or one body."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 
 import aiohttp
+import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
-from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams
-from kvrouter.engines.openai.events import AnswerEvent, AnswerUsage, ReadEvent, Unasked, read_event
-from kvrouter.engines.openai.raw import RawEvents
-from kvrouter.engines.openai.server import failed_by, failure_inside, let_end
-from kvrouter.engines.openai.sse import DONE, EventCutter
-from kvrouter.planes.requests.port import StreamBroken
+from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, KvTransferParams
+from kvrouter.engines.openai.events import (
+    AnswerEvent,
+    AnswerUsage,
+    ReadEvent,
+    Unasked,
+    read_event,
+    without_token_ids,
+)
+from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater, failed_by, failure_inside, let_end
+from kvrouter.transports.requests.port import EngineStream, StreamBroken
+
+
+class RawEvents:
+    """Takes out of the events of one stream what was asked for the router's sake.
+
+    An engine that is asked for the usage writes its fingerprint next to that, and else into the last event of
+    the answer: that one waits for the usage, which comes right behind it, and gets the fingerprint back.
+    """
+
+    def __init__(self, *, added_token_ids: bool, unasked: Unasked, added_usage: bool) -> None:
+        self._added_token_ids = added_token_ids
+        self._unasked = unasked
+        self._added_usage = added_usage
+        self._last = b""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether bytes wait here: the tokens that belong to them wait too."""
+        return bool(self._last)
+
+    def take(self, event: AnswerEvent, raw: bytes) -> bytes:
+        """Return what of ``raw``, and of what waits, goes to the client now."""
+        if self._added_usage and event.is_usage_alone:
+            return self._released(event.system_fingerprint)
+        if self._added_token_ids:
+            raw = without_token_ids(raw, self._unasked)
+        if self._added_usage and event.finish is not None and event.is_first_choice_alone:
+            waited, self._last = self._last, raw
+            return waited
+        return self._released(None) + raw
+
+    def end(self, raw: bytes) -> bytes:
+        """Return what still waits, and ``raw``, which ends the stream."""
+        return self._released(None) + raw
+
+    def _released(self, fingerprint: str | None) -> bytes:
+        raw, self._last = self._last, b""
+        if not raw or fingerprint is None:
+            return raw
+        body, brace, end = raw.rpartition(b"}")
+        return b'%b,"system_fingerprint":%b%b%b' % (body, msgspec.json.encode(fingerprint), brace, end)
+
+
+EVENT_MAX_BYTES = 16 * 1024 * 1024
+"""The longest event that is read; a chunk with log probabilities of a long answer is far below."""
+
+DONE = b"[DONE]"
+
+
+class EventCutter:
+    """Cuts a stream of bytes into events. An event is ``(raw, data)``: its bytes, and its data lines."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the last event is complete."""
+        return not self._rest.strip()
+
+    def push(self, piece: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the events that ``piece`` completes; raise ProtocolError for one that is too long."""
+        data = self._rest + piece
+        begin = 0
+        while True:
+            end = _end_of_event(data, begin)
+            if end < 0:
+                break
+            raw = data[begin:end]
+            yield raw, _data_of(raw)
+            begin = end
+        self._rest = data[begin:]
+        if len(self._rest) > EVENT_MAX_BYTES:
+            raise ProtocolError(f"an event is over the {EVENT_MAX_BYTES} bytes allowed", param="data")
+
+
+def _end_of_event(data: bytes, begin: int) -> int:
+    """Where the event that begins at ``begin`` ends, its blank line included; -1 while it is not complete."""
+    bare = data.find(b"\n\n", begin)
+    # Whichever ends first, so that what comes later never changes where an event ended.
+    full = data.find(b"\r\n\r\n", begin, len(data) if bare < 0 else bare + 1)
+    if full >= 0:
+        return full + 4
+    return -1 if bare < 0 else bare + 2
+
+
+def _data_of(raw: bytes) -> bytes:
+    lines = [line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:")]
+    return lines[0] if len(lines) == 1 else b"\n".join(lines)
+
 
 RAW_CHUNK_BYTES = 2048
 """From so many bytes of events on a chunk is sent: on the request plane it takes one token of credit."""
@@ -24,7 +120,7 @@ PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class AnswerReading:
     """How an answer is read.
 
     ``passes_raw``: the client gets the engine's bytes, else only tokens are wanted. ``added_token_ids`` and
@@ -46,7 +142,7 @@ class SseStream:
     """
 
     def __init__(
-        self, answer: aiohttp.ClientResponse, reading: Reading, read: ReadEvent = read_event
+        self, answer: aiohttp.ClientResponse, reading: AnswerReading, read: ReadEvent = read_event
     ) -> None:
         self._answer = answer
         self._reading = reading
@@ -165,7 +261,7 @@ class WholeStream:
     """
 
     def __init__(
-        self, send: Coroutine[None, None, bytes], reading: Reading, read: ReadEvent = read_event
+        self, send: Coroutine[None, None, bytes], reading: AnswerReading, read: ReadEvent = read_event
     ) -> None:
         self._reading = reading
         self._read = read
@@ -225,7 +321,7 @@ def _in_pieces(chunk: EngineChunk) -> deque[EngineChunk]:
 class _Gathered:
     """What the events of one read come to."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: AnswerReading) -> None:
         self._reading = reading
         self._raw: list[bytes] = []
         self._raw_bytes = 0
@@ -238,8 +334,8 @@ class _Gathered:
 
     @property
     def is_worth_sending(self) -> bool:
-        """Whether it need not wait for more. Where tokens are told, what comes before the first of them (the
-        role) waits for it: until then the client has nothing, and another worker may begin anew.
+        """Whether it need not wait for more. Where tokens are reported, what comes before the first of them
+        (the role) waits for it: until then the client has nothing, and another worker may begin again.
         """
         waits_for_tokens = self._reading.added_token_ids and self._text_chars is not None
         return not self.is_empty and bool(self._token_ids or not waits_for_tokens)
@@ -288,3 +384,124 @@ class _Gathered:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
         )
+
+
+READ_WITHIN_S = 1.0
+"""How long an engine's server may take to read a call. A connection that is closed before that may take its
+call with it, unread."""
+
+
+class ArrivingStream:
+    """The answer of a decode leg that comes for KV which waits at a prefill engine.
+
+    Only the decode engine can notify the prefill engine that nobody comes any more: it does so when it aborts
+    the call, with or without having fetched anything. Of a call that it never read it notifies nobody, and
+    the KV keeps its blocks until its lease ends. So a call that is cancelled is taken back once it was surely
+    read; the reader of its answer gets the end at once.
+    """
+
+    def __init__(self, inner: EngineStream, *, read_within_s: float = READ_WITHIN_S) -> None:
+        loop = asyncio.get_running_loop()
+        self._inner = inner
+        self._loop = loop
+        self._read_at_s = loop.time() + read_within_s
+        self._left: asyncio.Future[EngineChunk] = loop.create_future()
+        self._has_begun = False
+        self._is_over = False
+
+    def __aiter__(self) -> "ArrivingStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._has_begun:
+            return await self._inner.__anext__()
+        reading = asyncio.ensure_future(self._inner.__anext__())
+        try:
+            await asyncio.wait({reading, self._left}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()  # where the client left meanwhile, nobody else reads it
+        if self._left.done():
+            self._is_over = True
+            return self._left.result()
+        chunk = reading.result()
+        self._has_begun = True
+        return chunk
+
+    def cancel(self, reason: str) -> None:
+        """Ask the engine to stop, once it knows of the call. Idempotent."""
+        if self._has_begun:
+            self._inner.cancel(reason)
+        elif not self._left.done():
+            self._left.set_result(EngineChunk(finish=FinishReason.CANCELLED, error=reason))
+            self._loop.call_at(max(self._read_at_s, self._loop.time()), self._inner.cancel, reason)
+
+
+KV_FAILURES = (EngineFailed, EngineFailedLater)
+
+
+class FetchingStream:
+    """Takes an engine that fails such a leg before its first token to have got no KV: it does not say why it
+    failed, and that is why most do. The leg is then prefilled again, and nobody is blamed. ``failures`` are
+    how it may say so.
+    """
+
+    def __init__(self, inner: EngineStream, failures: tuple[type[KvrouterError], ...] = KV_FAILURES) -> None:
+        self._inner = inner
+        self._failures = failures
+        self._has_begun = False
+
+    def __aiter__(self) -> "FetchingStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        try:
+            chunk = await self._inner.__anext__()
+        except self._failures as error:
+            if self._has_begun:
+                raise
+            return EngineChunk(finish=FinishReason.ERROR, error=error.message, kv_lost=KvLoss.BROKEN)
+        self._has_begun = True
+        return chunk
+
+    def cancel(self, reason: str) -> None:
+        """Ask the engine to stop. Idempotent."""
+        self._inner.cancel(reason)
+
+
+class OpeningStream:
+    """An :class:`EngineStream` from the moment that its call is sent.
+
+    Engines may send the head of a stream with its first token, after their whole queue: the router waits less
+    for the word that a leg was accepted. What the engine refuses is raised by the read.
+    """
+
+    def __init__(self, opening: Coroutine[None, None, EngineStream]) -> None:
+        self._opening = asyncio.create_task(opening)
+        self._cancelled: str | None = None
+        self._is_over = False
+
+    def __aiter__(self) -> "OpeningStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        if self._is_over:
+            raise StopAsyncIteration
+        if not self._opening.done():
+            await asyncio.wait({self._opening})
+        if self._opening.cancelled():
+            self._is_over = True
+            return EngineChunk(finish=FinishReason.CANCELLED, error=self._cancelled)
+        if self._opening.exception() is not None:
+            self._is_over = True
+        return await self._opening.result().__anext__()
+
+    def cancel(self, reason: str) -> None:
+        """Ask the engine to stop. Idempotent."""
+        if self._cancelled is not None:
+            return
+        self._cancelled = reason
+        if not self._opening.cancel() and not self._opening.cancelled() and self._opening.exception() is None:
+            self._opening.result().cancel(reason)

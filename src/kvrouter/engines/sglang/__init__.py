@@ -1,1 +1,1 @@
-"""SGLang: its wire turned into core's words."""
+"""SGLang: probes, calls and KV events."""

@@ -1,4 +1,4 @@
-"""A leg as SGLang's server takes it: the client's call where it can go as it was written, else token ids.
+"""A leg as SGLang's server takes it: the client's call unchanged where possible, else token ids.
 
 With disaggregation both legs get the same call and the same meeting place; the decode side waits for the KV
 there.
@@ -20,7 +20,7 @@ from kvrouter.engines.openai.events import (
     Failure,
     Unasked,
 )
-from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.openai.streams import AnswerReading
 
 GENERATE = "/generate"
 
@@ -67,7 +67,7 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
         put(body, stream=False)
         drop(body, "stream_options")
     elif call.stream:
-        is_completion = call.route is CallRoute.COMPLETION  # the stream of a chat refuses to tell tokens
+        is_completion = call.route is CallRoute.COMPLETION  # the stream of a chat refuses to report tokens
         adds_tokens = is_completion and call.resumable and "return_token_ids" not in body
         if adds_tokens:
             put(body, return_token_ids=True)
@@ -78,7 +78,7 @@ def call_of(request: EngineRequest, *, n_ranks: int = 1) -> EngineCall:
         path=call.route.value,
         body=bytes_of(body),
         streams=call.stream and not is_prefill,
-        reading=Reading(
+        reading=AnswerReading(
             passes_raw=not is_prefill,
             added_token_ids=adds_tokens,
             unasked=Unasked.NOTHING,
@@ -101,7 +101,7 @@ def _tokens(request: EngineRequest, n_ranks: int) -> EngineCall:
         path=GENERATE,
         body=bytes_of(body),
         streams=request.leg is not Leg.PREFILL,
-        reading=Reading(passes_raw=False),
+        reading=AnswerReading(passes_raw=False),
         reader=GenerateReader,
     )
 
@@ -162,7 +162,7 @@ class _Generated(msgspec.Struct, frozen=True):
 
 
 def _aborted(ended: _Ended | None) -> Failure | None:
-    """What was refused, or failed, is told as an abort with a status, beside a token of no worth."""
+    """What was refused, or failed, is reported as an abort with a status, with a meaningless token."""
     if ended is None or ended.type != "abort" or ended.status_code is None:
         return None
     return Failure(ended.message, ended.status_code)
@@ -173,7 +173,7 @@ _generated = msgspec.json.Decoder(_Generated)
 
 class GenerateReader:
     """Reads one answer of ``/generate``. Each event has all tokens so far, or, with the server's
-    ``--incremental-streaming-output``, the new ones: the count beside them tells which.
+    ``--incremental-streaming-output``, the new ones: the count next to them shows which.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""TensorRT-LLM: its wire turned into core's words."""
+"""TensorRT-LLM: probes, calls and KV events."""

@@ -1,6 +1,6 @@
-"""A leg as TensorRT-LLM's server takes it: the client's call where it can go as it was written, else tokens.
+"""A leg as TensorRT-LLM's server takes it: the client's call unchanged where possible, else token ids.
 
-A prefill leg is ``context_only``: its answer tells where the KV waits, and the first token. The decode leg is
+A prefill leg is ``context_only``: its answer says where the KV waits, and the first token. The decode leg is
 ``generation_only``, gets all of that back, and its answer begins with that very token: what the context
 engine said of it is not sent to the client. The server refuses fields that it does not know.
 """
@@ -26,8 +26,8 @@ from kvrouter.engines.openai.bodies import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.server import EngineFailed, EngineFailedLater
-from kvrouter.engines.openai.streams import Reading
-from kvrouter.engines.trtllm.handoff import Handoff, PrefillReader, answered_as, without_handoff
+from kvrouter.engines.openai.streams import AnswerReading
+from kvrouter.engines.trtllm.handoff import ContextHandoff, PrefillReader, answered_as, without_handoff
 
 _DRAWN = (
     "temperature",
@@ -73,14 +73,14 @@ def call_of(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
         raise InvalidRequest(
             "model: TensorRT-LLM's server takes adapters by their files, not by name", param="model"
         )
-    handoff = None if request.kv_transfer_params is None else Handoff.of(request.kv_transfer_params)
+    handoff = None if request.kv_transfer_params is None else ContextHandoff.of(request.kv_transfer_params)
     if request.leg is Leg.PREFILL:
         return _prefill(request, has_shared_ids=has_shared_ids)
     passes_raw = request.call is not None and not request.resumed_tokens
     if handoff is not None and handoff.answer is not None:
         return _answered(request, handoff.answer, passes_raw=passes_raw)
     body, path = _body_of(request)
-    reading = Reading(passes_raw=passes_raw)
+    reading = AnswerReading(passes_raw=passes_raw)
     streams = not passes_raw or _streams(request)
     adds_usage = streams and not _has_usage(body)
     if adds_usage:
@@ -109,7 +109,7 @@ def _prefill(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
             raise InvalidRequest(
                 f"{name}: TensorRT-LLM hands one answer over to a decode worker, not several", param=name
             )
-    drop(body, "stream_options")  # which is refused beside an answer that is not streamed
+    drop(body, "stream_options")  # which is refused with an answer that is not streamed
     context: dict[str, object] = {"request_type": "context_only"}
     if has_shared_ids:
         context["disagg_request_id"] = _shared_id(request.engine_key)
@@ -118,7 +118,7 @@ def _prefill(request: EngineRequest, *, has_shared_ids: bool) -> EngineCall:
         path=path,
         body=bytes_of(body),
         streams=False,
-        reading=Reading(passes_raw=False),
+        reading=AnswerReading(passes_raw=False),
         reader=partial(PrefillReader, request.token_ids),
     )
 
@@ -132,7 +132,7 @@ def _answered(request: EngineRequest, answer: str, *, passes_raw: bool) -> Engin
         path="",
         body=b"",
         streams=False,
-        reading=Reading(passes_raw=passes_raw),
+        reading=AnswerReading(passes_raw=passes_raw),
         reader=lambda: read,
         answered=raw,
     )

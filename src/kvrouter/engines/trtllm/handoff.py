@@ -1,4 +1,4 @@
-"""What a context-only answer hands over to the decode leg, in the params that pass through the router.
+"""The handoff of TensorRT-LLM: what a context-only answer carries to the decode leg.
 
 Usually its KV, by what the engine says of it. Where the first token ended the answer, the answer itself: a
 decode engine would go on behind its end.
@@ -25,8 +25,8 @@ _Fields = dict[str, msgspec.Raw]
 PromptIds = list[int | list[int]]
 
 
-class Handoff(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``disaggregated_params`` are the engine's own. ``prompt_token_ids`` are told where the prefill engine's
+class ContextHandoff(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``disaggregated_params`` are the engine's own. ``prompt_token_ids`` are set where the prefill engine's
     are not the router's. ``answer`` is the whole one, in JSON, where nothing is left to do.
     """
 
@@ -36,7 +36,7 @@ class Handoff(msgspec.Struct, frozen=True, omit_defaults=True):
     answer: str | None = None
 
     @classmethod
-    def of(cls, params: KvTransferParams) -> "Handoff":
+    def of(cls, params: KvTransferParams) -> "ContextHandoff":
         """Read what a prefill worker handed over; raise EngineFailed for what is none of TensorRT-LLM's."""
         try:
             handoff = msgspec.convert(params, cls)
@@ -87,26 +87,26 @@ class PrefillReader:
         if len(said.choices) != 1:
             raise ProtocolError(f"choices: one is handed over, not {len(said.choices)}", param="choices")
         (choice,) = said.choices
-        handoff: Handoff | None = None
+        handoff: ContextHandoff | None = None
         finish = choice.finish_reason
         if finish in _GOES_ON:
             finish = "length"
             if choice.disaggregated_params is not None:
-                handoff = Handoff(
+                handoff = ContextHandoff(
                     choice.disaggregated_params, self._unlike(said.prompt_token_ids), said.usage
                 )
         elif finish is not None:
-            handoff = Handoff(answer=without_handoff(data).decode())
+            handoff = ContextHandoff(answer=without_handoff(data).decode())
         return replace(
             event,
             choices=(Choice(finish_reason=finish),),
             kv_transfer_params=None if handoff is None else msgspec.to_builtins(handoff),
         )
 
-    def _unlike(self, told: PromptIds | None) -> PromptIds | None:
-        if told is not None and len(told) == 1 and isinstance(told[0], list):
-            told = [*told[0]]
-        return None if told is None or told == self._token_ids.tolist() else told
+    def _unlike(self, prompt: PromptIds | None) -> PromptIds | None:
+        if prompt is not None and len(prompt) == 1 and isinstance(prompt[0], list):
+            prompt = [*prompt[0]]
+        return None if prompt is None or prompt == self._token_ids.tolist() else prompt
 
 
 def answered_as(answer: bytes, *, is_streamed: bool, has_usage: bool) -> tuple[bytes, ReadEvent]:
@@ -121,8 +121,8 @@ def answered_as(answer: bytes, *, is_streamed: bool, has_usage: bool) -> tuple[b
 
 def _as_stream(answer: bytes, *, has_usage: bool) -> bytes:
     whole = _decoded(_fields, answer)
-    told = ("id", "object", "created", "model")
-    shared: dict[str, object] = {name: whole[name] for name in told if name in whole}
+    names = ("id", "object", "created", "model")
+    shared: dict[str, object] = {name: whole[name] for name in names if name in whole}
     if bytes(whole.get("object", _null)) == b'"chat.completion"':
         shared["object"] = "chat.completion.chunk"
     events: list[Mapping[str, object]] = [
@@ -136,8 +136,8 @@ def _as_stream(answer: bytes, *, has_usage: bool) -> bytes:
 
 def _piece_of(choice: _Fields) -> _Fields:
     """A choice of a stream: its message is called a delta there, and what is null is left out."""
-    told = ("index", "message", "text", "token_ids", "logprobs", "finish_reason", "stop_reason")
-    piece = {name: choice[name] for name in told if name in choice and bytes(choice[name]) != b"null"}
+    names = ("index", "message", "text", "token_ids", "logprobs", "finish_reason", "stop_reason")
+    piece = {name: choice[name] for name in names if name in choice and bytes(choice[name]) != b"null"}
     if "message" in piece:
         piece["delta"] = piece.pop("message")
     return piece

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own KV events, asked for over HTTP: its server hands out each event once."""
+"""TensorRT-LLM's KV events, polled over HTTP: its server hands out each event once."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -6,13 +6,20 @@ from dataclasses import dataclass
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank
-from kvrouter.engines.customs.follower import BatchFollower, Command, Missed, Publish, Refused, Restarted
-from kvrouter.engines.customs.telling import Listener, OnChange
-from kvrouter.engines.customs.words import FIRST_RANK, EngineFacts, Skipped
+from kvrouter.engines.kv_events.event_stream import (
+    Command,
+    EngineEventStream,
+    MalformedBatch,
+    Missed,
+    Publish,
+    Restarted,
+)
+from kvrouter.engines.kv_events.listener import EventListener, OnChange
+from kvrouter.engines.kv_events.records import FIRST_RANK, EngineTraits, Skipped
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EventsSink
-from kvrouter.engines.trtllm.native import NativeEvents, native_batches
-from kvrouter.planes.background import go_on
+from kvrouter.engines.trtllm.events import NativeEvents, native_batches
+from kvrouter.transports.background import go_on
 
 EVENTS = "/kv_cache_events"
 
@@ -34,7 +41,7 @@ class Polled:
     block_size: int
     poll_each_s: float = POLL_EACH_S
 
-    def listeners(self, on_events: EventsSink, on_change: OnChange) -> tuple[Listener, ...]:
+    def listeners(self, on_events: EventsSink, on_change: OnChange) -> tuple[EventListener, ...]:
         """Return the only one that may ask."""
         return (
             PollingListener(
@@ -50,8 +57,8 @@ class Polled:
 class PollingListener:
     """Asks from :meth:`start` to :meth:`stop`.
 
-    An engine's first event tells that it made its cache: until that one came, others may have been told to
-    somebody else. An id that comes again is of another start of the engine; events of an answer that broke
+    An engine's first event says that it made its cache: until that one came, others may have been sent to
+    another client. An id that comes again is of another start of the engine; events of an answer that broke
     off are missing once the next one comes. Events of ranks other than the first are let go: its server
     cannot be asked for a rank.
     """
@@ -67,7 +74,7 @@ class PollingListener:
     ) -> None:
         self._server = server
         self._native = NativeEvents(block_size)
-        self._facts = EngineFacts(block_size=block_size)
+        self._facts = EngineTraits(block_size=block_size)
         self._follower = self._new_follower()
         self._on_events = on_events
         self._on_change = on_change
@@ -111,7 +118,7 @@ class PollingListener:
                 self._on_change(f"what it tells of its KV events cannot be read: {error.message}")
                 self._forget()
             except (KvrouterError, TimeoutError):
-                pass  # whether it answers at all is told by the looks at it
+                pass  # whether it answers at all is reported by the probes
             await asyncio.sleep(self._poll_each_s)
 
     async def _hear(self, answer: bytes) -> None:
@@ -148,13 +155,13 @@ class PollingListener:
             self._on_change(f"its rank {dp_rank} is not looked at: its server cannot be asked for a rank")
 
     def _forget(self) -> None:
-        """Nobody can tell what is held now: begin with whatever comes."""
+        """What is held now is unknown: begin with whatever comes."""
         self._do(self._follower.on_deaf())
         self._follower = self._new_follower()
         self._last_id = -1
 
-    def _new_follower(self) -> BatchFollower:
-        return BatchFollower(self._native.decode, self._facts, can_replay=False)
+    def _new_follower(self) -> EngineEventStream:
+        return EngineEventStream(self._native.decode, self._facts, can_replay=False)
 
     def _do(self, commands: Iterable[Command]) -> None:
         for command in commands:
@@ -166,7 +173,7 @@ class PollingListener:
                     self._on_change(f"KV events from {command.first_seq} {last} lost for good")
                 case Restarted():
                     self._on_change("its KV events began anew")
-                case Refused():
+                case MalformedBatch():
                     self._on_change(f"one of its KV events cannot be read: {command.error.message}")
 
     def _ended(self, task: asyncio.Task[None]) -> None:

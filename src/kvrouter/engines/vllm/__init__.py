@@ -1,1 +1,1 @@
-"""vLLM: its wire turned into core's words."""
+"""vLLM: probes, calls and KV events."""

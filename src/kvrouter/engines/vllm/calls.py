@@ -1,4 +1,4 @@
-"""A leg as vLLM's server takes it: the client's call where it can go as it was written, else token ids."""
+"""A leg as vLLM's server takes it: the client's call unchanged where possible, else token ids."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from kvrouter.engines.openai.bodies import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.events import AnswerEvent, ReadEvent, read_event
-from kvrouter.engines.openai.streams import Reading
+from kvrouter.engines.openai.streams import AnswerReading
 
 KvParams = Mapping[str, object]
 
@@ -45,7 +45,7 @@ _WHERE_KV_IS = ("kv_transfer_params", "ec_transfer_params")
 """What vLLM reads in a call, and in its ``vllm_xargs``: the router alone says it."""
 
 _REPEATS_STORES = "kv_cache_report_mode"
-"""Of ``vllm_xargs``: no removal takes back what is told twice."""
+"""Of ``vllm_xargs``: no removal takes back what is published twice."""
 
 RANK_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -77,7 +77,7 @@ def call_of(
     """Return how vLLM is asked for a leg; ``model`` is what the engine calls it.
 
     A prefill engine that ``tells_where_kv_waits`` does so in every answer; of another one an answer that does
-    not tell means that the decode engine finds the KV, in storage that both share.
+    not say means that the decode engine finds the KV, in storage that both share.
 
     Raises InvalidRequest naming a field that is no object where it must be one.
     """
@@ -109,7 +109,7 @@ def _as_written(
         body=bytes_of(body),
         headers=headers,
         streams=call.stream,
-        reading=Reading(passes_raw=True, added_token_ids=adds_tokens, added_usage=adds_usage),
+        reading=AnswerReading(passes_raw=True, added_token_ids=adds_tokens, added_usage=adds_usage),
     )
 
 
@@ -130,7 +130,7 @@ def _prefill(
                 path=path,
                 body=b"",
                 streams=False,
-                reading=Reading(passes_raw=False),
+                reading=AnswerReading(passes_raw=False),
                 answered=NOT_PREFILLED,
             )
         if request.call.route is CallRoute.CHAT:
@@ -144,7 +144,7 @@ def _prefill(
         body=bytes_of(body),
         headers=headers,
         streams=False,
-        reading=Reading(passes_raw=False),
+        reading=AnswerReading(passes_raw=False),
     )
     return call if tells_where_kv_waits else dataclasses.replace(call, reader=_reads_kv_as_found)
 
@@ -193,7 +193,7 @@ def _tokens(request: EngineRequest, model: str, headers: Mapping[str, str]) -> E
         body=bytes_of(body),
         headers=headers,
         streams=True,
-        reading=Reading(passes_raw=False),
+        reading=AnswerReading(passes_raw=False),
     )
 
 

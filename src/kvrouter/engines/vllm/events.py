@@ -10,22 +10,25 @@ from typing import Annotated
 import msgspec
 
 from kvrouter.core.hashing import multimodal_hash
-from kvrouter.engines.customs.batches import Count, EventShape, Shape, read_batch
-from kvrouter.engines.customs.fields import (
+from kvrouter.engines.kv_events.batches import (
     CLEARED,
+    Count,
+    EventLayout,
+    EventShape,
     Name,
     RemovedFields,
     StoredFields,
+    read_batch,
     removed_word,
     stored_word,
 )
-from kvrouter.engines.customs.words import (
+from kvrouter.engines.kv_events.records import (
     HASH_MASK,
     HASHES_MAX,
+    CacheGroup,
     EngineBatch,
     EngineEvent,
     EngineSkipped,
-    Group,
     MmHashes,
     Skipped,
 )
@@ -91,14 +94,16 @@ def _is_elsewhere(wire: _Stored | _Removed) -> bool:
     return isinstance(wire, _StoredMap | _RemovedMap) and wire.locality not in (None, "LOCAL")
 
 
-def _group(wire: _Stored) -> Group | None:
+def _group(wire: _Stored) -> CacheGroup | None:
     """Full attention has to find a whole prefix, and the other kinds only what lies near its end, or a state:
     its group decides what is reused. Where no kind is said, the first group stands in.
     """
     if wire.group_idx is None:
         return None
     kind = wire.kv_cache_spec_kind
-    return Group(wire.group_idx, _STANDING_UNNAMED if kind is None else _STANDING.get(kind, _STANDING_OTHER))
+    return CacheGroup(
+        wire.group_idx, _STANDING_UNNAMED if kind is None else _STANDING.get(kind, _STANDING_OTHER)
+    )
 
 
 def _read_extra_keys(wire: _Stored) -> tuple[str | None, MmHashes | None]:
@@ -140,7 +145,7 @@ def _is_digest(key: str) -> bool:
 
 def _key_hash(key: object) -> int:
     if isinstance(key, list) and key:
-        # An object's place is told by its tokens; its identifier alone names it, as a request does.
+        # An object's place follows from its tokens; its identifier alone names it, as a request does.
         key = key[0]
     if isinstance(key, str):
         return multimodal_hash(key)
@@ -151,7 +156,7 @@ def _key_hash(key: object) -> int:
     return multimodal_hash(type(key).__name__)
 
 
-_SHAPES: dict[str, Shape] = {
+_SHAPES: dict[str, EventLayout] = {
     "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
     "BlockRemoved": EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=_removed),
     "AllBlocksCleared": CLEARED,

@@ -1,4 +1,4 @@
-"""An HTTP/1.1 server for streams of tokens: a sans-I/O connection, an asyncio driver, an ASGI bridge.
+"""An HTTP/1.1 server for streams: a sans-I/O connection, an asyncio driver, an ASGI bridge.
 
 It knows nothing of routing or OpenAI beyond the shape of an error. A handler gets a :class:`Request` and a
 :class:`Responder`.
@@ -6,10 +6,9 @@ It knows nothing of routing or OpenAI beyond the shape of an error. A handler ge
 
 from kvrouter.frontend.http.asgi import AsgiBridge
 from kvrouter.frontend.http.limits import BodyLimit, Limits
-from kvrouter.frontend.http.messages import Request
 from kvrouter.frontend.http.protocol import Handler, HttpEvent
 from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder, Stream
-from kvrouter.frontend.http.response import SSE_DONE, SSE_FILLER, error_body, sse_event
+from kvrouter.frontend.http.response import SSE_DONE, SSE_FILLER, Request, error_body, sse_event
 from kvrouter.frontend.http.server import HttpServer, Observer
 
 __all__ = [

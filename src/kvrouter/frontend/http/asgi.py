@@ -1,4 +1,4 @@
-"""Serves an ASGI app (Starlette) through the same connections as the streams: every route that is not one.
+"""A bridge that serves an ASGI app (Starlette) on the server's connections.
 
 Bodies are whole in both directions. Websockets are not served; lifespan is the caller's.
 """
@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-from kvrouter.frontend.http.messages import Request
 from kvrouter.frontend.http.responder import Responder
+from kvrouter.frontend.http.response import Request
 
 __all__ = ["AsgiApp", "AsgiBridge"]
 

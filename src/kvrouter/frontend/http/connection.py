@@ -1,4 +1,4 @@
-"""One HTTP/1.1 server connection without sockets: bytes and the time go in, events come out.
+"""One HTTP/1.1 server connection, sans-I/O: bytes and the time go in, events come out.
 
 ::
 
@@ -8,30 +8,379 @@
       ▼                    ▼                      ▼
     ENDED ◀── fault ───────┴──────────────────────┘        also: EOF, "Connection: close"
 
-Beside the phase stands a count of requests that were reported and not answered yet. At
+Next to the phase, a connection counts the requests that were reported and not answered yet. At
 ``Limits.pipelined_requests``, or when their bodies reach ``Limits.body_bytes``, parsing stops between two
 messages and ``wants_read`` is False until ``request_done``; no clock runs against the client meanwhile.
 
 A body has ``body_s`` to arrive. Each byte puts the deadline off by the time that it needs at
 ``body_bytes_per_s``, but never further than ``body_s`` from now: a body that stands still ends then, however
 much of it is there.
+
+The grammar is llhttp's, strict. What is added here are the refusals that a server behind other proxies
+owes them (RFC 9112 §3.2, §6.3): a request that frames its body twice, or carries no or several Host
+headers, is not read in one of its two possible ways; it ends the connection. The request line is read here
+before llhttp sees it, which also takes RTSP and ICE, and any number of spaces.
+
+The framing is read here in addition to llhttp, which judges it. It is read only to hand llhttp one
+message at a time: where the two disagree, the message that begins inside a piece is refused.
 """
 
+import re
 from collections import deque
 from enum import Enum, auto
+from io import BytesIO
+from typing import NoReturn
+from urllib.parse import unquote_to_bytes
 
-from kvrouter.frontend.http.chunks import ChunkScanner
-from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import (
+import httptools
+
+from kvrouter.core.errors import BodyTooLarge, InvalidRequest
+from kvrouter.frontend.http.limits import BODY_UNASKED_BYTES, Limits
+from kvrouter.frontend.http.response import (
     UPLOAD_TOO_SLOW,
     BadRequest,
     CloseReason,
     ConnectionClosed,
     Event,
+    Request,
+    RequestHead,
 )
-from kvrouter.frontend.http.parsing import MessageParser, after_empty_lines
 
-__all__ = ["ServerConnection"]
+__all__ = ["ChunkScanner", "MessageParser", "ServerConnection"]
+
+
+_VERSIONS = frozenset({b"HTTP/1.0", b"HTTP/1.1"})
+_NOT_IN_LINE = re.compile(rb"[^\x20-\x7e]")
+_REQUEST_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+ [^ ]+ ([A-Z]+/[0-9]\.[0-9])")
+_AUTHORITY = rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]+)(?::[0-9]*)?"
+_HOST = re.compile(rb"(?:" + _AUTHORITY + rb")?")
+_DIGITS = re.compile(rb"[0-9]{1,18}")
+_ABSOLUTE_FORM = re.compile(rb"https?://" + _AUTHORITY + rb"(?=[/?]|$)", re.IGNORECASE)
+_EMPTY_LINES = re.compile(rb"[\r\n]++")
+_CR = 13
+_UNKNOWN_METHOD = "Invalid method"
+
+
+class _Fault(Exception):
+    """Raised inside a parser callback: the one way to stop the parser there."""
+
+
+def after_empty_lines(data: bytes | bytearray, at: int) -> int:
+    """Return the position behind the empty lines at ``at``; a request may begin with some (RFC 9112 §2.2)."""
+    found = _EMPTY_LINES.match(data, at)
+    return at if found is None else found.end()
+
+
+class MessageParser:
+    """Collects messages. ``fault`` is set by the first one that is refused; nothing is fed after it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+        self.fault: BadRequest | None = None
+        self._finished: list[Request] = []
+        self._fresh_head: RequestHead | None = None
+        self._is_resuming = False
+        self._line: bytearray | None = bytearray()
+        self._line_begin = self._line_seen = 0
+        self._begin()
+
+    @property
+    def head(self) -> RequestHead | None:
+        """The head of the message whose body is being read."""
+        return self._head
+
+    @property
+    def awaits_line(self) -> bool:
+        """Whether nothing of the next message was fed but empty lines before it."""
+        return self._line is not None and self._line_begin == len(self._line)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the current body that arrived."""
+        return self._body.tell()
+
+    @property
+    def body_left_bytes(self) -> int | None:
+        """Bytes of the current body that are still to come, or None when it is chunked."""
+        return None if self._content_bytes is None else self._content_bytes - self._body.tell()
+
+    def feed(self, data: memoryview) -> int:
+        """Parses; sets ``fault`` instead of raising. Returns the bytes taken: fewer than all at an upgrade.
+
+        An upgrade is not made: the request is served as if it had not asked (RFC 9110 §7.8). Java's HTTP
+        client asks with every first POST over plain text.
+        """
+        kept_bytes = 0
+        if self._line is not None:
+            kept_bytes = len(self._line)
+            self._line += data
+            if not self._has_line(self._line):
+                return len(data)
+            data, self._line = memoryview(self._line), None
+        try:
+            self._grammar.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._head is not None:
+                self._resume_body()
+            return int(upgrade.args[0]) - kept_bytes
+        except httptools.HttpParserError as error:
+            if self.fault is None:
+                status = 501 if str(error).startswith(_UNKNOWN_METHOD) else 400
+                self.fault = BadRequest(status, f"malformed HTTP: {error}")
+        return len(data) - kept_bytes
+
+    def _has_line(self, line: bytearray) -> bool:
+        """Whether the request line is whole, and may be parsed; sets ``fault`` when it may not."""
+        begin = self._line_begin = after_empty_lines(line, self._line_begin)
+        seen, end = max(self._line_seen, begin), line.find(b"\n", max(self._line_seen, begin))
+        until = end - 1 if end > begin else len(line) - line.endswith(b"\r")
+        self._line_seen = max(until, begin)
+        if _NOT_IN_LINE.search(line, seen, until) or (end > begin and line[until] != _CR):
+            self.fault = BadRequest(400, "malformed HTTP: a character that no request line has")
+        elif end > begin:
+            found = _REQUEST_LINE.fullmatch(line, begin, until)
+            if found is None:
+                self.fault = BadRequest(400, "malformed HTTP: not a request line")
+            elif found[1] not in _VERSIONS:
+                self.fault = BadRequest(505, "HTTP version not supported")
+            return self.fault is None
+        return False
+
+    def close(self) -> None:
+        """Drop the message that is being read. Nothing may be fed any more.
+
+        Parser and grammar hold each other, so without this the bytes of an unfinished body would stay until
+        the garbage collector comes by.
+        """
+        self._parser = None
+        self._begin()
+
+    def take_head(self) -> RequestHead | None:
+        """The head that became complete since the last call."""
+        head, self._fresh_head = self._fresh_head, None
+        return head
+
+    def take_requests(self) -> list[Request]:
+        """The requests that became complete since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    # What httptools calls.
+
+    def on_message_begin(self) -> None:
+        """Starts a message; one whose request line was not seen here is refused."""
+        if self._line is not None:
+            self._refuse(400, "malformed HTTP: bytes behind the body")
+        if not self._is_resuming:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body = BytesIO()  # its value is had without a copy
+        self._head: RequestHead | None = None
+        self._content_bytes: int | None = 0
+        self._body_fits_bytes = min(self._limits.body_bytes, BODY_UNASKED_BYTES)
+
+    def _await_line(self) -> None:
+        self._line = bytearray()
+        self._line_begin = self._line_seen = 0
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request target."""
+        if not self._is_resuming:
+            self._target += url
+
+    def on_header(self, name: bytes, value: bytes | None) -> None:
+        """One header line, or one trailer, which is counted and dropped."""
+        if self._is_resuming:
+            return
+        self._headers.append((name.lower(), (value or b"").strip(b" \t")))
+        if len(self._headers) > self._limits.headers:
+            self._refuse(431, f"more than {self._limits.headers} headers")
+
+    def on_headers_complete(self) -> None:
+        """The head is complete: everything about it is judged here, before its body is read."""
+        if self._is_resuming:
+            self._is_resuming = False
+            return
+        version = self._grammar.get_http_version()
+        method = self._grammar.get_method().decode("ascii")
+        if method == "CONNECT":
+            self._refuse(405, "CONNECT is not served")
+        self._check_host(version)
+        options = {
+            option.strip() for value in self._values(b"connection") for option in value.lower().split(b",")
+        }
+        keep_alive = b"close" not in options and (version == "1.1" or b"keep-alive" in options)
+        self._content_bytes = self._framing(version)
+        target, path, query = self._split_target(method)
+        self._check_body(self._content_bytes or 0, path)
+        expects = self._content_bytes != 0 and version == "1.1"
+        self._head = self._fresh_head = RequestHead(
+            method=method,
+            target=target,
+            path=path,
+            query=query,
+            headers=tuple(self._headers),
+            http_version=version,
+            keep_alive=keep_alive and self._grammar.should_keep_alive(),
+            expects_continue=expects and b"100-continue" in map(bytes.lower, self._values(b"expect")),
+        )
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body."""
+        if self._head is not None:
+            self._check_body(self._body.tell() + len(body), self._head.path)
+        self._body.write(body)
+
+    def on_message_complete(self) -> None:
+        """The message is whole."""
+        if self._head is None:
+            self._refuse(400, "malformed HTTP: no head")
+        if self._grammar.should_upgrade() and self._content_bytes != 0:
+            return  # llhttp takes the body for another protocol's bytes; ``feed`` sees to it
+        self._finished.append(Request(self._head, self._body.getvalue()))
+        self._begin()
+        self._await_line()
+
+    def _resume_body(self) -> None:
+        """Has the body behind an upgrade request read after all, by a parser that saw no upgrade."""
+        length = self._content_bytes
+        framing = b"transfer-encoding: chunked" if length is None else b"content-length: %d" % length
+        self._parser = httptools.HttpRequestParser(self)
+        self._is_resuming = True
+        self._grammar.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n\r\n")
+
+    @property
+    def _grammar(self) -> httptools.HttpRequestParser:
+        if self._parser is None:
+            raise RuntimeError("this parser is closed")
+        return self._parser
+
+    def _values(self, name: bytes) -> list[bytes]:
+        return [value for key, value in self._headers if key == name]
+
+    def _check_host(self, version: str) -> None:
+        hosts = self._values(b"host")
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            self._refuse(400, "a request carries exactly one Host header")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            self._refuse(400, "invalid Host")
+
+    def _framing(self, version: str) -> int | None:
+        """The body's length in bytes, None when it is chunked; two framings, or an odd one, are refused."""
+        lengths, codings = self._values(b"content-length"), self._values(b"transfer-encoding")
+        if codings:
+            if lengths or len(codings) > 1 or version == "1.0":
+                self._refuse(400, "ambiguous body framing")
+            if codings[0].lower() != b"chunked":
+                self._refuse(501, "only the chunked transfer coding is served")
+            return None
+        if not lengths:
+            return 0
+        if len(lengths) > 1 or not _DIGITS.fullmatch(lengths[0]):
+            self._refuse(400, "invalid Content-Length")
+        return int(lengths[0])
+
+    def _split_target(self, method: str) -> tuple[bytes, str, str]:
+        """(path as sent, path decoded, query) of an origin-form or absolute-form target, or of ``*``."""
+        target = self._target
+        origin = _ABSOLUTE_FORM.match(target)
+        if origin is not None:
+            target = target[origin.end() :]
+            if not target.startswith(b"/"):
+                target = b"/" + target
+        is_server = target == b"*" and method == "OPTIONS"
+        if not (target.startswith(b"/") or is_server) or b"#" in target:
+            self._refuse(400, "invalid request target")
+        raw_path, _, query = target.partition(b"?")
+        try:
+            return raw_path, unquote_to_bytes(raw_path).decode("utf-8"), query.decode("ascii")
+        except UnicodeDecodeError:
+            self._refuse(400, "the request target is not UTF-8")
+
+    def _check_body(self, body_bytes: int, path: str) -> None:
+        """Refuse a body that is too long for its path; a limit that was asked for holds for all of it."""
+        if body_bytes <= self._body_fits_bytes:
+            return
+        most, why = self._limits.body_bytes, ""
+        if self._limits.body_limit is not None:
+            limit = self._limits.body_limit(path)
+            if limit.max_bytes <= most:
+                most, why = limit.max_bytes, f", {limit.why}"
+        self._body_fits_bytes = most
+        if body_bytes > most:
+            message = f"the request body is over {most} bytes{why}"
+            self._refuse(BodyTooLarge.status_hint, message, code=BodyTooLarge.code)
+
+    def _refuse(self, status: int, reason: str, *, code: str = InvalidRequest.code) -> NoReturn:
+        self.fault = BadRequest(status, reason, code)
+        raise _Fault(reason)
+
+
+_SHORT = re.compile(b"(?s:%b)*+" % b"|".join(rb"%x\r\n.{%d}\r\n" % (size, size) for size in range(1, 16)))
+_LINE = re.compile(rb"0{0,40}+([0-9A-Fa-f]{1,16})(?:;[^\r\n]*+)?\r\n")
+_SIZE = re.compile(rb"0*+([0-9A-Fa-f]{0,16})(?![0-9A-Fa-f])")
+_LINE_BYTES_KEPT = 64
+_LINE_END_BYTES = 2
+
+
+class ChunkScanner:
+    """Finds the end of one chunked body, whatever parts it comes in."""
+
+    def __init__(self) -> None:
+        self._skip_bytes = 0  # what is left of a chunk and of the line end behind it
+        self._line = b""  # the first bytes of a line that is not whole
+        self._in_trailers = False
+        self._over = False  # at its end, or at a line that is no chunk's
+
+    def end(self, data: bytes, at: int) -> int:
+        """The position behind the body, or the length of ``data``, all of which then belongs to it."""
+        size = len(data)
+        if self._over:
+            return size
+        at += self._skip_bytes
+        while at < size:
+            if not (self._line or self._in_trailers):
+                at = _at_end(_SHORT, data, at)
+                line = _LINE.match(data, at)
+                chunk_bytes = int(line[1], 16) if line is not None else 0
+                if line is not None and chunk_bytes:
+                    at = line.end() + chunk_bytes + _LINE_END_BYTES
+                    continue
+                if at == size:
+                    break
+            line_end = data.find(b"\n", at)
+            if line_end < 0:
+                self._line += data[at : at + _LINE_BYTES_KEPT - len(self._line)]
+                self._skip_bytes = 0
+                return size
+            text = self._line + data[at : min(line_end, at + _LINE_BYTES_KEPT - len(self._line))]
+            self._line = b""
+            at = line_end + 1
+            if self._in_trailers:
+                if text == b"\r":
+                    self._over = True
+                    return at
+                continue
+            found = _SIZE.match(text)
+            if found is None or found.end() in (0, _LINE_BYTES_KEPT):
+                self._over = True
+                return size
+            chunk_bytes = int(found[1] or b"0", 16)
+            self._in_trailers = chunk_bytes == 0
+            if chunk_bytes:
+                at += chunk_bytes + _LINE_END_BYTES
+        self._skip_bytes = at - size
+        return size
+
+
+def _at_end(pattern: re.Pattern[bytes], data: bytes, at: int) -> int:
+    found = pattern.match(data, at)
+    return at if found is None else found.end()
+
 
 _HEAD_END = b"\r\n\r\n"
 # A chunk of one byte costs five bytes of framing; a client that needs more than eight is padding.

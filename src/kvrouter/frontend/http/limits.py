@@ -1,4 +1,4 @@
-"""The limits of the HTTP server: every queue, buffer and wait, with the number that makes it full."""
+"""The limits of the HTTP server: every queue, buffer and wait, and the setting or constant behind it."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One connection on asyncio: drives :class:`ServerConnection` with a transport, one request at a time.
+"""One HTTP connection on asyncio: drives :class:`ServerConnection`, one request at a time.
 
 A request that came early (pipelining) waits until the answer before it has ended, its handler has returned
 and the client has taken enough of it. So answers keep their order, and a client that does not read cannot
@@ -18,16 +18,19 @@ from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import BodyTooLarge, KvrouterError
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import (
+from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
+from kvrouter.frontend.http.response import (
+    CONTINUE,
+    PROCESSING,
     UPLOADS_FULL,
     BadRequest,
     ConnectionClosed,
     Event,
     Request,
     RequestHead,
+    error_body,
+    refusal_bytes,
 )
-from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
-from kvrouter.frontend.http.response import CONTINUE, PROCESSING, error_body, refusal_bytes
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
 
@@ -134,7 +137,7 @@ class HttpProtocol(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begins to serve, or tells why not."""
+        """Begins to serve, or answers why not."""
         self._transport = cast("asyncio.Transport", transport)
         self._server.opened(self)
         self._transport.set_write_buffer_limits(
@@ -167,7 +170,7 @@ class HttpProtocol(asyncio.Protocol):
         return self._responder is not None or bool(self._requests) or self._fault is not None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone; a handler that still answers is told."""
+        """The connection is gone; a handler that still answers is notified."""
         self._lost = True
         self.is_writable = True
         self._writable.set()
@@ -266,7 +269,7 @@ class HttpProtocol(asyncio.Protocol):
             self._close()
 
     def cut(self, reason: Disconnect) -> None:
-        """Drops the connection at once, with unsent bytes; the handler is told the reason."""
+        """Drops the connection at once, with unsent bytes; the handler is given the reason."""
         if self._lost or self._cut_reason is not None:
             return
         self._server.observe(HttpEvent(reason.value))
@@ -313,7 +316,7 @@ class HttpProtocol(asyncio.Protocol):
         self._account()
 
     def _account(self) -> None:
-        """Tells the server how much is held here that no handler has."""
+        """Reports to the server how much is held here that no handler has."""
         held_bytes = self._connection.unfinished_bytes
         if self._requests:
             held_bytes += sum(request.held_bytes for request in self._requests)

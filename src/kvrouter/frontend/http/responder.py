@@ -1,8 +1,8 @@
-"""What a handler answers through: :class:`Responder` for one request, :class:`Stream` for a body in pieces.
+"""The response API of a handler: :class:`Responder` for one request, :class:`Stream` for pieces.
 
 Bytes written in one turn of the event loop leave together, in one chunk and one send. When the client goes
 away nothing is raised into a handler that only writes: it asks (``responder.disconnected``,
-``stream.ready``), waits (``wait_ready``), or is told (``on_disconnect``).
+``stream.ready``), waits (``wait_ready``), or is notified (``on_disconnect``).
 """
 
 import asyncio
@@ -10,8 +10,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
-from kvrouter.frontend.http.messages import Request
-from kvrouter.frontend.http.response import LAST_CHUNK, ResponseHeaders, chunk, response_head
+from kvrouter.frontend.http.response import LAST_CHUNK, Request, ResponseHeaders, chunk, response_head
 
 __all__ = ["Disconnect", "Disconnected", "Responder", "Stream", "Wire"]
 

@@ -1,22 +1,34 @@
-"""Response bytes: heads, whole answers, chunks and server-sent events. No sockets and no clock."""
+"""HTTP messages as values and bytes: requests, heads, whole responses, chunks, server-sent events."""
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from email.utils import formatdate
+from enum import StrEnum
 from http import HTTPStatus
+from typing import TypeAlias
 
 import msgspec
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, Unavailable
-from kvrouter.frontend.http.messages import BadRequest
 
 __all__ = [
+    "CONNECTIONS_FULL",
     "CONTINUE",
     "LAST_CHUNK",
     "PROCESSING",
     "SSE_DONE",
     "SSE_FILLER",
+    "UPLOADS_FULL",
+    "UPLOAD_TOO_SLOW",
+    "BadRequest",
+    "CloseReason",
+    "ConnectionClosed",
     "DateHeader",
+    "Event",
+    "Headers",
+    "Request",
+    "RequestHead",
     "ResponseHeaders",
     "chunk",
     "error_body",
@@ -24,6 +36,116 @@ __all__ = [
     "response_head",
     "sse_event",
 ]
+
+
+CONNECTIONS_FULL = "too_many_connections"
+"""The code of a 503: as many connections are open as may be."""
+
+UPLOADS_FULL = "uploads_full"
+"""The code of a 503: the requests that are arriving hold as many bytes as they may together."""
+
+UPLOAD_TOO_SLOW = "upload_too_slow"
+"""The code of a 408: a body stood still, or came too slowly, for too long."""
+
+Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
+"""(name, value) pairs in the order of the wire; names in lower case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHead:
+    """Request line and headers; the body may still be on its way."""
+
+    method: str
+    target: bytes
+    """The path as it was sent, percent-encoded, without the query."""
+    path: str
+    """The path, percent-decoded."""
+    query: str
+    """What follows the first ``?``, as it was sent."""
+    headers: Headers
+    http_version: str
+    """``1.0`` or ``1.1``."""
+    keep_alive: bool
+    """Whether the client may send another request on this connection."""
+    expects_continue: bool
+    """Whether the client holds its body back until it receives ``100 Continue``."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One complete request."""
+
+    head: RequestHead
+    body: bytes
+    """Empty once it was taken."""
+    head_bytes: int = field(default=0, compare=False)
+    """What the head took on the wire."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the budget of uploads while no handler has it."""
+        return self.head_bytes + len(self.body)
+
+    def take_body(self) -> bytes:
+        """Return the body and let go of it: a long one need not live as long as its answer."""
+        body, self.body = self.body, b""
+        return body
+
+    @property
+    def method(self) -> str:
+        """The method, in capitals."""
+        return self.head.method
+
+    @property
+    def path(self) -> str:
+        """The path, percent-decoded."""
+        return self.head.path
+
+    @property
+    def query(self) -> str:
+        """What follows the first ``?``, as it was sent."""
+        return self.head.query
+
+    @property
+    def headers(self) -> Headers:
+        """(name, value) pairs; names in lower case."""
+        return self.head.headers
+
+    def header(self, name: str) -> str | None:
+        """The first header of this name (any case), or None."""
+        wanted = name.lower().encode("latin-1")
+        for key, value in self.head.headers:
+            if key == wanted:
+                return value.decode("latin-1")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class BadRequest:
+    """The last event of a connection that cannot go on: answer ``status`` after what is owed, then close."""
+
+    status: int
+    reason: str
+    code: str = InvalidRequest.code
+
+
+class CloseReason(StrEnum):
+    """Why no more requests will come."""
+
+    EOF = "eof"
+    EOF_IN_REQUEST = "eof_in_request"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionClosed:
+    """No more requests will come; what was received complete may still be answered."""
+
+    reason: CloseReason
+
+
+Event: TypeAlias = RequestHead | Request | BadRequest | ConnectionClosed
+
 
 ResponseHeaders = Iterable[tuple[bytes, bytes]]
 """(name, value) pairs, without the ones that the server adds: Date, Connection and those of the framing."""
@@ -111,7 +233,7 @@ def error_body(
     param: str | None = None,
     more: Mapping[str, object] | None = None,
 ) -> bytes:
-    """An error in OpenAI's JSON shape; ``more`` fields stand beside OpenAI's own."""
+    """An error in OpenAI's JSON shape; ``more`` fields are added to OpenAI's own."""
     error = {"message": message, "type": error_type, "param": param, "code": code, **(more or {})}
     return msgspec.json.encode({"error": error})
 

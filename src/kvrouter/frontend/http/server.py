@@ -11,25 +11,26 @@ from typing import TypeAlias
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.messages import (
+from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
+from kvrouter.frontend.http.responder import Disconnect, Responder
+from kvrouter.frontend.http.response import (
     CONNECTIONS_FULL,
     UPLOAD_TOO_SLOW,
     UPLOADS_FULL,
     BadRequest,
+    DateHeader,
     Request,
+    refusal_bytes,
 )
-from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
-from kvrouter.frontend.http.responder import Disconnect, Responder
-from kvrouter.frontend.http.response import DateHeader, refusal_bytes
-from kvrouter.planes.listener import NO_DESCRIPTOR, Listener
 from kvrouter.telemetry import Event as LogEvent
 from kvrouter.telemetry import log_event
-from kvrouter.telemetry.seldom import Seldom
+from kvrouter.telemetry.logs import LogThrottle
+from kvrouter.transports.listener import NO_DESCRIPTOR, Listener
 
 __all__ = ["HttpServer", "Observer"]
 
 Observer: TypeAlias = Callable[[HttpEvent], None]
-"""Told of everything that is worth counting."""
+"""Called with everything that is worth counting."""
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -47,7 +48,7 @@ _LOGGED = {
 
 
 ErrorObserver: TypeAlias = Callable[[str], None]
-"""Told the code of every error that the server answers by itself, before or after a handler."""
+"""Called with the code of every error that the server answers by itself, before or after a handler."""
 
 
 def _observe_nothing(_: HttpEvent | str) -> None:
@@ -59,7 +60,7 @@ class HttpServer:
 
     A handler that raises before its answer has begun is answered for with a 500; after that its connection
     is cut, so that the client cannot take the part for the whole. A handler is not cancelled when its
-    client leaves: it is told (:class:`Responder`). Only ``drain`` cancels, at its very end.
+    client leaves: it is notified (:class:`Responder`). Only ``drain`` cancels, at its very end.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class HttpServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unflushed: list[HttpProtocol] = []
         self._uploads = ByteBudget(self._limits.uploads_bytes)
-        self._throttle = Seldom()
+        self._throttle = LogThrottle()
         self._date = DateHeader()
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0

@@ -1,1 +1,1 @@
-"""OpenAI's chat and completions: what a client may send, and what it gets."""
+"""OpenAI's chat and completions: request and response formats."""

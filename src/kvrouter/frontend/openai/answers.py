@@ -1,4 +1,4 @@
-"""What a client gets: JSON answers, and the pieces that server-sent events are joined from.
+"""OpenAI responses: JSON, and the pieces of server-sent events.
 
 A stream's event differs from the one before it in one string. The rest is encoded once a request.
 """
@@ -14,14 +14,14 @@ from kvrouter.frontend.http import sse_event
 _encode = msgspec.json.encode
 
 
-class Kind(Enum):
+class RouteKind(Enum):
     """The two routes; the values are the id prefix and the ``object`` of whole and of streamed answers."""
 
     CHAT = ("chatcmpl", "chat.completion", "chat.completion.chunk")
     COMPLETION = ("cmpl", "text_completion", "text_completion")
 
 
-def answer_id(kind: Kind, request_id: str) -> str:
+def answer_id(kind: RouteKind, request_id: str) -> str:
     """What an answer is called."""
     return f"{kind.value[0]}-{request_id}"
 
@@ -36,7 +36,7 @@ def usage_json(usage: Usage) -> dict[str, object]:
     }
 
 
-class Answer:
+class AnswerFormat:
     """The answer to one call, whole or streamed. ``created_s`` is the wall clock in whole seconds.
 
     An event of a stream is ``_open``, the delta's fields, ``_close``, the finish reason, ``_end``.
@@ -45,10 +45,10 @@ class Answer:
     __slots__ = ("_chat", "_close", "_end", "_id", "_kind", "_open", "_text_head", "_text_tail")
 
     def __init__(
-        self, kind: Kind, *, answer_id: str, model: str, created_s: int, usage_null: bool = False
+        self, kind: RouteKind, *, answer_id: str, model: str, created_s: int, usage_null: bool = False
     ) -> None:
         self._kind = kind
-        self._chat = kind is Kind.CHAT
+        self._chat = kind is RouteKind.CHAT
         self._id = {"id": answer_id, "created": created_s, "model": model}
         fixed = _encode({**self._id, "object": kind.value[2]})[:-1]
         self._open = b"data: " + fixed + b',"choices":[{"index":0,' + (b'"delta":{' if self._chat else b"")

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 from kvrouter.config.problems import did_you_mean
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import TokenBuffer
-from kvrouter.frontend.openai.decode import named_error, shown
-from kvrouter.frontend.openai.prompts import read_token_ids
+from kvrouter.frontend.openai.decode import named_error, read_token_ids, shown
+from kvrouter.frontend.openai.routing_hints import check_wishes
 from kvrouter.frontend.openai.schema import EXTRA_FIELDS, NvExt
-from kvrouter.frontend.openai.wishes import check_wishes
 
 QUERY = "query_instance_id"
 """The annotation of a call that only asks where it would go; Dynamo's clients write a colon after it."""
@@ -99,7 +98,7 @@ class NvextReader:
     on_header: Callable[[str, str], None] = ignore_silently
 
     def read(self, raw: Raw, cache_salt: str | None) -> NvExt:
-        """Return the hints under one name each; ``cache_salt`` is the one beside ``nvext``.
+        """Return the hints under one name each; ``cache_salt`` is the one outside ``nvext``, next to it.
 
         A header wins over the body. Raises :class:`InvalidRequest` naming the field, or both fields where two
         names of one hint differ in the body.

@@ -1,4 +1,4 @@
-"""What a body means: validated sampling and routing wishes, before anything is tokenized."""
+"""A call from its body: validated sampling and routing hints, before anything is tokenized."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +10,8 @@ from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstrai
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, WorkerId
 from kvrouter.core.requests import Sampling, TokenBuffer
-from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.decode import decode_body, read_messages, read_prompt, refuse_fields
 from kvrouter.frontend.openai.nvext import NvextReader
-from kvrouter.frontend.openai.prompts import read_messages, read_prompt
-from kvrouter.frontend.openai.refused import refuse_fields
 from kvrouter.frontend.openai.scanned import ScannedBody
 from kvrouter.frontend.openai.schema import (
     ChatBody,
@@ -185,7 +183,7 @@ def call_of(body: GenerateBody, nvext: NvextReader, *, max_tokens: int | None, f
 
 
 def pin_of(worker_id: int | None, dp_rank: int | None) -> Pin | None:
-    """Return the worker, and the rank of it, that are wished for; None when no worker is."""
+    """Return the worker, and the rank of it, that are requested; None when no worker is."""
     if worker_id is None:
         return None
     return Pin(WorkerId(worker_id), None if dp_rank is None else DpRank(dp_rank))

@@ -1,4 +1,4 @@
-"""Bodies that were looked through: JSON of which no more is built than its bounds allow.
+"""Scanned bodies: JSON within bounds of counts and depth.
 
 Every decoder of this package takes a :class:`ScannedBody`, so nothing can be built of a body unbounded.
 """
@@ -58,7 +58,7 @@ class BodyBounds:
     numbers: int = NUMBERS_MIN
     """Token ids."""
     text_bytes: int = TEXT_BYTES_MAX
-    """Strings that are not plain ASCII, as pictures are: as they are written or as Python holds them,
+    """Strings that are not plain ASCII, as images are: as they are written or as Python holds them,
     whichever is more. To decode a megabyte stops everybody for some 3 ms, and one wide character lets each
     of its string take four bytes."""
 

@@ -27,7 +27,7 @@ WORDS_MAX = 64
 """How many extra fields, or annotations, one request may name."""
 
 EXTRA_FIELDS = ("worker_id", "timing")
-"""What an answer's own ``nvext`` can tell."""
+"""What an answer's own ``nvext`` can report."""
 
 
 class StreamOptions(Struct, frozen=True):
@@ -69,7 +69,7 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class MisplacedFields(Struct, frozen=True, kw_only=True):
-    """Fields of ``nvext``, beside it: nothing would read them there; see :mod:`.refused`."""
+    """Fields of ``nvext``, placed next to it: nothing would read them there; see :mod:`.refused`."""
 
     routing_constraints: object = None
     router_config_override: object = None

@@ -1,1 +1,1 @@
-"""The door of a standalone router: for engines that somebody else fronts."""
+"""The HTTP API of a standalone router."""

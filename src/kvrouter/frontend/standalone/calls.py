@@ -1,29 +1,273 @@
-"""The calls of a standalone router that decide: a caller that leaves meanwhile takes its call back."""
+"""The calls of a standalone router that decide; a caller that leaves cancels its call."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 from urllib.parse import parse_qsl
+from uuid import uuid4
 
 import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
-from kvrouter.core.ids import ModelName
-from kvrouter.core.requests import Bootstrap, GenerateRequest
+from kvrouter.core.ids import ModelName, RequestId, Slot
+from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
+from kvrouter.fleet import Fleet
 from kvrouter.frontend.bodies import Bodies
+from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
-from kvrouter.frontend.exchange import cancel_with
-from kvrouter.frontend.explained import Json
 from kvrouter.frontend.generate import CLIENT_LEFT_STATUS
 from kvrouter.frontend.http import Disconnected, Request, Responder
-from kvrouter.frontend.observed import FrontObserved
-from kvrouter.frontend.prepare import Hall
-from kvrouter.frontend.standalone.answers import prefilled_json, routed_json
-from kvrouter.frontend.standalone.bodies import parse_route
-from kvrouter.frontend.standalone.desk import Desk, id_of
+from kvrouter.frontend.instrumentation import FrontendInstrumentation
+from kvrouter.frontend.openai.decode import decode_body, read_messages, read_token_ids
+from kvrouter.frontend.openai.nvext import NvextReader
+from kvrouter.frontend.openai.parse import READER, Call, ChatCall, CompletionCall, call_of, one_prompt
+from kvrouter.frontend.openai.scanned import ScannedBody
+from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt
+from kvrouter.frontend.pin_checks import refuse_contradictions
+from kvrouter.frontend.prepare import CalledModel, RequestPreparer, answer_tokens
+from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
+from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.prefills import Prefills
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.prefill_dispatch import PrefillDispatch, Prefilled
 from kvrouter.service.router import RouterService
+from kvrouter.text.model import TextModel
+from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
+
+
+def routed_json(
+    request: GenerateRequest,
+    fleet: Fleet,
+    decision: Decision,
+    *,
+    bootstrap: Bootstrap | None,
+    lease_ttl_s: float | None,
+) -> Json:
+    """Where a request goes; ``lease_ttl_s`` is None when nothing was booked."""
+    return {
+        "request_id": request.request_id,
+        "model": request.model,
+        "leg": decision.decode.leg.value,
+        **_worker_json(decision.decode, fleet),
+        "prefill": None if decision.prefill is None else _worker_json(decision.prefill, fleet),
+        "bootstrap": bootstrap_json(bootstrap),
+        "constraint": obeyed_json(decision.constraint),
+        "fallback_used": decision.fallback_used,
+        "isl_tokens": len(request.token_ids),
+        "block_size": fleet.block_size,
+        "booked": lease_ttl_s is not None,
+        "lease_ttl_s": lease_ttl_s,
+    }
+
+
+def prefilled_json(request: GenerateRequest, fleet: Fleet, prefilled: Prefilled) -> Json:
+    """Where a request's KV is, or will be, and how its decode leg gets it."""
+    decision = prefilled.placement.decision
+    return {
+        "request_id": request.request_id,
+        "model": request.model,
+        **_worker_json(prefilled.placement.prefill_pick, fleet),
+        "cached_tokens": prefilled.cached_tokens,
+        "kv_transfer_params": prefilled.kv_transfer_params,
+        "bootstrap": bootstrap_json(prefilled.bootstrap),
+        "constraint": obeyed_json(decision.constraint),
+        "isl_tokens": len(request.token_ids),
+        "block_size": fleet.block_size,
+    }
+
+
+def bootstrap_json(bootstrap: Bootstrap | None) -> Json | None:
+    """Where both legs of a bootstrap handoff meet."""
+    if bootstrap is None:
+        return None
+    return {"host": bootstrap.host, "port": bootstrap.port, "room": bootstrap.room}
+
+
+def obeyed_json(constraint: TransferConstraint | None) -> Json | None:
+    """What the prefill worker asks of the decode worker, also in the form in which a request asks for it.
+
+    ``routing_constraints`` go into ``nvext`` of the request that picks decode. Under ``fallback`` they hold
+    while somebody meets them; where nobody does, decode is picked without.
+    """
+    if constraint is None:
+        return None
+    taint = constraint.taint
+    constraints: Json = {}
+    if taint is not None:
+        match constraint.policy:
+            case Required() | Fallback():
+                constraints = {"required_taints": [taint]}
+            case Preferred(weight=weight):
+                constraints = {"preferred_taints": {taint: weight}}
+    return {
+        **policy_json(constraint.policy),
+        "value": constraint.value,
+        "taint": taint,
+        "routing_constraints": constraints,
+    }
+
+
+def _worker_json(pick: Pick, fleet: Fleet) -> Json:
+    card = fleet.card_at(Slot(pick.slot))
+    here = card if card is not None and card.worker_id == pick.rank.worker_id else None
+    return {
+        "worker_id": pick.rank.worker_id,
+        "dp_rank": pick.rank.dp_rank,
+        "address": None if here is None else here.address,
+        "domains": {} if here is None else here.runtime_config.topology_domains,
+        "overlap_blocks": pick.overlap_blocks,
+        "cost": pick.cost,
+    }
+
+
+class RouteBody(GenerateBody, frozen=True, kw_only=True):
+    """``POST /v1/route`` and ``/v1/prefill``: a body of one of OpenAI's two routes, or ``token_ids``, and
+    what a request is called. As at the frontend, other fields are left alone.
+    """
+
+    max_completion_tokens: PositiveInt | None = None
+    request_id: str | None = None
+    lora_name: Name | None = None
+    cache_namespace: CacheSalt | None = None
+
+
+class OutputBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """``POST /v1/route/{request_id}/output_blocks``."""
+
+    blocks: Annotated[int, Meta(ge=1, le=2**20)]
+
+
+_ROUTE = msgspec.json.Decoder(RouteBody)
+_OUTPUT = msgspec.json.Decoder(OutputBody)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedCall:
+    """A request to be routed. ``parsed`` has its prompt."""
+
+    parsed: ChatCall | CompletionCall
+    request_id: str | None
+    lora_name: str | None
+    cache_namespace: str | None
+
+
+def parse_route(scanned: ScannedBody, nvext: NvextReader = READER) -> RoutedCall:
+    """Return what is to be routed; raise :class:`InvalidRequest` naming the field."""
+    body = decode_body(_ROUTE, scanned)
+    given = [name for name in ("token_ids", "prompt", "messages") if name in scanned.fields]
+    if len(given) != 1:
+        what = (
+            f"give one of them, not {' and '.join(given)}"
+            if given
+            else "or prompt, or messages, must be given"
+        )
+        raise InvalidRequest(f"token_ids: {what}", param="token_ids")
+    if body.request_id is not None and USABLE_REQUEST_ID.fullmatch(body.request_id) is None:
+        raise InvalidRequest(
+            "request_id: must be 1 to 128 of the characters A-Z a-z 0-9 . _ : @ / -", param="request_id"
+        )
+    if body.request_id is not None and not has_own_path(body.request_id):
+        raise InvalidRequest(
+            "request_id: its path would be another one's: a part between slashes is empty, . or .., or the "
+            "last one is free",
+            param="request_id",
+        )
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    call = call_of(body, nvext, max_tokens=body.max_completion_tokens or body.max_tokens, field=field)
+    if call.nvext.token_data is not None:
+        raise InvalidRequest("nvext.token_data: give token_ids instead", param="nvext.token_data")
+    if call.nvext.asks_only:
+        raise InvalidRequest("nvext.annotations: ask with ?book=false instead", param="nvext.annotations")
+    cache_namespace = body.cache_namespace or call.cache_namespace
+    if call.cache_namespace is not None and cache_namespace != call.cache_namespace:
+        raise InvalidRequest(
+            "cache_namespace: cache_salt says something else, and they are the same", param="cache_namespace"
+        )
+    parsed: ChatCall | CompletionCall
+    if "messages" in given:
+        parsed = ChatCall(call, read_messages(scanned))
+    elif "prompt" in given:
+        parsed = CompletionCall(call, one_prompt(scanned))
+    else:
+        token_ids, _ = read_token_ids(scanned.data, scanned.fields["token_ids"][0], at="token_ids")
+        parsed = CompletionCall(call, token_ids)
+    return RoutedCall(parsed, body.request_id, body.lora_name, cache_namespace)
+
+
+def has_own_path(request_id: str) -> bool:
+    """Whether the paths below ``/v1/route/`` with this id are no other id's: clients take empty parts and
+    dots out of a path, and ``DELETE /v1/route/x/free`` frees ``x``.
+    """
+    *before, last = request_id.split("/")
+    return {"", ".", ".."}.isdisjoint((*before, last)) and not (before and last == "free")
+
+
+def parse_output(scanned: ScannedBody) -> int:
+    """Return how many more blocks are full; raise :class:`InvalidRequest` naming the field."""
+    return decode_body(_OUTPUT, scanned).blocks
+
+
+class TokenRequestParser:
+    """One way in for everything that is routed here. Token ids are taken as they are, without a tokenizer."""
+
+    def __init__(self, preparer: RequestPreparer) -> None:
+        self._preparer = preparer
+
+    async def prepare(
+        self, wanted: RoutedCall, called: CalledModel, text: TextModel | None, request_id: RequestId
+    ) -> GenerateRequest:
+        """Tokenize where that is needed, and check what can be checked before routing. ``text`` is None for a
+        request in token ids.
+
+        Raises :class:`InvalidRequest` naming the field.
+        """
+        parsed = wanted.parsed
+        if text is not None:
+            request = await self._preparer.prepare(parsed, called, text, request_id)
+        elif isinstance(parsed, CompletionCall) and not isinstance(parsed.prompt, str):
+            request = self._of_tokens(parsed.call, parsed.prompt, called.router, request_id)
+        else:
+            raise TypeError("a request without token ids needs a tokenizer")
+        return replace(request, lora_name=wanted.lora_name, cache_namespace=wanted.cache_namespace)
+
+    @staticmethod
+    def _of_tokens(
+        call: Call, token_ids: TokenBuffer, router: ModelRouter, request_id: RequestId
+    ) -> GenerateRequest:
+        refuse_contradictions(call, router)
+        context_tokens = router.fleet.context_length_tokens
+        max_tokens = answer_tokens(
+            len(token_ids),
+            call.max_tokens,
+            context_length_tokens=context_tokens or 2**31 - 1,  # nobody is here: routing will refuse
+            prompt_field="token_ids",
+            max_tokens_field=call.max_tokens_field,
+        )
+        return GenerateRequest(
+            request_id=request_id,
+            model=call.model,
+            token_ids=token_ids,
+            sampling=call.sampling(max_tokens),
+            constraints=call.constraints,
+            override=call.override,
+            pin=call.pin,
+            prefill_pin=call.prefill_pin,
+            context_tokens=len(token_ids) + (call.max_tokens or 1),
+        )
+
+
+def id_of(wanted: RoutedCall, header: str | None) -> RequestId:
+    """What the request is called: as its body says, else as its header, else a new id."""
+    if wanted.request_id is not None:
+        return RequestId(wanted.request_id)
+    if header is not None and USABLE_REQUEST_ID.fullmatch(header) and has_own_path(header):
+        return RequestId(header)
+    return RequestId(uuid4().hex)
+
 
 _YES_NO = {"true": True, "1": True, "false": False, "0": False}
 
@@ -34,18 +278,18 @@ class Calls:
     def __init__(
         self,
         service: RouterService,
-        hall: Hall,
-        desk: Desk,
+        preparer: RequestPreparer,
+        parser: TokenRequestParser,
         bodies: Bodies,
         bookings: Bookings,
-        prefills: Prefills,
-        observed: FrontObserved,
+        prefills: PrefillDispatch,
+        observed: FrontendInstrumentation,
         *,
         lease_ttl_s: float,
     ) -> None:
         self._service = service
-        self._hall = hall
-        self._desk = desk
+        self._preparer = preparer
+        self._parser = parser
         self._bodies = bodies
         self._bookings = bookings
         self._prefills = prefills
@@ -86,16 +330,16 @@ class Calls:
     async def _route(self, call: "_Call") -> Json:
         books = _books(call.request.query)
         request = await self._prepared(call)
-        room = self._service.model(request.model)
+        model_router = self._service.model(request.model)
         bootstrap: Bootstrap | None = None
         if books:
-            placement = await self._bookings.book(room, request)
+            placement = await self._bookings.book(model_router, request)
             decision, bootstrap = placement.decision, placement.bootstrap
         else:
-            decision = room.explain(request)
+            decision = model_router.explain(request)
         return routed_json(
             request,
-            room.fleet,
+            model_router.fleet,
             decision,
             bootstrap=bootstrap,
             lease_ttl_s=self._lease_ttl_s if books else None,
@@ -103,20 +347,22 @@ class Calls:
 
     async def _prepared(self, call: "_Call") -> GenerateRequest:
         body = await self._bodies.scan(call.request.take_body())
-        called = self._hall.called_model(body)
+        called = self._preparer.called_model(body)
         call.model = called.name
-        text = None if "token_ids" in body.fields else self._hall.text_of(called, body)
-        reader = self._hall.nvext_reader(call.request.headers)
+        text = None if "token_ids" in body.fields else self._preparer.text_of(called, body)
+        reader = self._preparer.nvext_reader(call.request.headers)
         wanted = await self._bodies.parse(body, partial(parse_route, nvext=reader))
         request_id = id_of(wanted, call.request.header("x-request-id"))
-        return await self._desk.prepare(wanted, called, text, request_id)
+        return await self._parser.prepare(wanted, called, text, request_id)
 
     async def _prefill(self, call: "_Call") -> Json:
         if call.request.query:
             raise InvalidRequest("query: this route takes none", param="query")
         request = await self._prepared(call)
-        room = self._service.model(request.model)
-        return prefilled_json(request, room.fleet, await self._prefills.prefill(room, request))
+        model_router = self._service.model(request.model)
+        return prefilled_json(
+            request, model_router.fleet, await self._prefills.prefill(model_router, request)
+        )
 
 
 class _Call:
@@ -130,7 +376,7 @@ class _Call:
 
 
 def _books(query: str) -> bool:
-    """Whether a route is booked. A misspelt wish is refused: it would leave load that nobody knows of."""
+    """Whether a route is booked. A misspelt query is refused: it would leave load that nobody knows of."""
     books = True
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name != "book" or value.lower() not in _YES_NO:

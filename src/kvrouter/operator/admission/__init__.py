@@ -1,4 +1,4 @@
-"""Admission: what a deployment may say, before it is stored."""
+"""Admission: whether a deployment may be stored."""
 
 from kvrouter.operator.admission.review import Review, answer, judged, read_review
 from kvrouter.operator.admission.validate import Verdict, changed_manifests, validate, warnings

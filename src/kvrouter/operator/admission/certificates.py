@@ -1,19 +1,23 @@
-"""Certificates of the admission door where no cert-manager is: an authority of its own, kept in a Secret.
+"""Certificates of the admission server where no cert-manager is: an own authority, kept in a Secret.
 
 Trust comes before use. A new authority is first added to what the API server trusts (``ca.crt``), while the
-door still shows the certificate of the old one; only the next serving certificate is signed by the new.
+server still presents the certificate of the old one; only the next serving certificate is signed by the new.
 """
 
 import ipaddress
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvrouter.core.errors import ConfigError
 
 AUTHORITY_CERT = "ca.crt"
 """Authorities that are trusted, the signing one first: what a webhook's ``caBundle`` holds."""
@@ -39,8 +43,8 @@ class _Pair:
 def renewed(now: datetime, data: Mapping[str, bytes], dns_names: Sequence[str]) -> dict[str, bytes] | None:
     """Return what the Secret's data must be, or None while it may stay as it is.
 
-    ``now`` is aware of its time zone. ``dns_names`` (or addresses) are what the API server calls the door,
-    one at least; the first is its common name. Whatever cannot be read in ``data`` is made anew; other keys
+    ``now`` is aware of its time zone. ``dns_names`` (or addresses) are what the API server calls the server,
+    one at least; the first is its common name. Whatever cannot be read in ``data`` is made again; other keys
     of it are kept. A certificate is renewed when a third of its life is left.
     """
     trusted = _trusted(now, data.get(AUTHORITY_CERT, b""))
@@ -198,3 +202,53 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+
+
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+class ShownCertificate:
+    """A TLS context whose certificate can be exchanged between two handshakes.
+
+    Raises ConfigError, naming the file, when the first certificate cannot be read.
+    """
+
+    def __init__(self, cert: Path, key: Path) -> None:
+        self._cert, self._key = cert, key
+        self._stamp = self._stamp_of_files()
+        self._latest = self._read()
+        self.context = self._read()
+        self.context.sni_callback = self._show_latest
+
+    def reread(self) -> bool:
+        """Read the files again if they changed; return whether they did.
+
+        Raises ConfigError for files that cannot be read, or do not fit each other: what was shown is shown
+        still, and they are read again when they change once more.
+        """
+        stamp = self._stamp_of_files()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        self._latest = self._read()
+        return True
+
+    def _show_latest(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        connection.context = self._latest
+
+    def _stamp_of_files(self) -> Stamp:
+        """What distinguishes one version of both files from another, as a Secret's volume exchanges them."""
+        try:
+            found = [path.stat() for path in (self._cert, self._key)]
+        except OSError:
+            return ()
+        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in found)
+
+    def _read(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self._cert, self._key)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"{self._cert}, {self._key}: {error}", param="certificate") from error
+        return context

@@ -1,5 +1,7 @@
-"""AdmissionReview v1: the API server's question and our answer, as JSON."""
+"""AdmissionReview v1 as JSON: of deployments, and of pod bindings."""
 
+import base64
+import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,7 +11,8 @@ from kvrouter.config.problems import Problem, dotted
 from kvrouter.core.errors import ProtocolError
 from kvrouter.operator.admission.validate import Verdict, validate
 from kvrouter.operator.api import GROUP, KIND
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.labels import BoundPod, binding_patch
 from kvrouter.operator.plan import PlanDefaults
 
 API_VERSION = "admission.k8s.io/v1"
@@ -32,7 +35,7 @@ class Review(NamedTuple):
     name: str = ""
 
 
-class Request(NamedTuple):
+class ReviewRequest(NamedTuple):
     """What every AdmissionReview has: what is asked, under which name the answer goes back, and of what."""
 
     uid: str
@@ -40,7 +43,7 @@ class Request(NamedTuple):
     fields: Mapping[str, object]
 
 
-def read_request(body: object) -> Request:
+def read_request(body: object) -> ReviewRequest:
     """Return the question of an AdmissionReview. Raises ProtocolError, naming the field, for what is none."""
     review = mapping_at(body, "")
     if review.get("apiVersion") != API_VERSION or review.get("kind") != REVIEW_KIND:
@@ -51,7 +54,7 @@ def read_request(body: object) -> Request:
         raise ProtocolError("request.uid: must be there", param="request.uid")
     if not isinstance(operation, str):
         raise ProtocolError("request.operation: must be there", param="request.operation")
-    return Request(uid, operation, request)
+    return ReviewRequest(uid, operation, request)
 
 
 def read_review(body: object) -> Review:
@@ -82,7 +85,7 @@ def judged(review: Review, facts: ClusterFacts, defaults: PlanDefaults) -> Verdi
 
 
 def answer(uid: str, verdict: Verdict, name: str = "") -> dict[str, JsonValue]:
-    """Return the AdmissionReview that tells ``verdict`` on the deployment called ``name``."""
+    """Return the AdmissionReview that gives ``verdict`` on the deployment called ``name``."""
     response: dict[str, JsonValue] = {"uid": uid, "allowed": verdict.is_allowed}
     if verdict.problems:
         response["status"] = {
@@ -147,4 +150,44 @@ def mapping_at(found: object, at: str) -> Mapping[str, object]:
     """Return ``found``, which must be an object. Raises ProtocolError, naming its place, for what is none."""
     if not isinstance(found, dict):
         raise ProtocolError(f"{at or 'body'}: must be an object", param=at or None)
+    return found
+
+
+class BindingReview(NamedTuple):
+    """One question: this pod is to be bound. ``binding`` is the Binding that says so."""
+
+    uid: str
+    pod: BoundPod
+    binding: Mapping[str, object]
+
+
+def read_binding(body: object) -> BindingReview:
+    """Return what an AdmissionReview of a Binding asks. Raises ProtocolError, naming the field, for none."""
+    uid, operation, request = read_request(body)
+    kind = mapping_at(request.get("kind"), "request.kind")
+    if operation != "CREATE" or (kind.get("group"), kind.get("kind")) != ("", "Binding"):
+        raise ProtocolError("must be about a Binding that is created", param="request.kind")
+    binding = mapping_at(request.get("object"), "request.object")
+    target = mapping_at(binding.get("target"), "request.object.target")
+    pod = BoundPod(
+        _text(request.get("namespace"), "request.namespace"),
+        _text(request.get("name"), "request.name"),
+        _text(target.get("name"), "request.object.target.name"),
+    )
+    return BindingReview(uid, pod, binding)
+
+
+def bind_answer(review: BindingReview, labels: Mapping[str, str]) -> dict[str, JsonValue]:
+    """Return the AdmissionReview that lets the pod be bound, with ``labels``."""
+    response: dict[str, JsonValue] = {"uid": review.uid, "allowed": True}
+    patch = binding_patch(review.binding, labels)
+    if patch:
+        response["patchType"] = "JSONPatch"
+        response["patch"] = base64.b64encode(json.dumps(patch).encode()).decode()
+    return answered(response)
+
+
+def _text(found: object, at: str) -> str:
+    if not isinstance(found, str) or not found:
+        raise ProtocolError(f"{at}: must be there", param=at)
     return found

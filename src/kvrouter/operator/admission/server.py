@@ -1,4 +1,4 @@
-"""The HTTPS door to which the API server sends its questions. Every replica of the operator opens one."""
+"""The HTTPS server of admission webhooks. Every replica of the operator runs one."""
 
 import asyncio
 import json
@@ -10,12 +10,19 @@ from aiohttp import web
 from pydantic import JsonValue
 
 from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.operator.admission.bound import bind_answer, read_binding
-from kvrouter.operator.admission.review import Review, answer, is_judged, judged, read_review
-from kvrouter.operator.admission.shown import ShownCertificate
+from kvrouter.operator.admission.certificates import ShownCertificate
+from kvrouter.operator.admission.review import (
+    Review,
+    answer,
+    bind_answer,
+    is_judged,
+    judged,
+    read_binding,
+    read_review,
+)
 from kvrouter.operator.admission.validate import Verdict
-from kvrouter.operator.classes import DEFAULT_CLASS, class_of
-from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.labels import BoundPod
 from kvrouter.operator.plan import PlanDefaults
 
@@ -47,8 +54,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _T = TypeVar("_T")
 
 
-class Listener(Protocol):
-    """Who is told what happens at the door."""
+class AdmissionListener(Protocol):
+    """Is notified of what the server does."""
 
     def judged(self, verdict: Verdict) -> None:
         """A question was answered with this verdict."""
@@ -57,7 +64,7 @@ class Listener(Protocol):
         """A pod was let go to its node with these labels; None when they were not known in time."""
 
     def not_answered(self, reason: str) -> None:
-        """A question was no question, or came when the door was full."""
+        """A request was not valid, or came when the server was at its limit."""
 
     def certificate_changed(self) -> None:
         """Another certificate is shown from now on."""
@@ -66,13 +73,13 @@ class Listener(Protocol):
         """The files changed, and cannot be shown: what was shown is shown still."""
 
 
-class AdmissionDoor:
+class AdmissionServer:
     """``POST /validate``, ``POST /bind``, ``GET /healthz`` and ``GET /readyz`` over TLS.
 
     ``not_ready`` returns why the operator is not ready yet, or None. The cluster has ``facts_s`` to answer;
     then topologies count as unread, and only what needs none is admitted. ``defaults`` are what deployments
     are planned with; what is admitted by that is ``tried``. ``labels`` has ``labels_s``; then the pod is
-    bound without: the door never refuses one. While ``is_ours`` is false everything is let pass as it is:
+    bound without: the server never refuses one. While ``is_ours`` is false everything is let pass as it is:
     definition and objects are another project's; and so are deployments of another class than ``class_name``.
     """
 
@@ -84,7 +91,7 @@ class AdmissionDoor:
         tried: Tried,
         defaults: PlanDefaults,
         certificate: ShownCertificate,
-        listener: Listener,
+        listener: AdmissionListener,
         not_ready: Callable[[], str | None],
         is_ours: Callable[[], bool] = lambda: True,
         class_name: str = DEFAULT_CLASS,
@@ -111,7 +118,7 @@ class AdmissionDoor:
         self._rereading: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Open the door; return its port, which is a free one for port 0. Raises OSError when it is taken."""
+        """Listen; return the port, which is a free one for port 0. Raises OSError when it is taken."""
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, ssl_context=self._certificate.context)
         try:
@@ -123,7 +130,7 @@ class AdmissionDoor:
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
-        """Close the door; questions that are being answered are answered."""
+        """Stop listening; requests that are being answered are answered."""
         if self._rereading is not None:
             self._rereading.cancel()
             with suppress(asyncio.CancelledError):
@@ -147,7 +154,7 @@ class AdmissionDoor:
         return web.Response(text="ok\n") if reason is None else web.Response(status=503, text=f"{reason}\n")
 
     def _at_most(self, questions: int, answer_one: Handler) -> Handler:
-        """``answer_one`` for so many at a time: one more is told at once to try elsewhere."""
+        """``answer_one`` for so many at a time: one more is refused at once, to be tried elsewhere."""
         left = asyncio.Semaphore(questions)
 
         async def answer_or_not(request: web.Request) -> web.StreamResponse:

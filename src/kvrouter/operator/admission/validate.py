@@ -1,22 +1,243 @@
-"""Whether a deployment may be created or changed: every reason why not, and what is odd but may be."""
+"""Validates a deployment: errors, warnings, immutable fields, names, and the topology it refers to."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrouter.config.problems import Path, Problem
-from kvrouter.operator.admission.placed import topology_problems
-from kvrouter.operator.admission.stays import changed_what_stays
-from kvrouter.operator.admission.told import warnings_of
-from kvrouter.operator.admission.written import name_problems
-from kvrouter.operator.api import DynamoGraphDeployment, Reading, read_deployment
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.config.problems import Path, Problem, did_you_mean
+from kvrouter.operator.api import (
+    ClusterTopology,
+    ComponentType,
+    DeploymentReading,
+    DeploymentSpec,
+    DynamoGraphDeployment,
+    read_deployment,
+)
+from kvrouter.operator.api.deployment import TOPOLOGY_STAYS, TYPE_STAYS
+from kvrouter.operator.api.names import SERVICE_CHARS_MAX, SERVICE_PATTERN
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.plan import COMPONENT_LABEL, Manifest, Plan, PlanDefaults, plan
 from kvrouter.operator.plan.manifest import mapping
-from kvrouter.operator.policy import read_policy
+from kvrouter.operator.policy import (
+    GRAPH_POLICY,
+    TOPOLOGY_NAME,
+    Declared,
+    NamedTopology,
+    RawLabel,
+    read_policy,
+)
+
+LISTED_MAX = 10
+
+
+def topology_problems(declared: Declared, facts: ClusterFacts) -> list[Problem]:
+    """Return what is wrong with a policy in this cluster; nothing when its source is a raw label."""
+    source = declared.policy.source
+    if not isinstance(source, NamedTopology):
+        return []
+    if facts.grove is Grove.ABSENT:
+        return [
+            Problem(
+                declared.source_at,
+                f"{source.name!r} cannot be read: this cluster knows no ClusterTopologyBinding and no "
+                f"ClusterTopology (grove.io). Install Grove, or {_without_grove(declared)}",
+            )
+        ]
+    if facts.grove is Grove.UNREAD:
+        because = f" ({facts.unread_because})" if facts.unread_because else ""
+        return [
+            Problem(
+                declared.source_at,
+                f"{source.name!r} could not be read just now{because}: try again, "
+                f"or {_without_grove(declared)}",
+            )
+        ]
+    topology = facts.topologies.get(source.name)
+    if topology is None:
+        names = sorted(facts.topologies)
+        there = f"there are {listed(names)}{did_you_mean(source.name, names)}" if names else "there is none"
+        return [
+            Problem(
+                declared.source_at,
+                f"no ClusterTopologyBinding or ClusterTopology {source.name!r} is in this cluster; {there}. "
+                f"Name one that is there, create it, or {_without_grove(declared)}",
+            )
+        ]
+    return _level_problems(declared, topology)
+
+
+def _level_problems(declared: Declared, topology: ClusterTopology) -> list[Problem]:
+    domain = declared.policy.domain
+    if domain in topology.domains:
+        return []
+    levels = f"has {listed(topology.domains)}" if topology.domains else "has none that can be used"
+    odd = f" ({'; '.join(topology.oddities)})" if topology.oddities else ""
+    return [
+        Problem(
+            declared.domain_at,
+            f"{domain!r} is no level of {topology.kind} {topology.name}, which {levels}"
+            f"{did_you_mean(domain, topology.domains)}{odd}",
+        )
+    ]
+
+
+def listed(names: tuple[str, ...] | list[str]) -> str:
+    """Return the first names, and how many more there are."""
+    more = len(names) - LISTED_MAX
+    return ", ".join(names[:LISTED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+def _without_grove(declared: Declared) -> str:
+    """How the same policy is written without a topology."""
+    if declared.at == GRAPH_POLICY:
+        return "replace clusterTopologyName by labelKey, the key of a node label, which needs no Grove"
+    return "set kvCacheTransferTopology.label to the key of a node label, which needs no Grove"
+
+
+def changed_what_stays(new: DeploymentSpec, old: DeploymentSpec) -> tuple[Problem, ...]:
+    """Return a problem for each component of another type, and for another topology or none."""
+    problems = []
+    types = {component.name: component.type for component in old.components}
+    for index, component in enumerate(new.components):
+        was = types.get(component.name, component.type)
+        if was is not component.type:
+            problems.append(
+                Problem(
+                    ("spec", "components", index, "type"),
+                    f"of {component.name} {TYPE_STAYS} (it is {was}, not {component.type})",
+                )
+            )
+    if old.topology_constraint is not None:
+        was_name = old.topology_constraint.cluster_topology_name
+        name = None if new.topology_constraint is None else new.topology_constraint.cluster_topology_name
+        if name != was_name:
+            problems.append(Problem(TOPOLOGY_NAME, f"{TOPOLOGY_STAYS} (it is {was_name!r}, not {name!r})"))
+    return tuple(problems)
+
+
+COMPONENTS: Path = ("spec", "components")
+RECOMMENDED_LABELS = "app.kubernetes.io/"
+
+
+def warnings_of(spec: DeploymentSpec, facts: ClusterFacts) -> list[Problem]:
+    """Return the warnings on ``spec``: they never depend on what it was before."""
+    declared = read_policy(spec).declared
+    found = [*_packing(spec, facts)]
+    if declared is not None:
+        found += [*_balance(spec, declared), *_source(spec, declared, facts)]
+    return found
+
+
+def _balance(spec: DeploymentSpec, declared: Declared) -> Iterator[Problem]:
+    types = {component.type for component in spec.components}
+    if ComponentType.FRONTEND not in types:
+        yield Problem(declared.at, "is kept by frontends, and no component is of type frontend: add one")
+    if ComponentType.PREFILL not in types:
+        yield Problem(
+            declared.at,
+            "has no effect: no component is of type prefill, so no KV goes from one worker to another",
+        )
+    elif not types & {ComponentType.DECODE, ComponentType.WORKER}:
+        yield Problem(COMPONENTS, "has prefill workers, and none that decode: every request would be refused")
+    if declared.policy.preferred_weight == 0:
+        yield Problem(declared.at, "prefers nothing: preferredWeight is 0")
+
+
+def _source(spec: DeploymentSpec, declared: Declared, facts: ClusterFacts) -> Iterator[Problem]:
+    source = declared.policy.source
+    if isinstance(source, RawLabel) and source.key.startswith(RECOMMENDED_LABELS):
+        yield Problem(
+            declared.source_at,
+            f"is {source.key!r}, by which people and tools find pods, and pods get their node's value of it: "
+            "name a label that says where a node is, such as topology.kubernetes.io/zone",
+        )
+    if not isinstance(source, NamedTopology):
+        return
+    constraint = spec.topology_constraint
+    if (
+        declared.at == GRAPH_POLICY
+        and constraint is not None
+        and constraint.cluster_topology_name != source.name
+    ):
+        yield Problem(
+            declared.source_at,
+            f"is {source.name!r}, but pods are placed by {constraint.cluster_topology_name!r} "
+            "(spec.topologyConstraint)",
+        )
+    topology = facts.topologies.get(source.name)
+    if topology is not None and topology.oddities:
+        yield Problem(declared.source_at, f"not all of it can be used: {'; '.join(topology.oddities)}")
+
+
+def _packing(spec: DeploymentSpec, facts: ClusterFacts) -> Iterator[Problem]:
+    """Levels that pods are packed into: placement is no part of the policy, so a mistake is no refusal."""
+    constraint = spec.topology_constraint
+    if constraint is None or facts.grove is not Grove.PRESENT:
+        return
+    wanted: dict[Path, str] = {}
+    if constraint.pack_domain is not None:
+        wanted[(*TOPOLOGY_NAME[:-1], "packDomain")] = constraint.pack_domain
+    for index, component in enumerate(spec.components):
+        if component.topology_constraint is not None:
+            at = (*COMPONENTS, index, "topologyConstraint", "packDomain")
+            wanted[at] = component.topology_constraint.pack_domain
+    topology = facts.topologies.get(constraint.cluster_topology_name)
+    for at, domain in wanted.items():
+        if topology is None:
+            name = constraint.cluster_topology_name
+            yield Problem(at, f"has no effect: topology {name!r} is not in this cluster")
+        elif domain not in topology.domains:
+            yield Problem(
+                at,
+                f"{domain!r} is no level of {topology.name}, which has {listed(topology.domains)}: "
+                "pods are not packed by it",
+            )
+
+
+def name_problems(deployment: DynamoGraphDeployment) -> list[Problem]:
+    """Names become Services, ``<deployment>-<component>``: one each, and no longer than a Service's."""
+    problems = []
+    name = deployment.metadata.name
+    if name and re.fullmatch(SERVICE_PATTERN, name) is None:
+        problems.append(
+            Problem(
+                ("metadata", "name"),
+                f"becomes the name of Services, so it must be of lower-case letters, digits and '-', first a "
+                f"letter, not {name!r}",
+            )
+        )
+    seen: dict[str, int] = {}
+    for index, component in enumerate(deployment.spec.components):
+        at: Path = ("spec", "components", index, "name")
+        first = seen.setdefault(component.name.lower(), index)
+        if first != index:
+            problems.append(
+                Problem(
+                    at, f"{component.name!r} is the name of spec.components[{first}] too, but for its case"
+                )
+            )
+        chars = len(name) + 1 + len(component.name)
+        if chars > SERVICE_CHARS_MAX:
+            problems.append(
+                Problem(
+                    at,
+                    f"{name}-{component.name.lower()} would be a Service's name of {chars} characters: "
+                    f"{SERVICE_CHARS_MAX} are allowed, so shorten this name or metadata.name",
+                )
+            )
+        if component.topology_constraint is not None and deployment.spec.topology_constraint is None:
+            problems.append(
+                Problem(
+                    ("spec", "components", index, "topologyConstraint"),
+                    "needs a topology whose levels it can name: set "
+                    "spec.topologyConstraint.clusterTopologyName",
+                )
+            )
+    return problems
 
 
 class Verdict(NamedTuple):
-    """Allowed when there are no problems; warnings are told either way."""
+    """Allowed when there are no problems; warnings are reported either way."""
 
     problems: tuple[Problem, ...] = ()
     warnings: tuple[Problem, ...] = ()
@@ -51,15 +272,15 @@ def validate(new: object, old: object | None, facts: ClusterFacts, defaults: Pla
 
 
 def warnings(
-    reading: Reading, planned: Plan, facts: ClusterFacts, *, known: Sequence[Problem] = ()
+    reading: DeploymentReading, planned: Plan, facts: ClusterFacts, *, known: Sequence[Problem] = ()
 ) -> tuple[Problem, ...]:
-    """Return what a user wrote that is odd, or that nobody gets; of a place that is ``known``, or told by the
-    deployment as a whole, no more than that.
+    """Return what a user wrote that is odd, or that nobody gets; of a place that is ``known``, or reported
+    by the deployment as a whole, no more than that.
     """
     of_spec = () if reading.deployment is None else warnings_of(reading.deployment.spec, facts)
-    told = [*reading.unknown, *of_spec]
-    places = {warning.path for warning in (*known, *told)}
-    return (*told, *(warning for warning in planned.warnings if warning.path not in places))
+    found = [*reading.unknown, *of_spec]
+    places = {warning.path for warning in (*known, *found)}
+    return (*found, *(warning for warning in planned.warnings if warning.path not in places))
 
 
 def changed_manifests(
@@ -98,7 +319,7 @@ def _left_as_it_was(
     facts: ClusterFacts,
     defaults: PlanDefaults,
 ) -> list[Problem]:
-    """What was wrong before, and is not made anew by the change."""
+    """What was wrong before, and is not made again by the change."""
     problems = _written(before, plan(before, facts, defaults))
     if read_policy(before.spec) == read_policy(deployment.spec):
         problems += _of_policy(before, facts)

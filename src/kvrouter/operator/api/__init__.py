@@ -6,13 +6,15 @@ from kvrouter.operator.api.deployment import (
     KIND,
     PLURAL,
     VERSION,
-    Component,
+    ComponentSpec,
     ComponentType,
+    DeploymentReading,
     DeploymentSpec,
     DynamoGraphDeployment,
     KvCacheTransferTopology,
     KvTransferPolicy,
     ObjectMeta,
+    read_deployment,
 )
 from kvrouter.operator.api.grove import (
     GROVE_GROUP,
@@ -23,7 +25,6 @@ from kvrouter.operator.api.grove import (
     read_topology,
 )
 from kvrouter.operator.api.names import topology_label
-from kvrouter.operator.api.reading import Reading, read_deployment
 from kvrouter.operator.api.status import (
     ComponentStatus,
     Condition,
@@ -43,11 +44,12 @@ __all__ = [
     "PLURAL",
     "VERSION",
     "ClusterTopology",
-    "Component",
+    "ComponentSpec",
     "ComponentStatus",
     "ComponentType",
     "Condition",
     "ConditionStatus",
+    "DeploymentReading",
     "DeploymentSpec",
     "DeploymentStatus",
     "DomainStatus",
@@ -57,7 +59,6 @@ __all__ = [
     "Level",
     "ObjectMeta",
     "PolicyStatus",
-    "Reading",
     "read_deployment",
     "read_topology",
     "topology_label",

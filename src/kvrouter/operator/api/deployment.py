@@ -2,14 +2,24 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from annotated_types import Ge, Le, MaxLen, MinLen
-from pydantic import ConfigDict, Field, JsonValue, Strict
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict, ValidationError
+from pydantic_core import ErrorDetails
 
+from kvrouter.config.problems import Path, Problem, did_you_mean, innermost, problem_of
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api.model import Part, Rule, list_map, rules
-from kvrouter.operator.api.names import ComponentName, DomainName, LabelKey, ObjectName
+from kvrouter.operator.api.names import (
+    ComponentName,
+    DomainName,
+    LabelKey,
+    ObjectName,
+    ObjectPart,
+    Rule,
+    list_map,
+    rules,
+)
 from kvrouter.operator.api.status import DeploymentStatus
 from kvrouter.topology import MismatchPolicy
 
@@ -44,7 +54,7 @@ class ComponentType(StrEnum):
         return self is not ComponentType.FRONTEND
 
 
-class KvCacheTransferTopology(Part):
+class KvCacheTransferTopology(ObjectPart):
     """The policy of KV transfers, on the frontend component."""
 
     model_config = ConfigDict(
@@ -64,7 +74,7 @@ class KvCacheTransferTopology(Part):
     """Reserved: how much the cost of a transfer weighs. Refused for now."""
 
 
-class KvTransferPolicy(Part):
+class KvTransferPolicy(ObjectPart):
     """The policy of KV transfers, for the whole graph."""
 
     model_config = ConfigDict(
@@ -98,14 +108,14 @@ class KvTransferPolicy(Part):
     """How much less under ``preferred``, from 0 (nothing) to 1."""
 
 
-class PodTopologyConstraint(Part):
+class PodTopologyConstraint(ObjectPart):
     """Where one component's pods are placed."""
 
     pack_domain: DomainName
     """Level of the deployment's topology that this component's pods are packed into."""
 
 
-class SpecTopologyConstraint(Part):
+class SpecTopologyConstraint(ObjectPart):
     """The topology of a deployment, and where its pods are placed."""
 
     cluster_topology_name: Annotated[
@@ -117,7 +127,7 @@ class SpecTopologyConstraint(Part):
     """Level that pods are packed into, unless a component names its own."""
 
 
-class Component(Part):
+class ComponentSpec(ObjectPart):
     """One set of equal pods."""
 
     model_config = ConfigDict(
@@ -152,7 +162,7 @@ class Component(Part):
     """Policy of KV transfers; only on the component of type frontend."""
 
 
-class Experimental(Part):
+class Experimental(ObjectPart):
     """What may yet change its form."""
 
     kv_transfer_policy: KvTransferPolicy | None = None
@@ -166,7 +176,7 @@ _UNIQUE = Rule(
 )
 
 
-class DeploymentSpec(Part):
+class DeploymentSpec(ObjectPart):
     """One fleet: its components, and where its KV may go."""
 
     model_config = ConfigDict(
@@ -188,7 +198,7 @@ class DeploymentSpec(Part):
     )
 
     components: Annotated[
-        tuple[Component, ...],
+        tuple[ComponentSpec, ...],
         MinLen(1),
         MaxLen(COMPONENTS_MAX),
         Field(json_schema_extra={**list_map("name"), **rules(_UNIQUE)}),
@@ -200,7 +210,7 @@ class DeploymentSpec(Part):
     """What may yet change its form."""
 
 
-class ObjectMeta(Part):
+class ObjectMeta(ObjectPart):
     """What is read of an object's metadata."""
 
     model_config = ConfigDict(extra="ignore")
@@ -233,7 +243,7 @@ NAME_RULES = (
 )
 
 
-class DynamoGraphDeployment(Part):
+class DynamoGraphDeployment(ObjectPart):
     """One fleet of LLM engines behind one front door, which may span several zones."""
 
     model_config = ConfigDict(json_schema_extra=rules(*NAME_RULES))
@@ -248,3 +258,70 @@ class DynamoGraphDeployment(Part):
     """What the fleet should be."""
     status: DeploymentStatus | None = None
     """What the fleet is; the operator writes it."""
+
+
+PROBLEMS_MAX = 20
+"""More mistakes than these are not reported at once."""
+
+
+class DeploymentReading(NamedTuple):
+    """A deployment, or the problems for which it is none; ``unknown`` are fields that have no effect."""
+
+    deployment: DynamoGraphDeployment | None
+    problems: tuple[Problem, ...] = ()
+    unknown: tuple[Problem, ...] = ()
+
+
+def read_deployment(document: object) -> DeploymentReading:
+    """Return what ``document``, any JSON value, says. Never raises."""
+    if not isinstance(document, dict):
+        return DeploymentReading(None, (Problem((), "must be an object"),))
+    content = {key: value for key, value in document.items() if key != "status"}
+    try:
+        deployment = DynamoGraphDeployment.model_validate(content, by_alias=True, by_name=False)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        problems = innermost([_problem(found) for found in errors])
+        return DeploymentReading(None, tuple(problems[:PROBLEMS_MAX]))
+    return DeploymentReading(deployment, unknown=tuple(_unknown(deployment, ())))
+
+
+def _problem(error: ErrorDetails) -> Problem:
+    path = error["loc"]
+    if "podTemplate" in path[:-1]:  # any JSON is right inside, so only its depth can be wrong
+        return Problem(path[: path.index("podTemplate") + 1], "has too many parts inside each other")
+    return problem_of(error, DynamoGraphDeployment)
+
+
+def _unknown(part: BaseModel, path: Path) -> list[Problem]:
+    """Return the fields inside ``part`` that no model knows, each with its nearest known name."""
+    fields = type(part).model_fields
+    known = [field.alias or name for name, field in fields.items()]
+    found = [
+        Problem((*path, name), f"is no field of this form, and has no effect{did_you_mean(name, known)}")
+        for name in (part.model_extra or {})
+    ]
+    for name, field in fields.items():
+        value: object = getattr(part, name)
+        here = (*path, field.alias or name)
+        if isinstance(value, BaseModel):
+            found += _unknown(value, here)
+        elif isinstance(value, tuple):
+            for index, entry in enumerate(value):
+                found += _unknown(entry, (*here, index)) if isinstance(entry, BaseModel) else []
+    return found
+
+
+CLASS = "kvrouter.dev/class"
+"""Annotation of a deployment: the class of the operator that manages it."""
+
+DEFAULT_CLASS = "kvrouter"
+"""The class of an operator that is given none, and of a deployment without the annotation."""
+
+
+def class_of(document: object) -> str:
+    """Return the class of a deployment, any JSON value."""
+    metadata = document.get("metadata") if isinstance(document, Mapping) else None
+    annotations = metadata.get("annotations") if isinstance(metadata, Mapping) else None
+    stated = annotations.get(CLASS) if isinstance(annotations, Mapping) else None
+    return stated if isinstance(stated, str) else DEFAULT_CLASS

@@ -2,12 +2,48 @@
 
 import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
+from pydantic.alias_generators import to_camel
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
-from kvrouter.operator.api.model import Rule, rules
+
+class ObjectPart(BaseModel):
+    """A part of an object: frozen, camelCase on the wire, each field described by its docstring.
+
+    A field that the model doesn't know stays in ``model_extra``: an API server with a newer definition may
+    send one, which is a warning and no reason to refuse.
+    """
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        frozen=True,
+        extra="allow",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+class Rule(NamedTuple):
+    """One rule in CEL that the API server checks itself, and what it says when the rule is broken."""
+
+    rule: str
+    message: str
+
+
+def rules(*found: Rule) -> JsonDict:
+    """Return the part of a schema that holds these rules."""
+    return {"x-kubernetes-validations": [{"rule": rule.rule, "message": rule.message} for rule in found]}
+
+
+def list_map(key: str) -> JsonDict:
+    """Return the part of a schema that says: a list whose entries are merged by ``key``, which is unique."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
+
 
 LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 SUBDOMAIN = rf"{LABEL}(\.{LABEL})*"
@@ -46,7 +82,7 @@ def topology_label(domain: str) -> str:
 
 
 def level_problem(domain: str) -> str | None:
-    """Why ``domain``, a level of a topology, cannot stand in a pod's label and be a file's name, or None."""
+    """Why ``domain``, a level of a topology, cannot be in a pod's label and be a file's name, or None."""
     if re.fullmatch(DOMAIN_PATTERN, domain) is None:
         return "is not of lower-case letters, digits and '-', from a letter to a letter or digit"
     if len(domain) > LEVEL_CHARS_MAX:

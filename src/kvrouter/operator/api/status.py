@@ -1,4 +1,4 @@
-"""What the operator tells of a deployment: conditions, replicas, and the balance of its domains."""
+"""What the operator reports about a deployment: conditions, replicas, and the balance of its domains."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -7,7 +7,7 @@ from annotated_types import Ge, MaxLen
 from pydantic import Field
 
 from kvrouter.core.workers import Enforcement
-from kvrouter.operator.api.model import Part, list_map
+from kvrouter.operator.api.names import ObjectPart, list_map
 
 DOMAINS_MAX = 256
 BALANCE_CHARS_MAX = 256
@@ -24,7 +24,7 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class Condition(Part):
+class Condition(ObjectPart):
     """One thing that holds or does not."""
 
     type: Annotated[str, MaxLen(316)]
@@ -41,7 +41,7 @@ class Condition(Part):
     """Generation of the deployment that it speaks of."""
 
 
-class ComponentStatus(Part):
+class ComponentStatus(ObjectPart):
     """The pods of one component."""
 
     name: Annotated[str, MaxLen(63)]
@@ -58,7 +58,7 @@ class ComponentStatus(Part):
     """Pods of the latest template."""
 
 
-class DomainStatus(Part):
+class DomainStatus(ObjectPart):
     """The Ready pods whose labels place them in one domain."""
 
     value: Annotated[str, MaxLen(63)]
@@ -69,7 +69,7 @@ class DomainStatus(Part):
     """Ready workers there that take decode legs."""
 
 
-class PolicyStatus(Part):
+class PolicyStatus(ObjectPart):
     """The policy of KV transfers that is in force, however it was spelt."""
 
     domain: Annotated[str, MaxLen(63)]
@@ -84,7 +84,7 @@ class PolicyStatus(Part):
     """Node label that the domain's values are read from."""
 
 
-class DeploymentStatus(Part):
+class DeploymentStatus(ObjectPart):
     """What the fleet is."""
 
     observed_generation: Generation | None = None

@@ -1,22 +1,31 @@
-"""What a pod is told of the node that it is bound to: labels, in the very write that binds it."""
+"""Node labels on pods: copied in the write that binds a pod."""
 
 from kvrouter.operator.labels.binding import (
     BoundPod,
+    LateLabels,
     binding_patch,
     binding_policy,
+    late_labels,
 )
-from kvrouter.operator.labels.copies import Copy, Resolution, Source, copies_of, pod_labels, resolve
-from kvrouter.operator.labels.late import LateLabels, late_labels
-from kvrouter.operator.labels.places import (
+from kvrouter.operator.labels.copies import (
     PLACES_KIND,
     PLACES_PLURAL,
     PLACES_VERSION,
+    Copy,
+    Node,
+    Pod,
+    Resolution,
+    Source,
+    copies_of,
     gather_s,
     is_pod_of,
     node_places,
+    pod_labels,
     pod_name_stem,
+    read_node,
+    read_pod,
+    resolve,
 )
-from kvrouter.operator.labels.seen import Node, Pod, read_node, read_pod
 
 __all__ = [
     "PLACES_KIND",

@@ -6,13 +6,16 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from kvrouter.operator.labels.copies import Copy
-from kvrouter.operator.labels.places import (
+from kvrouter.operator.labels.copies import (
     PLACES_KIND,
     PLACES_VERSION,
     POD_NAME_CHARS_MAX,
     POD_NAME_END,
     POD_NAME_END_CUT,
+    Copy,
+    Node,
+    Pod,
+    pod_labels,
 )
 
 API_VERSION = "admissionregistration.k8s.io/v1"
@@ -24,7 +27,7 @@ IS_A_WORKER = (
     f"{_END}.matches('^{POD_NAME_END_CUT}$')))"
 )
 """A Binding knows its pod's namespace and name, and none of its labels. The same in CEL as
-:func:`~kvrouter.operator.labels.places.is_pod_of`.
+:func:`~kvrouter.operator.labels.copies.is_pod_of`.
 """
 
 
@@ -41,7 +44,7 @@ def binding_policy(
 ) -> tuple[dict[str, JsonValue], ...]:
     """Return the MutatingAdmissionPolicy ``name`` and its binding: what pods on a node get, in CEL.
 
-    Its parameter is the object ``name`` of :func:`~kvrouter.operator.labels.places.node_places`, made for
+    Its parameter is the object ``name`` of :func:`~kvrouter.operator.labels.copies.node_places`, made for
     the same ``copies``: one lookup, however many nodes there are. It says whose pods in ``namespaces`` are
     meant; names count in their own namespace alone, so that nobody's choice of names reaches another's pods.
     Should the policy fail, or not know the node, pods are bound all the same: their labels then come late,
@@ -129,3 +132,31 @@ def _mutation(copies: Sequence[Copy]) -> str:
 def _quoted(text: str) -> str:
     """``text`` as a string of CEL, whose escapes are those of JSON."""
     return json.dumps(text)
+
+
+class LateLabels(NamedTuple):
+    """A merge patch for the pod, None when nothing is to be done; and the levels that its node does not have.
+
+    The patch names the pod's uid, so that the API server refuses it (409) for a later pod of the same name.
+    """
+
+    patch: dict[str, JsonValue] | None
+    missing: tuple[Copy, ...] = ()
+
+
+def late_labels(pod: Pod, node: Node, copies: Sequence[Copy]) -> LateLabels:
+    """Return what is to be done about a pod whose node says ``node.labels`` now.
+
+    Nothing for a pod that is not bound to this node, or is over. A value that the node lacks is written as an
+    empty one, as at a binding: that nobody knows its worker's place then shows on the pod.
+    """
+    if pod.node_name != node.name or pod.is_over:
+        return LateLabels(None)
+    missing = tuple(copy for copy in copies if not node.labels.get(copy.node_label))
+    wanted = pod_labels(node.labels, copies)
+    changed: dict[str, JsonValue] = {
+        key: value for key, value in wanted.items() if pod.labels.get(key) != value
+    }
+    if not changed:
+        return LateLabels(None, missing)
+    return LateLabels({"metadata": {"uid": pod.uid, "labels": changed}}, missing)

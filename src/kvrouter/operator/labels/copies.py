@@ -1,12 +1,106 @@
-"""Which node labels a policy asks for, and under which keys pods get them."""
+"""Which node labels a policy asks for, and the keys under which pods get them."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from pydantic import JsonValue
+
 from kvrouter.operator.api import Level, topology_label
-from kvrouter.operator.facts import ClusterFacts, Grove
+from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node and its labels."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod. ``node_name`` is None until it is bound; ``is_over`` once it ended or is being deleted.
+
+    ``is_stuck``: it cannot be scheduled, or a container of it cannot start or ended and was started again.
+    """
+
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    node_name: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    is_ready: bool = False
+    is_over: bool = False
+    is_stuck: bool = False
+
+
+def read_node(document: object) -> Node | None:
+    """Return the node that ``document``, any JSON value, describes; None for what is none."""
+    metadata = _mapping(_mapping(document).get("metadata"))
+    name = _text(metadata.get("name"))
+    return Node(name, _labels(metadata)) if name else None
+
+
+def read_pod(document: object) -> Pod | None:
+    """Return the pod that ``document``, any JSON value, describes; None for what is none."""
+    fields = _mapping(document)
+    metadata, status = _mapping(fields.get("metadata")), _mapping(fields.get("status"))
+    name = _text(metadata.get("name"))
+    if not name:
+        return None
+    return Pod(
+        name=name,
+        namespace=_text(metadata.get("namespace")),
+        uid=_text(metadata.get("uid")),
+        node_name=_text(_mapping(fields.get("spec")).get("nodeName")) or None,
+        labels=_labels(metadata),
+        is_ready=_is_ready(status),
+        is_over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Succeeded", "Failed"),
+        is_stuck=_is_stuck(status),
+    )
+
+
+def _is_ready(status: Mapping[str, object]) -> bool:
+    found = _mappings(status.get("conditions"))
+    return any(entry.get("type") == "Ready" and entry.get("status") == "True" for entry in found)
+
+
+def _is_stuck(status: Mapping[str, object]) -> bool:
+    conditions = _mappings(status.get("conditions"))
+    if any(entry.get("type") == "PodScheduled" and entry.get("status") == "False" for entry in conditions):
+        return True
+    containers = [
+        container
+        for name in ("initContainerStatuses", "containerStatuses")
+        for container in _mappings(status.get(name))
+    ]
+    return any(bool(each.get("restartCount")) or _cannot_start(each) for each in containers)
+
+
+def _cannot_start(container: Mapping[str, object]) -> bool:
+    waits = _mapping(_mapping(container.get("state")).get("waiting")).get("reason")
+    return waits not in (None, "", "ContainerCreating", "PodInitializing")
+
+
+def _mappings(found: object) -> list[Mapping[str, object]]:
+    return [_mapping(entry) for entry in found] if isinstance(found, list) else []
+
+
+def _labels(metadata: Mapping[str, object]) -> dict[str, str]:
+    found = _mapping(metadata.get("labels"))
+    return {key: value for key, value in found.items() if isinstance(value, str)}
+
+
+def _mapping(found: object) -> Mapping[str, object]:
+    return found if isinstance(found, dict) else {}
+
+
+def _text(found: object) -> str:
+    return found if isinstance(found, str) else ""
 
 
 class Copy(NamedTuple):
@@ -18,7 +112,7 @@ class Copy(NamedTuple):
 
 
 class Source(StrEnum):
-    """Where the levels of a policy were found; a machine-readable word for the condition that tells it."""
+    """Where the levels of a policy were found; a machine-readable word for the condition that reports it."""
 
     LABEL = "LabelGiven"
     TOPOLOGY = "TopologyFound"
@@ -85,3 +179,79 @@ def pod_labels(node_labels: Mapping[str, str], copies: Sequence[Copy]) -> dict[s
     can overwrite a pod's label but not remove it. An empty file counts as a place that is unknown.
     """
     return {copy.pod_label: node_labels.get(copy.node_label, "") for copy in copies}
+
+
+PLACES_VERSION = "kvrouter.dev/v1alpha1"
+PLACES_KIND = "KvrouterNodePlaces"
+PLACES_PLURAL = "kvrouternodeplaces"
+
+NODES_MAX = 10_000
+"""What fits under one key of etcd: twice the nodes that a cluster may have. Pods on those beyond, the last by
+name, get their labels late."""
+
+GATHER_S = 0.2
+GATHER_NODE_S = 0.001
+
+POD_NAME_STEM_CHARS_MAX = 58
+"""A ReplicaSet's pods are named by it and a dash, cut to these characters, and five more of chance."""
+
+POD_NAME_CHARS_MAX = POD_NAME_STEM_CHARS_MAX + 5
+_HASH = "[456789bcdf]{1,10}"
+_CHANCE = "[bcdfghjklmnpqrstvwxz2456789]{5}"
+POD_NAME_END = f"{_HASH}-{_CHANCE}"
+"""What follows the stem: the hash that a Deployment's ReplicaSet has in its name, and the five characters. It
+has the digits of a number, written so that they make no words; both are a regular expression of RE2 too."""
+
+POD_NAME_END_CUT = f"({_HASH}-?)?{_CHANCE}"
+"""What follows it in a name of :data:`POD_NAME_CHARS_MAX` characters, which may have been cut."""
+
+
+def node_places(
+    name: str, copies: Sequence[Copy], nodes: Iterable[Node], workloads: Mapping[str, Collection[str]]
+) -> dict[str, JsonValue]:
+    """Return the object ``name``: each node's values in the order of ``copies``, empty where it has none, and
+    whose pods get them: those of ``workloads``, names of Deployments by their namespace.
+    """
+    found = sorted(nodes, key=lambda node: node.name)[:NODES_MAX]
+    values: dict[str, JsonValue] = {
+        node.name: [node.labels.get(copy.node_label, "") for copy in copies] for node in found
+    }
+    workers: dict[str, JsonValue] = {
+        namespace: [*sorted(set(map(pod_name_stem, workloads[namespace])))] for namespace in sorted(workloads)
+    }
+    return {
+        "apiVersion": PLACES_VERSION,
+        "kind": PLACES_KIND,
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "kvrouter-operator"}},
+        "spec": {
+            "levels": [f"{copy.domain}={copy.node_label}" for copy in copies],
+            "workers": workers,
+            "values": values,
+        },
+    }
+
+
+def gather_s(nodes: int) -> float:
+    """Return for how long changes of so many nodes are gathered before they are written together.
+
+    The object is written whole, and etcd keeps each of its versions for minutes: while a large cluster grows,
+    that would fill it.
+    """
+    return max(GATHER_S, nodes * GATHER_NODE_S)
+
+
+def pod_name_stem(workload: str) -> str:
+    """Return what the names of a Deployment's pods start with."""
+    return f"{workload}-"[:POD_NAME_STEM_CHARS_MAX]
+
+
+def is_pod_of(stem: str, name: str) -> bool:
+    """Return whether a pod has a name as the pods of the Deployment of ``stem`` have it.
+
+    Other pods' names begin alike: those of Deployments with a longer name, of Jobs, of StatefulSets.
+    """
+    if not name.startswith(stem):
+        return False
+    end = name.removeprefix(stem)
+    is_cut = len(name) == POD_NAME_CHARS_MAX and re.fullmatch(POD_NAME_END_CUT, end)
+    return bool(is_cut or re.fullmatch(POD_NAME_END, end))

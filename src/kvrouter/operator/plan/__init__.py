@@ -1,17 +1,18 @@
-"""From a deployment to manifests: what the cluster should hold for it."""
+"""The plan: from a deployment to manifests."""
 
 from kvrouter.operator.plan.budgets import has_budgets, hold_ends_s, zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults, SecretKey
-from kvrouter.operator.plan.hashes import TEMPLATE_HASH, template_hash
-from kvrouter.operator.plan.manifest import Manifest
-from kvrouter.operator.plan.names import (
+from kvrouter.operator.plan.manifest import (
     COMPONENT_LABEL,
     DEPLOYMENT_LABEL,
     MANAGER,
+    TEMPLATE_HASH,
     TYPE_LABEL,
+    Manifest,
     fleet_name,
     object_name,
     selector,
+    template_hash,
 )
 from kvrouter.operator.plan.plan import LEVELS_ANNOTATION, Plan, plan, read_levels
 from kvrouter.operator.plan.serving import registers_elsewhere

@@ -1,4 +1,4 @@
-"""As whom processes speak to the API server, where workers are announced there: an account for each kind."""
+"""ServiceAccounts and roles of processes that register in Kubernetes."""
 
 from enum import StrEnum
 
@@ -8,8 +8,7 @@ from kvrouter.config.planes import DiscoveryBackend
 from kvrouter.config.problems import Problem
 from kvrouter.operator.api import ComponentType, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.manifest import Manifest
-from kvrouter.operator.plan.names import labels_of, object_name
+from kvrouter.operator.plan.manifest import Manifest, labels_of, object_name
 from kvrouter.operator.plan.pod import PodDraft
 from kvrouter.operator.plan.workload import owned_metadata
 

@@ -1,4 +1,4 @@
-"""How many pods a drain may take at a time: a PodDisruptionBudget for each component, or each zone of it."""
+"""PodDisruptionBudgets: how many pods a drain may take, for each component or zone."""
 
 import hashlib
 import re
@@ -8,9 +8,8 @@ from math import ceil
 from typing import NamedTuple
 
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import Component, DynamoGraphDeployment
-from kvrouter.operator.plan.manifest import Manifest, mapping, strings
-from kvrouter.operator.plan.names import labels_of, object_name, selector
+from kvrouter.operator.api import ComponentSpec, DynamoGraphDeployment
+from kvrouter.operator.plan.manifest import Manifest, labels_of, mapping, object_name, selector, strings
 from kvrouter.operator.plan.workload import owned_metadata
 
 SHARE = 0.25
@@ -31,7 +30,7 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
-class Held(NamedTuple):
+class HeldBudget(NamedTuple):
     """How many Ready workers a zone's budget is made for, and since when there are fewer, if there are."""
 
     workers: int
@@ -55,17 +54,19 @@ def budget_warnings(deployment: DynamoGraphDeployment) -> list[Problem]:
     return [] if stated == NO_BUDGETS else [Problem(("metadata", "annotations", BUDGETS), must)]
 
 
-def held_for(before: Held, ready: int, now: datetime, hold_s: float) -> Held:
+def held_for(before: HeldBudget, ready: int, now: datetime, hold_s: float) -> HeldBudget:
     """Return what a zone's budget is made for when ``ready`` workers are there. More count at once; fewer
     only after ``hold_s``, so that a drain does not lower what holds it, and is not held up for ever.
     """
     if ready >= before.workers:
-        return Held(ready)
+        return HeldBudget(ready)
     since = before.fewer_since or now
-    return Held(ready) if now - since >= timedelta(seconds=hold_s) else Held(before.workers, since)
+    return (
+        HeldBudget(ready) if now - since >= timedelta(seconds=hold_s) else HeldBudget(before.workers, since)
+    )
 
 
-def component_budget(deployment: DynamoGraphDeployment, component: Component) -> Manifest:
+def component_budget(deployment: DynamoGraphDeployment, component: ComponentSpec) -> Manifest:
     """Return the budget of all pods of a component. A share of one pod is that pod: it can be drained."""
     name = object_name(deployment.metadata.name, component.name)
     metadata = owned_metadata(deployment, name, labels_of(deployment, component))
@@ -76,7 +77,7 @@ def component_budget(deployment: DynamoGraphDeployment, component: Component) ->
 
 def zone_budgets(
     deployment: DynamoGraphDeployment,
-    component: Component,
+    component: ComponentSpec,
     label: str,
     ready: Mapping[str, int],
     there: Sequence[Manifest],
@@ -100,7 +101,7 @@ def zone_budgets(
     found = []
     for value in sorted({*ready, *known}):
         name = budget_name(deployment.metadata.name, component.name, value)
-        held = held_for(before.get(name, Held(0)), ready.get(value, 0), now, hold_s)
+        held = held_for(before.get(name, HeldBudget(0)), ready.get(value, 0), now, hold_s)
         if held.workers:
             annotations: Manifest = {WORKERS: str(held.workers)}
             if held.fewer_since is not None:
@@ -142,14 +143,14 @@ def _match_labels(budget: Manifest) -> Manifest:
     return mapping(mapping(mapping(budget.get("spec")).get("selector")).get("matchLabels"))
 
 
-def _read(budget: Manifest) -> Held:
+def _read(budget: Manifest) -> HeldBudget:
     """What a budget was made for; nothing where its annotations do not say so."""
     annotations = mapping(mapping(budget.get("metadata")).get("annotations"))
     workers, since = str(annotations.get(WORKERS)), annotations.get(FEWER_SINCE)
     if not (workers.isascii() and workers.isdigit() and len(workers) <= COUNT_DIGITS_MAX):
-        return Held(0)
+        return HeldBudget(0)
     try:
         fewer_since = datetime.strptime(str(since), _TIME).replace(tzinfo=UTC) if since else None
     except ValueError:
         fewer_since = None
-    return Held(int(workers), fewer_since)
+    return HeldBudget(int(workers), fewer_since)

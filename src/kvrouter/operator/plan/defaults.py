@@ -1,4 +1,4 @@
-"""What the operator brings to every deployment: its image, and the planes between processes."""
+"""The operator's defaults for every deployment: image, transports, secrets."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,13 @@
-"""A manifest as plain JSON, and careful reading of what users wrote into one."""
+"""Manifests as plain JSON: names, labels, hashes, and careful reading of what users wrote."""
 
+import hashlib
+import json
+import re
 from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
+
+from kvrouter.operator.api import ComponentSpec, DynamoGraphDeployment
 
 Manifest = dict[str, JsonValue]
 
@@ -30,3 +35,66 @@ def strings(found: Mapping[str, str]) -> Manifest:
 def without_nothing(manifest: Manifest) -> Manifest:
     """Return ``manifest`` without the fields that are empty lists or objects."""
     return {key: value for key, value in manifest.items() if value not in ([], {})}
+
+
+TEMPLATE_HASH = "kvrouter.dev/template-hash"
+"""Annotation of a workload. It is not one of its pods: that alone would roll them."""
+
+
+def template_hash(template: Manifest) -> str:
+    """Return 16 hexadecimal digits: SHA-256 over the template's canonical JSON."""
+    text = json.dumps(template, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+MANAGER = "kvrouter-operator"
+"""Who applies the manifests: their field manager, and their ``managed-by``."""
+
+DEPLOYMENT_LABEL = "kvrouter.dev/deployment"
+COMPONENT_LABEL = "kvrouter.dev/component"
+TYPE_LABEL = "kvrouter.dev/component-type"
+
+NAME_CHARS_MAX = 63
+_HASH_CHARS = 8
+_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def object_name(deployment: str, component: str) -> str:
+    """Return the name of a component's objects: ``<deployment>-<component>`` in lower case.
+
+    What is too long for a Service or no DNS label is cut and ends in a hash, so that two never share a name.
+    """
+    return _fitted(f"{deployment}-{component.lower()}", "-")
+
+
+def fleet_name(namespace: str, deployment: str) -> str:
+    """Return the name that a deployment's processes know each other by: one fleet in the whole cluster."""
+    return _fitted(f"{namespace or 'default'}_{deployment}", "_")
+
+
+def selector(deployment: str, component: str) -> dict[str, str]:
+    """Return the labels by which a component's pods are found; they never change."""
+    return {DEPLOYMENT_LABEL: _fitted(deployment, "-"), COMPONENT_LABEL: component}
+
+
+def labels_of(deployment: DynamoGraphDeployment, component: ComponentSpec | None = None) -> Manifest:
+    """Return the labels of a component's objects and pods; without one, those of the deployment's others."""
+    of = _fitted(deployment.metadata.name, "-")
+    found = {"app.kubernetes.io/name": "kvrouter", "app.kubernetes.io/instance": of}
+    if component is not None:
+        found["app.kubernetes.io/component"] = component.type.value
+    found["app.kubernetes.io/managed-by"] = MANAGER
+    found[DEPLOYMENT_LABEL] = of
+    if component is not None:
+        found |= {COMPONENT_LABEL: component.name, TYPE_LABEL: component.type.value}
+    return strings(found)
+
+
+def _fitted(name: str, joint: str) -> str:
+    plain = name.replace(joint, "-", 1)
+    if len(name) <= NAME_CHARS_MAX and _DNS_LABEL.fullmatch(plain):
+        return name
+    stem = re.sub(r"[^-a-z0-9]", "-", name.lower().replace(joint, "-"))[: NAME_CHARS_MAX - _HASH_CHARS - 1]
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
+    stem = stem.strip("-")
+    return f"{stem}-{digest}" if _DNS_LABEL.fullmatch(stem) else f"d{stem}-{digest}"[:NAME_CHARS_MAX]

@@ -6,18 +6,16 @@ from typing import NamedTuple
 from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.api import ComponentType, DeploymentSpec, DynamoGraphDeployment, Level
 from kvrouter.operator.api.names import level_problem
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Copy, Resolution, resolve
 from kvrouter.operator.plan.account import accounts, give_account
 from kvrouter.operator.plan.budgets import budget_warnings, component_budget, has_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.manifest import Manifest
-from kvrouter.operator.plan.names import labels_of
+from kvrouter.operator.plan.manifest import Manifest, labels_of
 from kvrouter.operator.plan.pod import read_pod_template
-from kvrouter.operator.plan.service import service
 from kvrouter.operator.plan.serving import complete, http_port
 from kvrouter.operator.plan.wiring import wire_frontend, wire_worker
-from kvrouter.operator.plan.workload import workload
+from kvrouter.operator.plan.workload import service, workload
 from kvrouter.operator.policy import DeploymentPolicy, read_policy
 
 LEVELS_ANNOTATION = "kvrouter.dev/topology-levels"
@@ -49,7 +47,7 @@ def plan(
     budget for each component whose pods are not counted zone by zone, and before them the accounts of their
     processes.
 
-    A policy that cannot be told plans nothing, since without it KV would go anywhere. ``last_levels`` are
+    With a policy that cannot be determined nothing is planned: KV would go anywhere. ``last_levels`` are
     those of :data:`LEVELS_ANNOTATION` on what is there; they hold while the topology cannot be found, so that
     nothing rolls because somebody deleted it.
     """

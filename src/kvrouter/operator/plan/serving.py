@@ -1,4 +1,4 @@
-"""What a component's containers need to serve: image, command, variables, ports, probes, time to leave."""
+"""What a component's containers need to serve: image, command, variables, ports, probes, grace period."""
 
 from itertools import count
 
@@ -6,12 +6,10 @@ from pydantic import JsonValue
 
 from kvrouter.config import AdminAccess
 from kvrouter.config.problems import Problem
-from kvrouter.operator.api import Component, ComponentType, DeploymentSpec, DynamoGraphDeployment
+from kvrouter.operator.api import ComponentSpec, ComponentType, DeploymentSpec, DynamoGraphDeployment
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.environment import entry_of, offered, value_of, variable
-from kvrouter.operator.plan.manifest import Manifest, listed, mapping, objects
-from kvrouter.operator.plan.names import fleet_name
-from kvrouter.operator.plan.pod import PodDraft, read_pod_template
+from kvrouter.operator.plan.manifest import Manifest, fleet_name, listed, mapping, objects
+from kvrouter.operator.plan.pod import PodDraft, entry_of, offered, read_pod_template, value_of, variable
 
 HTTP_PORT = 8000
 HTTP_PORT_VARIABLE = "DYN_HTTP_PORT"
@@ -36,7 +34,7 @@ WHERE_WORKERS_ARE = frozenset(
         "--static-endpoint",
     }
 )
-"""Variables and flags of a frontend that say where it looks for workers."""
+"""Variables and flags of a frontend that set where it discovers workers."""
 
 
 def restricted() -> Manifest:
@@ -51,7 +49,7 @@ def restricted() -> Manifest:
 
 
 def complete(
-    draft: PodDraft, deployment: DynamoGraphDeployment, component: Component, defaults: PlanDefaults
+    draft: PodDraft, deployment: DynamoGraphDeployment, component: ComponentSpec, defaults: PlanDefaults
 ) -> list[Problem]:
     """Complete the containers of ``draft``; return what keeps its pods from ever running."""
     is_frontend = component.type is ComponentType.FRONTEND
@@ -76,7 +74,7 @@ def complete(
         for container in draft.init_containers
     ]
     if is_frontend:
-        _open_door(draft)
+        _add_port_and_probes(draft)
     else:
         ports = count(HEALTH_PORT)
         draft.containers = [_with_health(container, next(ports)) for container in draft.containers]
@@ -84,14 +82,14 @@ def complete(
             _with_health(container, next(ports)) if is_sidecar(container) else container
             for container in draft.init_containers
         ]
-    draft.spec.setdefault("enableServiceLinks", False)  # a Service's variables would look like settings
+    draft.spec.setdefault("enableServiceLinks", False)  # a Service's variables could be read as settings
     draft.spec.setdefault("terminationGracePeriodSeconds", GRACE_S)
     return problems
 
 
 def registers_elsewhere(spec: DeploymentSpec) -> str | None:
     """Return why workers of this deployment may be registered somewhere else than the operator expects: its
-    frontends say themselves where they look for workers. None where they do not.
+    frontends set themselves where they discover workers. None where they do not.
     """
     for index, component in enumerate(spec.components):
         draft = read_pod_template(component, ("spec", "components", index, "podTemplate"))
@@ -108,7 +106,7 @@ def registers_elsewhere(spec: DeploymentSpec) -> str | None:
 
 
 def is_sidecar(container: Manifest) -> bool:
-    """Whether an init container runs beside the others, and is not waited for."""
+    """Whether an init container runs in parallel with the others, and is not waited for."""
     return container.get("restartPolicy") == "Always"
 
 
@@ -180,7 +178,7 @@ def _of_our_image(container: Manifest, defaults: PlanDefaults) -> Manifest:
 
 
 def _variables(
-    deployment: DynamoGraphDeployment, component: Component, defaults: PlanDefaults
+    deployment: DynamoGraphDeployment, component: ComponentSpec, defaults: PlanDefaults
 ) -> list[Manifest]:
     metadata = deployment.metadata
     found = [
@@ -198,7 +196,7 @@ def _variables(
         token: JsonValue = {"name": defaults.plane_token.name, "key": defaults.plane_token.key}
         found.append({"name": "KVROUTER_PLANE_TOKEN", "valueFrom": {"secretKeyRef": token}})
     if component.type is ComponentType.FRONTEND:
-        found.append(variable("DYN_HTTP_HOST", "0.0.0.0"))  # noqa: S104 - a pod's door is for the cluster
+        found.append(variable("DYN_HTTP_HOST", "0.0.0.0"))  # noqa: S104 - the cluster connects to the pod
         found.append(variable(HTTP_PORT_VARIABLE, str(HTTP_PORT)))
         found += _admin(defaults)
     else:
@@ -227,7 +225,7 @@ def _field(name: str, path: str) -> Manifest:
     return {"name": name, "valueFrom": field}
 
 
-def _open_door(draft: PodDraft) -> None:
+def _add_port_and_probes(draft: PodDraft) -> None:
     """Give a frontend its port, its probes and time to leave, each unless the user gave it."""
     draft.warnings += _port_warnings(draft)
     container = draft.main
@@ -244,7 +242,7 @@ def _open_door(draft: PodDraft) -> None:
 
 
 def _with_health(container: Manifest, port: int) -> Manifest:
-    """Let a worker tell whether it takes requests, and ask it, each unless the user said otherwise.
+    """Let a worker report whether it takes requests, and probe it, each unless the user said otherwise.
 
     Pods are Ready then when their workers are announced: a rolling update waits for that, and takes no more
     workers away than it may.

@@ -1,4 +1,4 @@
-"""What a policy of KV transfers adds to pods: topology files, the wait for them, and variables."""
+"""What a transfer policy adds to pods: topology files, the init container that waits, variables."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,17 @@ from kvrouter.config.problems import Problem
 from kvrouter.core.workers import Enforcement
 from kvrouter.operator.api import ComponentType
 from kvrouter.operator.labels import Copy
-from kvrouter.operator.plan import environment
+from kvrouter.operator.plan import pod
 from kvrouter.operator.plan.defaults import PlanDefaults
-from kvrouter.operator.plan.environment import OWNED_ON_FRONTENDS, OWNED_ON_WORKERS, owned, value_of, variable
 from kvrouter.operator.plan.manifest import Manifest, listed, objects
-from kvrouter.operator.plan.pod import PodDraft
+from kvrouter.operator.plan.pod import (
+    OWNED_ON_FRONTENDS,
+    OWNED_ON_WORKERS,
+    PodDraft,
+    owned,
+    value_of,
+    variable,
+)
 from kvrouter.operator.plan.serving import is_sidecar, restricted
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.topology import MismatchPolicy
@@ -23,16 +29,16 @@ MOUNT_PATH = "/etc/dynamo/topology"
 
 
 def wire_frontend(draft: PodDraft, policy: DeploymentPolicy) -> None:
-    """Tell a frontend the policy, for workers that publish none: it is their own that counts.
+    """Give a frontend the policy, for workers that publish none: a worker's own policy takes precedence.
 
     ``preferred`` has no spelling on a router; there the workers' own policies are the only ones.
     """
-    entries = [variable(environment.ROUTER_MODE, "kv")]
+    entries = [variable(pod.ROUTER_MODE, "kv")]
     if policy.enforcement is not Enforcement.PREFERRED:
         fails = policy.enforcement is Enforcement.REQUIRED
         mismatch = MismatchPolicy.FAIL if fails else MismatchPolicy.FALLBACK
-        entries.append(variable(environment.ROUTER_LEVEL, policy.domain))
-        entries.append(variable(environment.ROUTER_MISMATCH, mismatch.value))
+        entries.append(variable(pod.ROUTER_LEVEL, policy.domain))
+        entries.append(variable(pod.ROUTER_MISMATCH, mismatch.value))
     for index, container in enumerate(draft.containers):
         at = (*draft.at, "spec", "containers", index)
         draft.containers[index], warnings = owned(container, entries, OWNED_ON_FRONTENDS, at)
@@ -46,9 +52,9 @@ def wire_worker(
     copies: Sequence[Copy],
     defaults: PlanDefaults,
 ) -> None:
-    """Give a worker's pod its files, hold its engine until they are there, and tell it the policy.
+    """Give a worker's pod its files, hold its engine until they are there, and pass it the policy.
 
-    Every container is told, since any of them may be the one that speaks for the worker.
+    Every container gets the policy, since any of them may be the one that registers the worker.
     """
     _take_back(draft, copies)
     entries = _variables(kind, policy, copies)
@@ -57,9 +63,9 @@ def wire_worker(
             if name == "containers" or is_sidecar(container):
                 at = (*draft.at, "spec", name, index)
                 mount_path, problems = _mount_path(container, at)
-                mine = [*entries, variable(environment.TOPOLOGY_MOUNT_PATH, mount_path)]
-                told, warnings = owned(container, mine, OWNED_ON_WORKERS, at)
-                containers[index], mounts = _mounted(told, mount_path, at)
+                mine = [*entries, variable(pod.TOPOLOGY_MOUNT_PATH, mount_path)]
+                wired, warnings = owned(container, mine, OWNED_ON_WORKERS, at)
+                containers[index], mounts = _mounted(wired, mount_path, at)
                 draft.warnings += [*problems, *warnings, *mounts]
     draft.volumes.append({"name": VOLUME, "downwardAPI": {"items": listed([_file(copy) for copy in copies])}})
     draft.init_containers.insert(0, _wait(policy, copies, defaults))
@@ -88,25 +94,25 @@ def _variables(kind: ComponentType, policy: DeploymentPolicy, copies: Sequence[C
     enforcement rolls none of those.
     """
     found = [
-        variable(environment.TOPOLOGY_ENABLED, "true"),
-        variable(environment.TOPOLOGY_LEVELS, ",".join(copy.domain for copy in copies)),
-        variable(environment.TRANSFER_DOMAIN, policy.domain),
+        variable(pod.TOPOLOGY_ENABLED, "true"),
+        variable(pod.TOPOLOGY_LEVELS, ",".join(copy.domain for copy in copies)),
+        variable(pod.TRANSFER_DOMAIN, policy.domain),
     ]
     if kind is not ComponentType.DECODE:
-        found.append(variable(environment.TRANSFER_ENFORCEMENT, policy.enforcement.value))
+        found.append(variable(pod.TRANSFER_ENFORCEMENT, policy.enforcement.value))
         if policy.preferred_weight is not None:
-            found.append(variable(environment.TRANSFER_WEIGHT, str(policy.preferred_weight)))
+            found.append(variable(pod.TRANSFER_WEIGHT, str(policy.preferred_weight)))
     return found
 
 
 def _mount_path(container: Manifest, at: tuple[str | int, ...]) -> tuple[str, list[Problem]]:
     """Where a container has its files: where it says itself, if a volume can be mounted there."""
-    stated = value_of(container, environment.TOPOLOGY_MOUNT_PATH)
+    stated = value_of(container, pod.TOPOLOGY_MOUNT_PATH)
     if stated is None:
         return MOUNT_PATH, []
     if stated.startswith("/") and stated.strip("/") and ":" not in stated and "$(" not in stated:
         return stated, []
-    must = f"{environment.TOPOLOGY_MOUNT_PATH} must be an absolute path without ':', not {stated!r}"
+    must = f"{pod.TOPOLOGY_MOUNT_PATH} must be an absolute path without ':', not {stated!r}"
     return MOUNT_PATH, [Problem((*at, "env"), f"{must}; {MOUNT_PATH} is taken")]
 
 

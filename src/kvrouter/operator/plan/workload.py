@@ -1,11 +1,17 @@
-"""A component's Deployment, around its pod template."""
+"""A component's Deployment and the frontends' Service."""
 
 from pydantic import JsonValue
 
-from kvrouter.operator.api import API_VERSION, KIND, Component, ComponentType, DynamoGraphDeployment
-from kvrouter.operator.plan.hashes import TEMPLATE_HASH, template_hash
-from kvrouter.operator.plan.manifest import Manifest, strings
-from kvrouter.operator.plan.names import labels_of, object_name, selector
+from kvrouter.operator.api import API_VERSION, KIND, ComponentSpec, ComponentType, DynamoGraphDeployment
+from kvrouter.operator.plan.manifest import (
+    TEMPLATE_HASH,
+    Manifest,
+    labels_of,
+    object_name,
+    selector,
+    strings,
+    template_hash,
+)
 
 
 def owned_metadata(
@@ -33,7 +39,7 @@ def owned_metadata(
 
 
 def component_metadata(
-    deployment: DynamoGraphDeployment, component: Component, annotations: Manifest | None = None
+    deployment: DynamoGraphDeployment, component: ComponentSpec, annotations: Manifest | None = None
 ) -> Manifest:
     """Return the metadata of a component's objects."""
     name = object_name(deployment.metadata.name, component.name)
@@ -41,11 +47,11 @@ def component_metadata(
 
 
 def workload(
-    deployment: DynamoGraphDeployment, component: Component, template: Manifest, annotations: Manifest
+    deployment: DynamoGraphDeployment, component: ComponentSpec, template: Manifest, annotations: Manifest
 ) -> Manifest:
     """Return the Deployment of a component, with the hash of its template among its annotations.
 
-    It states no replicas where the component does not: that number is whoever's who scales it.
+    It states no replicas where the component does not: the number is set by the client that scales it.
     """
     annotations = {TEMPLATE_HASH: template_hash(template), **annotations}
     stated: Manifest = {} if component.replicas is None else {"replicas": component.replicas}
@@ -71,3 +77,17 @@ def _strategy(kind: ComponentType) -> Manifest:
     else:
         rolling = {"maxSurge": 0, "maxUnavailable": "25%"}
     return {"type": "RollingUpdate", "rollingUpdate": rolling}
+
+
+def service(deployment: DynamoGraphDeployment, component: ComponentSpec, port: int) -> Manifest:
+    """Return the Service on ``port``, which is the frontends' own."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": component_metadata(deployment, component),
+        "spec": {
+            "type": "ClusterIP",
+            "selector": strings(selector(deployment.metadata.name, component.name)),
+            "ports": [{"name": "http", "port": port, "targetPort": port, "protocol": "TCP"}],
+        },
+    }

@@ -1,1 +1,1 @@
-"""What drives a cluster to what its deployments say: watches, writes, and the lease of who writes."""
+"""The controller: watches, writes, and the leader's lease."""

@@ -1,4 +1,4 @@
-"""The admission policies that label pods in the write that binds them: one for each set of levels in use."""
+"""The MutatingAdmissionPolicies that label pods when they are bound: one for each set of levels in use."""
 
 import asyncio
 import hashlib
@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.operator.api import Level, read_deployment
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import (
     PLACES_KIND,
     PLACES_PLURAL,
@@ -19,10 +19,10 @@ from kvrouter.operator.labels import (
 )
 from kvrouter.operator.plan import object_name
 from kvrouter.operator.policy import read_policy
-from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, Refused
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, uid_of
+from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, RequestRefused
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 
-POLICIES = Kind(
+POLICIES = ResourceKind(
     "admissionregistration.k8s.io/v1",
     "MutatingAdmissionPolicy",
     "mutatingadmissionpolicies",
@@ -31,7 +31,7 @@ POLICIES = Kind(
 POLICY_BINDINGS = POLICIES._replace(
     name="MutatingAdmissionPolicyBinding", plural="mutatingadmissionpolicybindings"
 )
-PLACES = Kind(PLACES_VERSION, PLACES_KIND, PLACES_PLURAL, is_namespaced=False)
+PLACES = ResourceKind(PLACES_VERSION, PLACES_KIND, PLACES_PLURAL, is_namespaced=False)
 KINDS = (PLACES, POLICIES, POLICY_BINDINGS)
 """In the order in which they are written: what a policy refers to comes before it, and goes after it."""
 
@@ -46,7 +46,7 @@ def owner_label(lease: Key) -> str:
     return f"{str(lease).replace('/', '.')[:OWNER_CHARS_MAX].rstrip('-.')}-{digest}"
 
 
-class Wanted(NamedTuple):
+class WantedLabels(NamedTuple):
     """What one deployment's workers get when they are bound."""
 
     deployment: Key
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
     copies: tuple[Copy, ...]
 
 
-def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]) -> Wanted | None:
+def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]) -> WantedLabels | None:
     """Return what a deployment wants; None without a policy, or when it cannot be read."""
     deployment = read_deployment(found).deployment
     policy = None if deployment is None else read_policy(deployment.spec).policy
@@ -64,7 +64,7 @@ def wanted_by(found: Manifest, facts: ClusterFacts, last_levels: Sequence[Level]
     workers = [component for component in deployment.spec.components if component.type.is_worker]
     names = tuple(object_name(of.name, component.name) for component in workers)
     return (
-        Wanted(Key(of.namespace, of.name), names, resolve(policy, facts, last_levels).copies)
+        WantedLabels(Key(of.namespace, of.name), names, resolve(policy, facts, last_levels).copies)
         if names
         else None
     )
@@ -78,13 +78,13 @@ def is_known(found: Manifest, facts: ClusterFacts) -> bool:
 
 
 def policies_for(
-    wanted: Iterable[Wanted], nodes: Sequence[Node], lease: Key
+    wanted: Iterable[WantedLabels], nodes: Sequence[Node], lease: Key
 ) -> dict[str, tuple[Manifest, ...]]:
     """Return manifests, one for each of KINDS, by the name that all of a set have: a hash of the lease and of
     its levels.
     """
     owner = owner_label(lease)
-    groups: dict[tuple[Copy, ...], list[Wanted]] = {}
+    groups: dict[tuple[Copy, ...], list[WantedLabels]] = {}
     for each in wanted:
         groups.setdefault(each.copies, []).append(each)
     found = {}
@@ -109,7 +109,7 @@ async def remove_policies(cluster: Cluster, lease: Key, kept: Container[str] = (
     for kind in reversed(KINDS):
         try:
             found = await cluster.find(kind, labels=f"{OPERATOR_LABEL}={owner_label(lease)}")
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status != NOT_FOUND:
                 raise
             continue
@@ -133,7 +133,7 @@ class Bindings:
         self.refused: Mapping[Key, str] = {}
         """The deployments whose policy the API server refused at the last write, and its words."""
 
-    async def write(self, wanted: Iterable[Wanted], nodes: Sequence[Node]) -> None:
+    async def write(self, wanted: Iterable[WantedLabels], nodes: Sequence[Node]) -> None:
         """Make the cluster's policies be those that are wanted, for these nodes.
 
         Raises ClusterError. One set of levels that is refused keeps no other from being written.
@@ -145,14 +145,14 @@ class Bindings:
                 return
             there, self._there = self._there, None
             done: dict[str, tuple[Manifest, ...]] = {}
-            refusals: dict[str, Refused] = {}
+            refusals: dict[str, RequestRefused] = {}
             for name, manifests in policies.items():
                 before = () if there is None else there.get(name, ())
                 try:
                     for kind, manifest in zip(KINDS, manifests, strict=True):
                         if manifest not in before:
                             await self._cluster.apply(kind, manifest)
-                except Refused as refused:
+                except RequestRefused as refused:
                     refusals[name] = refused
                 else:
                     done[name] = manifests
@@ -168,7 +168,7 @@ class Bindings:
                 raise refusal
 
     def forget(self) -> None:
-        """Write everything again the next time, whoever changed it meanwhile."""
+        """Write everything again the next time, regardless of changes by other clients meanwhile."""
         self._there = None
 
 

@@ -1,4 +1,4 @@
-"""Workers as they register in Kubernetes: who is there by a lease that it renews, as routers see it."""
+"""Workers that registered in Kubernetes, as routers see them: each lives by a lease that it renews."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, version_of
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of, version_of
 from kvrouter.operator.status import Registered
 from kvrouter.topology import policy_of, topology_domains, validate_runtime_config
 
-WORKERS = Kind("kvrouter.dev/v1alpha1", "KvrouterWorker", "kvrouterworkers")
+WORKERS = ResourceKind("kvrouter.dev/v1alpha1", "KvrouterWorker", "kvrouterworkers")
 FLEET_LABEL = "kvrouter.dev/namespace"
 EXPIRE_S = 5.0
-"""How often leases are looked at."""
+"""How often leases are checked."""
 
 
 class _Card(msgspec.Struct, frozen=True):

@@ -1,11 +1,11 @@
-"""Which operator looks after a deployment, where several could: the first one, until it is gone."""
+"""Claims: which of several operators owns a deployment."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kvrouter.operator.api import API_VERSION, KIND
-from kvrouter.operator.classes import DEFAULT_CLASS
-from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, ClusterError, Refused
+from kvrouter.operator.api.deployment import DEFAULT_CLASS
+from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, ClusterError, RequestRefused
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     LEASES,
@@ -20,7 +20,7 @@ GONE_S = 120.0
 """For how long another operator's lease must not be renewed, or not be there, before it counts as gone: far
 more than its replicas need to take over from each other, for two operators in turns would roll the fleet."""
 AGAIN_S = 15.0
-"""How often that is looked at."""
+"""How often that is checked."""
 
 
 class StatusRefused(ClusterError):
@@ -53,7 +53,7 @@ class Claims:
         self._seen: dict[str, _SeenLease] = {}
 
     async def other(self, found: Manifest) -> str | None:
-        """Return which operator looks after a deployment instead of this one; None when this one does, from
+        """Return which operator manages a deployment instead of this one; None when this one does, from
         now on or already. Raises ClusterError, and then it is to be asked again.
         """
         key, holder = key_of(found), _holder(found)
@@ -91,7 +91,7 @@ class Claims:
         namespace, _, name = holder.rpartition(":")[2].rpartition("/")
         try:
             lease = await self._cluster.read(LEASES, Key(namespace, name))
-        except Refused:
+        except RequestRefused:
             return False
         version = None if lease is None else version_of(lease)
         since_s = now_s if seen is None or seen.version != version else seen.since_s
@@ -112,14 +112,14 @@ async def write_status(cluster: Cluster, found: Manifest, status: Manifest, *, v
     manifest: Manifest = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "status": status}
     try:
         await cluster.apply(DEPLOYMENTS_OF_GRAPHS, manifest, subresource="status")
-    except Refused as refused:
+    except RequestRefused as refused:
         if refused.is_passing or refused.status == NOT_FOUND:
             raise
         raise StatusRefused(refused.said) from refused
 
 
 def takeover_instructions(name: str, holder: str, namespace: str, deployment: str) -> str:
-    """Return what a deployment's event says when another operator looks after it."""
+    """Return what a deployment's event says when another operator manages it."""
     patch = f'{{"status": {{"operator": "{name}"}}}}'
     return (
         f"the operator {name} leaves this deployment to the operator {holder}, which looks after it already: "

@@ -1,4 +1,4 @@
-"""The API server, in plain JSON: the official client signs in and keeps connections, and types nothing."""
+"""A Kubernetes client in plain JSON, over the official client's connections."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from pydantic import JsonValue
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.operator.plan.manifest import mapping
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, key_of, metadata_of, version_of
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of, version_of
 
 MANAGER = "kvrouter-operator"
 """The field manager of everything that the operator writes."""
@@ -47,7 +47,7 @@ class ClusterLost(ClusterError):
     code = "cluster_lost"
 
 
-class Refused(ClusterError):
+class RequestRefused(ClusterError):
     """It answered with an error: ``status`` is HTTP's, ``reason`` its own word, such as ``Conflict``, and
     ``said`` its own sentence.
     """
@@ -73,15 +73,15 @@ GONE = 410
 _PASSING = frozenset({CONFLICT, 429, 503, 504})
 
 
-class Found(NamedTuple):
+class ObjectList(NamedTuple):
     """The objects of a list, and the version from which a watch goes on."""
 
     objects: list[Manifest]
     version: str
 
 
-class Change(StrEnum):
-    """What a watch tells of an object."""
+class WatchChange(StrEnum):
+    """What a watch reports about an object."""
 
     ADDED = "ADDED"
     MODIFIED = "MODIFIED"
@@ -96,11 +96,11 @@ class Cluster:
         self._api = api
         self._call_s = call_s
 
-    async def read(self, kind: Kind, key: Key) -> Manifest | None:
+    async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
         """Return one object; None when it is not there."""
         try:
             return await self._call("GET", kind.path(*key))
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status == NOT_FOUND:
                 return None
             raise
@@ -109,7 +109,7 @@ class Cluster:
         """Return the plurals that are served in a group's version; none where it is not served at all."""
         try:
             answer = await self._call("GET", f"/apis/{group_version}")
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status == NOT_FOUND:
                 return frozenset()
             raise
@@ -123,7 +123,7 @@ class Cluster:
         major, minor = (re.match(r"\d{1,4}", str(answer.get(part))) for part in ("major", "minor"))
         return (int(major[0]) if major else 0, int(minor[0]) if minor else 0)
 
-    async def find(self, kind: Kind, *, namespace: str = "", labels: str = "") -> Found:
+    async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
         """Return all objects that ``labels``, a selector, picks; page by page."""
         objects: list[Manifest] = []
         rest = ""
@@ -140,18 +140,18 @@ class Cluster:
             metadata = page.get("metadata")
             rest = str(metadata.get("continue") or "") if isinstance(metadata, dict) else ""
             if not rest:
-                return Found(objects, version_of(page))
+                return ObjectList(objects, version_of(page))
 
     async def watch(
         self,
-        kind: Kind,
+        kind: ResourceKind,
         version: str,
         *,
         namespace: str = "",
         labels: str = "",
         for_s: int,
         opened: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[Change, Manifest], None]:
+    ) -> AsyncGenerator[tuple[WatchChange, Manifest], None]:
         """Yield what changes after ``version``, for about ``for_s`` seconds.
 
         ``opened`` is called once the server has taken the watch: it may be silent for long. Raises Refused
@@ -172,11 +172,11 @@ class Cluster:
             async for line in response.content:
                 yield _change(kind, _loaded(line))
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
-            raise ClusterLost(f"watch of {kind.plural}: {_told(error)}") from error
+            raise ClusterLost(f"watch of {kind.plural}: {_text_of(error)}") from error
         finally:
             _hang_up(response)
 
-    async def claim(self, kind: Kind, manifest: Manifest, *, manager: str) -> Manifest:
+    async def claim(self, kind: ResourceKind, manifest: Manifest, *, manager: str) -> Manifest:
         """Be one more of those who hold the fields of ``manifest``, as the field manager ``manager``.
 
         Refused with 409 where another holds one of them with another value, or the object is not of the
@@ -187,37 +187,37 @@ class Cluster:
             "PATCH", kind.path(*key_of(manifest)), query=query, body=manifest, content_type=APPLY
         )
 
-    async def apply(self, kind: Kind, manifest: Manifest, *, subresource: str = "") -> Manifest:
-        """Make the fields of ``manifest`` so, by server-side apply, whoever wrote them before."""
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        """Make the fields of ``manifest`` so, by server-side apply, regardless of who wrote them before."""
         path = kind.path(*key_of(manifest), subresource)
         return await self._call("PATCH", path, query=_FORCED, body=manifest, content_type=APPLY)
 
-    async def dry_run(self, kind: Kind, manifest: Manifest) -> None:
+    async def dry_run(self, kind: ResourceKind, manifest: Manifest) -> None:
         """Ask whether the API server, and all that it asks, would take this apply; nothing is stored."""
         path = kind.path(*key_of(manifest))
         await self._call(
             "PATCH", path, query=(*_FORCED, ("dryRun", "All")), body=manifest, content_type=APPLY
         )
 
-    async def merge(self, kind: Kind, key: Key, patch: Manifest) -> Manifest:
+    async def merge(self, kind: ResourceKind, key: Key, patch: Manifest) -> Manifest:
         """Change one object by a JSON merge patch."""
         return await self._call("PATCH", kind.path(*key), query=_MANAGED, body=patch, content_type=MERGE)
 
-    async def create(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         """Create an object; Refused with 409 when it is there."""
         path = kind.path(key_of(manifest).namespace)
         return await self._call("POST", path, query=_MANAGED, body=manifest)
 
-    async def replace(self, kind: Kind, manifest: Manifest) -> Manifest:
+    async def replace(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
         """Replace an object; Refused with 409 when it is not of the ``resourceVersion`` that is named."""
         return await self._call("PUT", kind.path(*key_of(manifest)), query=_MANAGED, body=manifest)
 
-    async def delete(self, kind: Kind, key: Key, *, uid: str) -> None:
+    async def delete(self, kind: ResourceKind, key: Key, *, uid: str) -> None:
         """Delete the object of this uid, and what it owns after it; done when it is not there."""
         options: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         try:
             await self._call("DELETE", kind.path(*key), body=options)
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 raise
 
@@ -238,7 +238,7 @@ class Cluster:
         try:
             answer = _loaded(await response.read())
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
-            raise ClusterLost(f"{method} {path}: {_told(error)}") from error
+            raise ClusterLost(f"{method} {path}: {_text_of(error)}") from error
         finally:
             response.release()
         return answer if isinstance(answer, dict) else {}
@@ -271,7 +271,7 @@ class Cluster:
             if response.status >= 400:
                 raise _refusal(response.status, f"{method} {path}", await response.read())
         except (aiohttp.ClientError, ConfigException, OSError) as error:  # also what the token's file raises
-            raise ClusterLost(f"{method} {path}: {_told(error)}") from error
+            raise ClusterLost(f"{method} {path}: {_text_of(error)}") from error
         return response
 
 
@@ -298,23 +298,23 @@ def _loaded(text: bytes) -> JsonValue:
     return found
 
 
-def _change(kind: Kind, told: JsonValue) -> tuple[Change, Manifest]:
+def _change(kind: ResourceKind, line: JsonValue) -> tuple[WatchChange, Manifest]:
     """Return one line of a watch; raises Refused for an error in it, and ValueError for what is none."""
-    event = told if isinstance(told, dict) else {}
+    event = line if isinstance(line, dict) else {}
     thing = event.get("object")
     if not isinstance(thing, dict):
         raise ValueError("a line of a watch without an object")
     if event.get("type") == "ERROR":
         code = thing.get("code")
-        raise Refused(
+        raise RequestRefused(
             str(thing.get("message")),
             status=code if isinstance(code, int) else 500,
             reason=str(thing.get("reason") or ""),
         )
-    return Change(str(event.get("type"))), _reduced(kind, thing)
+    return WatchChange(str(event.get("type"))), _reduced(kind, thing)
 
 
-def _reduced(kind: Kind, manifest: Manifest) -> Manifest:
+def _reduced(kind: ResourceKind, manifest: Manifest) -> Manifest:
     """Without what nothing is decided by, such as the record of who wrote which field: thousands are kept."""
     metadata_of(manifest).pop("managedFields", None)
     if not kind.kept:
@@ -330,17 +330,17 @@ def _reduced(kind: Kind, manifest: Manifest) -> Manifest:
     return reduced
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """Errors of a connection often say nothing."""
     return str(error) or type(error).__name__
 
 
-def _refusal(status: int, what: str, body: bytes) -> Refused:
+def _refusal(status: int, what: str, body: bytes) -> RequestRefused:
     try:
-        told: JsonValue = json.loads(body)
+        parsed: JsonValue = json.loads(body)
     except ValueError:
-        told = None
-    fields = told if isinstance(told, dict) else {}
+        parsed = None
+    fields = parsed if isinstance(parsed, dict) else {}
     message = str(fields.get("message") or body[:200].decode(errors="replace"))
     reason = str(fields.get("reason") or "")
-    return Refused(f"{what}: {message}", status=status, reason=reason, said=message)
+    return RequestRefused(f"{what}: {message}", status=status, reason=reason, said=message)

@@ -1,52 +1,54 @@
-"""Whose the cluster's definition of DynamoGraphDeployment is: another project's is left alone."""
+"""The cluster's CRD: whose it is, and what prevents installing or upgrading it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from pydantic import JsonValue
 
 from kvrouter.operator.api.crd import CRD_NAME, DEFINITION
-from kvrouter.operator.reconcile.cluster import FORBIDDEN, Cluster, ClusterError, Refused
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest, metadata_of
+from kvrouter.operator.reconcile.cluster import FORBIDDEN, Cluster, ClusterError, RequestRefused
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, metadata_of
 
-DEFINITIONS = Kind(
+DEFINITIONS = ResourceKind(
     "apiextensions.k8s.io/v1",
     "CustomResourceDefinition",
     "customresourcedefinitions",
     is_namespaced=False,
 )
 LOOK_S = 10.0
-"""How often the definition is looked at."""
+"""How often the definition is read."""
 LOOK_AGAIN_S = 1.0
 """How soon while it is not kvrouter's: it may be installed any moment."""
 
 
-class Listener(Protocol):
-    """Who is told whether the operator works, or stands back."""
+class DefinitionListener(Protocol):
+    """Is notified whether the operator works, or stands back."""
 
     def definition_is(self, why: str | None) -> None:
         """The definition is not kvrouter's, for this reason; with None it is."""
 
 
 class Definition:
-    """Looks at the definition, and lets work run only while it is kvrouter's.
+    """Reads the definition, and lets work run only while it is kvrouter's.
 
     While the API server cannot be asked, or answers with an error of its own, what was seen last holds.
-    Before the first look nothing is done.
+    Before it was first read nothing is done.
     """
 
-    def __init__(self, cluster: Cluster, listener: Listener, *, look_s: float = LOOK_S) -> None:
+    def __init__(self, cluster: Cluster, listener: DefinitionListener, *, look_s: float = LOOK_S) -> None:
         self._cluster, self._listener, self._look_s = cluster, listener, look_s
         self._ours, self._not_ours = asyncio.Event(), asyncio.Event()
-        self._told = ""
+        self._reported = ""
 
     @property
     def is_ours(self) -> bool:
-        """Whether it was kvrouter's when it was looked at last."""
+        """Whether it was kvrouter's when it was read last."""
         return self._ours.is_set()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Read it until cancelled."""
         while True:
             with suppress(ClusterError):
                 self._learn(await self._why_not())
@@ -75,17 +77,17 @@ class Definition:
         """Raises ClusterError where that is not known: the API server is overloaded, for example, or ends."""
         try:
             found = await self._cluster.read(DEFINITIONS, Key("", CRD_NAME))
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status != FORBIDDEN:
                 raise
             return f"it may not be read, so nobody knows whose it is: {refused.message}"
         return why_not_ours(found)
 
     def _learn(self, why: str | None) -> None:
-        told = why or "ours"
-        if told == self._told:
+        state = why or "ours"
+        if state == self._reported:
             return
-        self._told = told
+        self._reported = state
         (self._ours if why is None else self._not_ours).set()
         (self._not_ours if why is None else self._ours).clear()
         self._listener.definition_is(why)
@@ -105,3 +107,138 @@ def why_not_ours(definition: Manifest | None) -> str | None:
     if definition_version(definition) is None:
         return f"{CRD_NAME} is another project's: it has no annotation {DEFINITION}"
     return None
+
+
+NAMES = (CRD_NAME, "kvrouterworkers.kvrouter.dev", "kvrouternodeplaces.kvrouter.dev")
+INSTALL = "kubectl apply --server-side -k deploy/crds"
+TAKE_OVER = f"{INSTALL} --force-conflicts"
+KUBECTL, APPLY = "kubectl", "Apply"
+"""The field manager of ``kubectl apply --server-side``, and its operation."""
+KUBECTL_BEFORE = "kubectl-client-side-apply"
+"""That of a plain ``kubectl apply``, whose fields kubectl moves to the other by itself."""
+
+
+class DefinitionReport(NamedTuple):
+    """The state of one definition, and what to do. ``is_conflict``: ``kubectl apply`` would be refused."""
+
+    name: str
+    message: str
+    is_conflict: bool = False
+
+
+class InstalledDefinition(NamedTuple):
+    """One definition as it is in the cluster, and how many objects it has in how many namespaces."""
+
+    name: str
+    definition: Manifest | None
+    objects: int = 0
+    namespaces: int = 0
+
+
+async def preflight(cluster: Cluster) -> list[DefinitionReport]:
+    """Check each definition. Raises ClusterError when the cluster cannot be asked, or does not allow it."""
+    found = []
+    for name in NAMES:
+        definition = await cluster.read(DEFINITIONS, Key("", name))
+        objects: list[Manifest] = []
+        if (
+            definition is not None
+            and definition_version(definition) is None
+            and (kind := _kind_of(definition))
+        ):
+            objects = (await cluster.find(kind)).objects
+        namespaces = {metadata_of(each).get("namespace") for each in objects}
+        found.append(InstalledDefinition(name, definition, len(objects), len(namespaces)))
+    return reports(found)
+
+
+def reports(found: Sequence[InstalledDefinition]) -> list[DefinitionReport]:
+    """Return what is to be reported about each definition.
+
+    Fields are only ever to be taken over where every definition is kvrouter's, since one command applies all.
+    """
+    is_alone = all(
+        each.definition is None or definition_version(each.definition) is not None for each in found
+    )
+    return [_report(each, is_alone=is_alone) for each in found]
+
+
+def _report(found: InstalledDefinition, *, is_alone: bool) -> DefinitionReport:
+    name, definition = found.name, found.definition
+    if definition is None:
+        return DefinitionReport(name, f"not installed yet: {INSTALL}" if is_alone else "not installed yet")
+    version = definition_version(definition)
+    if version is None:
+        return DefinitionReport(name, _foreign(found, definition), is_conflict=True)
+    holders = _holders(definition)
+    others = sorted({manager for manager, _ in holders} - {KUBECTL, KUBECTL_BEFORE})
+    if not others or (KUBECTL, APPLY) in holders:
+        return DefinitionReport(name, f"kvrouter's own, of version {version}. To upgrade it: {INSTALL}")
+    way_out = (
+        f"Since it is kvrouter's, take them over once: {TAKE_OVER}"
+        if is_alone
+        else "First see to the definition that is another project's"
+    )
+    message = (
+        f"kvrouter's own, of version {version}, and its fields are held by {', '.join(others)}: the API "
+        f"server refuses another's write with a conflict. {way_out}"
+    )
+    return DefinitionReport(name, message, is_conflict=True)
+
+
+def _foreign(found: InstalledDefinition, definition: Manifest) -> str:
+    writers = ", ".join(sorted({manager for manager, _ in _holders(definition)})) or "nobody knows whom"
+    message = (
+        f"another project's definition, written by {writers}; it serves {', '.join(_versions(definition))}. "
+    )
+    if found.objects:
+        message += (
+            f"{found.objects} objects in {found.namespaces} namespaces are of it, and would lose what "
+            "kvrouter's does not know. "
+        )
+    else:
+        message += "It has no objects. "
+    message += (
+        "kvrouter's operator stands back from it. Leave it, and run kvrouter here without its operator, or "
+        "in another cluster: docs/kubernetes-beside-dynamo.md"
+    )
+    if not found.objects:
+        message += f". If nobody wants it any more: kubectl delete crd {found.name}, then {INSTALL}"
+    return message
+
+
+def _holders(definition: Manifest) -> set[tuple[str, str]]:
+    """Who holds what versions the definition has, and by which operation."""
+    entries = metadata_of(definition).get("managedFields")
+    found = set()
+    for entry in entries if isinstance(entries, list) else []:
+        fields = entry.get("fieldsV1") if isinstance(entry, dict) else None
+        spec = fields.get("f:spec") if isinstance(fields, dict) else None
+        if isinstance(entry, dict) and isinstance(spec, dict) and "f:versions" in spec:
+            found.add((str(entry.get("manager")), str(entry.get("operation"))))
+    return found
+
+
+def _versions(definition: Manifest) -> list[str]:
+    return [str(version.get("name")) for version in _served(definition)]
+
+
+def _kind_of(definition: Manifest) -> ResourceKind | None:
+    """The kind that it defines, in one of the versions that it serves; None where it serves none."""
+    spec = definition.get("spec")
+    served = _served(definition)
+    if not isinstance(spec, dict) or not served:
+        return None
+    names = spec.get("names")
+    plural = names.get("plural") if isinstance(names, dict) else ""
+    version = f"{spec.get('group')}/{served[0].get('name')}"
+    return ResourceKind(version, str(names.get("kind")) if isinstance(names, dict) else "", str(plural))
+
+
+def _served(definition: Manifest) -> list[dict[str, JsonValue]]:
+    spec = definition.get("spec")
+    versions = spec.get("versions") if isinstance(spec, dict) else None
+    found = (
+        [version for version in versions if isinstance(version, dict)] if isinstance(versions, list) else []
+    )
+    return [version for version in found if version.get("served")]

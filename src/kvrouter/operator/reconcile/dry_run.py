@@ -1,14 +1,14 @@
-"""What a deployment would become, tried at the API server before it is stored: its writer hears a refusal."""
+"""A dry run at admission: a plan is tried at the API server before the deployment is stored."""
 
 import asyncio
 import re
 
 from kvrouter.config.problems import Path, Problem
 from kvrouter.operator.admission import Review, Verdict, changed_manifests
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.plan import PlanDefaults
-from kvrouter.operator.reconcile.applied import Place, is_orphan, kind_of, owner_uid_of
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, Refused
+from kvrouter.operator.reconcile.apply import ObjectRef, is_orphan, kind_of, owner_uid_of
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, RequestRefused
 from kvrouter.operator.reconcile.kinds import Manifest, key_of
 
 WITHIN_S = 3.0
@@ -28,7 +28,7 @@ class DryRun:
     """Applies to the API server, as a dry run, what storing a deployment would make the operator apply.
 
     It needs no other rights than the operator has. What cannot be tried, or not within ``within_s`` seconds,
-    is a warning: then the status tells what is refused. ``namespace`` is the only one that is looked after;
+    is a warning: then the status reports what is refused. ``namespace`` is the only one that is managed;
     empty for all.
     """
 
@@ -62,11 +62,11 @@ class DryRun:
 
     async def _try(self, path: Path, manifest: Manifest, problems: list[Problem], untried: list[str]) -> None:
         kind = kind_of(manifest)
-        place = Place(kind.name, key_of(manifest))
+        place = ObjectRef(kind.name, key_of(manifest))
         async with self._turns:
             try:
                 await self._cluster.dry_run(kind, manifest)
-            except Refused as refused:
+            except RequestRefused as refused:
                 if not _is_about_the_object(refused):
                     untried.append(f"{place}: {refused.said}")
                 elif not await self._is_anothers(manifest):
@@ -76,7 +76,7 @@ class DryRun:
                 untried.append(f"{place}: {error.message}")
 
     async def _is_anothers(self, manifest: Manifest) -> bool:
-        """Whether something stands there that is not this deployment's: that is never written over."""
+        """Whether an object is there that is not this deployment's: that is never overwritten."""
         try:
             there = await self._cluster.read(kind_of(manifest), key_of(manifest))
         except ClusterError:
@@ -85,7 +85,7 @@ class DryRun:
         return not is_mine and there is not None and not is_orphan(there, manifest)
 
 
-def _is_about_the_object(refused: Refused) -> bool:
+def _is_about_the_object(refused: RequestRefused) -> bool:
     """Whether it would be refused in earnest, as far as the object goes."""
     if _NO_RIGHT.search(refused.said) or _NO_TRIAL in refused.said:
         return False

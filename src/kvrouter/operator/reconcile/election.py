@@ -1,4 +1,4 @@
-"""Who writes: one of several replicas, by a lease that it renews."""
+"""Leader election: one of several replicas writes, by a lease that it renews."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ class LeaseTimes:
             raise ValueError(f"lease times must fall and be above 0, not {self}")
 
 
-class Candidate:
+class LeaseCandidate:
     """What one replica makes of the lease: it takes one that is free, that is its own, or that nobody renewed
     for ``lease_s`` seconds of its own clock. Clocks of other hosts are never compared.
     """
@@ -49,7 +49,7 @@ class Candidate:
         return self._held(lease, today)
 
     def take(self, lease: Manifest | None, today: datetime) -> Manifest | None:
-        """Return the lease to write, whoever holds it; None where nobody does."""
+        """Return the lease to write, regardless of its holder; None where it has none."""
         return self._held(lease, today) if _spec(lease).get("holderIdentity") else None
 
     def release(self, lease: Manifest | None, today: datetime) -> Manifest | None:

@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator reads and writes, and where an API server has them."""
+"""The kinds of objects that the operator reads and writes, and their API paths."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ Manifest = dict[str, JsonValue]
 """An object as the API server takes and gives it."""
 
 
-class Kind(NamedTuple):
+class ResourceKind(NamedTuple):
     """One kind: what manifests call it, and what paths do.
 
     ``is_metadata_enough``: lists and watches bring nothing but metadata. ``kept`` are the parts, such as
-    ``spec.nodeName``, that are kept beside metadata of what they bring; everything where none is named.
+    ``spec.nodeName``, that are kept with metadata of what they bring; everything where none is named.
     """
 
     api_version: str
@@ -45,12 +45,12 @@ class Key(NamedTuple):
         return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
 
-DEPLOYMENTS_OF_GRAPHS = Kind(API_VERSION, KIND, PLURAL)
+DEPLOYMENTS_OF_GRAPHS = ResourceKind(API_VERSION, KIND, PLURAL)
 TOPOLOGIES = tuple(
-    Kind(f"{GROVE_GROUP}/{GROVE_VERSION}", name, plural, is_namespaced=False)
+    ResourceKind(f"{GROVE_GROUP}/{GROVE_VERSION}", name, plural, is_namespaced=False)
     for name, plural in GROVE_PLURALS.items()
 )
-PODS = Kind(
+PODS = ResourceKind(
     "v1",
     "Pod",
     "pods",
@@ -62,9 +62,9 @@ PODS = Kind(
         "status.containerStatuses",
     ),
 )
-NODES = Kind("v1", "Node", "nodes", is_namespaced=False, is_metadata_enough=True)
-EVENTS = Kind("v1", "Event", "events")
-LEASES = Kind("coordination.k8s.io/v1", "Lease", "leases")
+NODES = ResourceKind("v1", "Node", "nodes", is_namespaced=False, is_metadata_enough=True)
+EVENTS = ResourceKind("v1", "Event", "events")
+LEASES = ResourceKind("coordination.k8s.io/v1", "Lease", "leases")
 
 
 def metadata_of(manifest: Manifest) -> Manifest:

@@ -1,4 +1,4 @@
-"""A replica that follows until the lease is its own, and then leads for as long as it can renew it."""
+"""A replica's life: it follows, leads once the lease is its own, and stops when it cannot renew it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,13 +6,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Protocol
 
-from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, ClusterError, Refused
-from kvrouter.operator.reconcile.election import Candidate, LeaseTimes
+from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, ClusterError, RequestRefused
+from kvrouter.operator.reconcile.election import LeaseCandidate, LeaseTimes
 from kvrouter.operator.reconcile.kinds import LEASES, Key
 
 
-class Listener(Protocol):
-    """Who is told of the lease."""
+class LeaderListener(Protocol):
+    """Is notified of the lease."""
 
     def answered(self) -> None:
         """The API server answered."""
@@ -31,10 +31,10 @@ class Leader:
     """``lead`` runs while the lease is ours; it is cancelled, and has ended, before another may begin."""
 
     def __init__(
-        self, cluster: Cluster, place: Key, identity: str, *, times: LeaseTimes, listener: Listener
+        self, cluster: Cluster, place: Key, identity: str, *, times: LeaseTimes, listener: LeaderListener
     ) -> None:
         self._cluster, self._place, self._times, self._listener = cluster, place, times, listener
-        self._candidate = Candidate(identity, place, times)
+        self._candidate = LeaseCandidate(identity, place, times)
         self.is_leading = False
 
     async def run(self, lead: Callable[[], Awaitable[None]]) -> None:
@@ -92,7 +92,9 @@ class Leader:
         try:
             return await self._claimed()
         except ClusterError as error:
-            if not (isinstance(error, Refused) and error.status == CONFLICT):  # then another was quicker
+            if not (
+                isinstance(error, RequestRefused) and error.status == CONFLICT
+            ):  # then another was quicker
                 self._listener.not_renewed(error)
             return False
 

@@ -1,4 +1,4 @@
-"""The admission door's certificate where no cert-manager is: one Secret for all replicas, renewed in time."""
+"""The admission server's certificate in a Secret, shared by all replicas and renewed in time."""
 
 import asyncio
 import base64
@@ -12,11 +12,11 @@ from typing import Protocol
 from pydantic import JsonValue
 
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, ClusterError, Refused
-from kvrouter.operator.reconcile.kinds import Key, Kind, Manifest
+from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, ClusterError, RequestRefused
+from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind
 
-SECRETS = Kind("v1", "Secret", "secrets")
-VALIDATING = Kind(
+SECRETS = ResourceKind("v1", "Secret", "secrets")
+VALIDATING = ResourceKind(
     "admissionregistration.k8s.io/v1",
     "ValidatingWebhookConfiguration",
     "validatingwebhookconfigurations",
@@ -27,8 +27,8 @@ LOOK_S = 60.0
 TRIES = 5
 
 
-class Listener(Protocol):
-    """Who is told when the certificate cannot be looked after."""
+class CertificateListener(Protocol):
+    """Is notified when the certificate cannot be renewed."""
 
     def certificate_refused(self, reason: str) -> None:
         """What was shown is shown still."""
@@ -39,7 +39,7 @@ class OwnCertificate:
     those of the ValidatingWebhookConfiguration ``webhook`` and, where the cluster has it, of the
     MutatingWebhookConfiguration of that name with ``-binding`` after it.
 
-    Every replica does so: two that write at a time are told apart by the Secret's version.
+    Every replica does so: of two that write at a time, the API server refuses one by the Secret's version.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class OwnCertificate:
         for path, content in ((self.key, data[SERVING_KEY]), (self.cert, data[SERVING_CERT])):
             _write(path, content)
 
-    async def run(self, listener: Listener, *, look_s: float = LOOK_S) -> None:
-        """Look after it until cancelled."""
+    async def run(self, listener: CertificateListener, *, look_s: float = LOOK_S) -> None:
+        """Renew it until cancelled."""
         while True:
             await asyncio.sleep(look_s)
             try:
@@ -75,7 +75,7 @@ class OwnCertificate:
                 return data
             try:
                 await self._store(there, better)
-            except Refused as refused:
+            except RequestRefused as refused:
                 tries += 1
                 if refused.status != CONFLICT or tries == TRIES:
                     raise
@@ -100,7 +100,7 @@ class OwnCertificate:
             raise ClusterError(message)
         await self._is_trusting(MUTATING, f"{self._webhook}-binding", bundle)
 
-    async def _is_trusting(self, kind: Kind, name: str, bundle: str) -> bool:
+    async def _is_trusting(self, kind: ResourceKind, name: str, bundle: str) -> bool:
         """Have its webhooks trust ``bundle``; return False when it is not there."""
         found = await self._cluster.read(kind, Key("", name))
         if found is None:

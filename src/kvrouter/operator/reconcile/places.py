@@ -1,35 +1,35 @@
-"""Which labels a pod gets when it is bound, known by every replica: for the webhook on Bindings."""
+"""The place of every node, for the webhook that labels pods when they are bound."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvrouter.operator.classes import DEFAULT_CLASS, class_of
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import BoundPod, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.controller import read_facts
+from kvrouter.operator.reconcile.informer import Informer
 from kvrouter.operator.reconcile.kinds import (
     DEPLOYMENTS_OF_GRAPHS,
     NODES,
     TOPOLOGIES,
     Key,
-    Kind,
     Manifest,
+    ResourceKind,
     key_of,
     metadata_of,
     uid_of,
 )
-from kvrouter.operator.reconcile.known import read_facts
-from kvrouter.operator.reconcile.watched import Watched
 
 FACTS_S = 15.0
-"""How often topologies are read anew."""
+"""How often topologies are read again."""
 AGAIN_S = 1.0
 """How soon after a deployment named one that is not known."""
 
-Lost = Callable[[Kind, ClusterError | None], None]
-"""Is told that a kind cannot be watched, or read; with None that it can again."""
+Lost = Callable[[ResourceKind, ClusterError | None], None]
+"""Is notified that a kind cannot be watched, or read; with None that it can again."""
 
 
 class _Workers(NamedTuple):
@@ -39,7 +39,7 @@ class _Workers(NamedTuple):
     copies: tuple[Copy, ...]
 
 
-class Places:
+class NodePlaces:
     """Answers from what it watches, and reads of a pod's node what it says at that moment.
 
     Deployments are followed only where a Binding's labels reach its pod and no policy of the cluster writes
@@ -63,7 +63,7 @@ class Places:
         self._stale = asyncio.Event()
         self._workers: dict[str, dict[Key, _Workers]] = {}
         self._generations: dict[Key, tuple[str, object]] = {}
-        self._deployments: Watched[None] = Watched(
+        self._deployments: Informer[None] = Informer(
             cluster,
             DEPLOYMENTS_OF_GRAPHS,
             namespace=namespace,

@@ -1,7 +1,9 @@
-"""One look at a deployment: what it says is made so in the cluster, and what is so becomes its status."""
+"""Reconciles one deployment: applies its plan, and writes its status and events."""
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
@@ -11,12 +13,14 @@ from pydantic import ValidationError
 from kvrouter.config.problems import Problem, dotted
 from kvrouter.operator.admission import warnings
 from kvrouter.operator.api import (
+    API_VERSION,
+    KIND,
     DeploymentStatus,
     DynamoGraphDeployment,
     Level,
     read_deployment,
 )
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Copy, Pod, late_labels, read_node, read_pod
 from kvrouter.operator.plan import (
     COMPONENT_LABEL,
@@ -33,22 +37,21 @@ from kvrouter.operator.plan import (
     registers_elsewhere,
     zone_budgets,
 )
-from kvrouter.operator.reconcile.applied import BUDGETS, WORKLOADS, Applied, Changes
+from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
-from kvrouter.operator.reconcile.cluster import CONFLICT, NOT_FOUND, Cluster, ClusterError, Refused
-from kvrouter.operator.reconcile.kinds import (
-    PODS,
-    Key,
-    Manifest,
-    key_of,
-    metadata_of,
-    uid_of,
+from kvrouter.operator.reconcile.cluster import (
+    CONFLICT,
+    MANAGER,
+    NOT_FOUND,
+    Cluster,
+    ClusterError,
+    RequestRefused,
 )
-from kvrouter.operator.reconcile.recorder import Recorder
-from kvrouter.operator.reconcile.watched import Watched
+from kvrouter.operator.reconcile.informer import Informer
+from kvrouter.operator.reconcile.kinds import EVENTS, PODS, Key, Manifest, key_of, metadata_of, uid_of
 from kvrouter.operator.status import (
     NAME_TAKEN_MEND,
-    Refusals,
+    RefusedObjects,
     Workers,
     component_status,
     deployment_status,
@@ -58,6 +61,101 @@ from kvrouter.operator.status import (
     unreadable_status,
 )
 from kvrouter.operator.status.resolved import copy_of
+
+MESSAGE_CHARS_MAX = 1024
+NAME_CHARS_MAX = 230
+NORMAL, WARNING = "Normal", "Warning"
+
+
+class Recorder:
+    """Writes events about deployments. The same one again is counted, not written again.
+
+    ``on_refused`` is called for one that the API server refuses (no right, a quota), which is dropped: what
+    has to be known is in the status.
+    """
+
+    def __init__(self, cluster: Cluster, identity: str, on_refused: Callable[[RequestRefused], None]) -> None:
+        self._cluster = cluster
+        self._identity = identity
+        self._on_refused = on_refused
+        self._recorded: dict[Key, tuple[str, set[str]]] = {}
+
+    async def record(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
+        """Record ``reason``, a stable word in CamelCase, and a sentence. Raises ClusterError."""
+        place = _place(about, reason, message)
+        with self._dropping_refused():
+            there = await self._cluster.read(EVENTS, place)
+            if there is None:
+                await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
+                return
+            count = there.get("count")
+            again: Manifest = {
+                "count": (count if isinstance(count, int) else 0) + 1,
+                "lastTimestamp": _written(datetime.now(UTC)),
+            }
+            await self._cluster.merge(EVENTS, place, again)
+
+    async def record_once(self, about: Manifest, reason: str, message: str, *, warns: bool = False) -> None:
+        """Record it once for each generation of the spec, however often it is found. Raises ClusterError."""
+        generation = f"{uid_of(about)}/{metadata_of(about).get('generation')}"
+        known, names = self._recorded.get(key_of(about), ("", set()))
+        if known != generation:
+            names = set()
+        place = _place(about, reason, message, generation)
+        if place.name in names:
+            return
+        with self._dropping_refused():
+            if await self._cluster.read(EVENTS, place) is None:
+                await self._cluster.create(EVENTS, self._event(about, place, reason, message, warns))
+        self._recorded[key_of(about)] = (generation, names | {place.name})
+
+    def forget(self, key: Key) -> None:
+        """The deployment at ``key`` is gone."""
+        self._recorded.pop(key, None)
+
+    @contextmanager
+    def _dropping_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestRefused as refused:
+            if refused.is_passing:
+                raise
+            self._on_refused(refused)
+
+    def _event(self, about: Manifest, place: Key, reason: str, message: str, warns: bool) -> Manifest:
+        key, now = key_of(about), _written(datetime.now(UTC))
+        return {
+            "apiVersion": EVENTS.api_version,
+            "kind": EVENTS.name,
+            "metadata": {"namespace": place.namespace, "name": place.name},
+            "involvedObject": {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "namespace": key.namespace,
+                "name": key.name,
+                "uid": uid_of(about),
+            },
+            "type": WARNING if warns else NORMAL,
+            "reason": reason,
+            "message": message[:MESSAGE_CHARS_MAX],
+            "count": 1,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "source": {"component": MANAGER},
+            "reportingComponent": MANAGER,
+            "reportingInstance": self._identity,
+        }
+
+
+def _place(about: Manifest, reason: str, message: str, generation: str = "") -> Key:
+    key = key_of(about)
+    digest = hashlib.sha256("\0".join((uid_of(about), reason, message, generation)).encode()).hexdigest()
+    return Key(key.namespace, f"{key.name[:NAME_CHARS_MAX]}.{digest[:16]}")
+
+
+def _written(now: datetime) -> str:
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")
+
 
 WARNINGS_TOLD_MAX = 20
 SET_BACK = (
@@ -72,7 +170,7 @@ POLICY_REFUSED = (
 
 
 class NameTaken(ClusterError):
-    """Something stands where an object of a deployment belongs, and is not that deployment's."""
+    """An object is where one of a deployment belongs, and is not that deployment's."""
 
     code = "name_taken"
 
@@ -89,8 +187,8 @@ class WriteRefused(ClusterError):
     code = "write_refused"
 
 
-class Listener(Protocol):
-    """Who is told what was done."""
+class ReconcilerListener(Protocol):
+    """Is notified of what was done."""
 
     def changed(self, key: Key, changes: Changes) -> None:
         """Objects of this deployment were written."""
@@ -100,29 +198,29 @@ class Listener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ClusterView:
     """What is watched. ``pods`` are grouped by their deployment; ``nodes`` may never come where they may not
-    be read. ``workers`` returns those that are registered in a fleet; it is told which pods are there.
+    be read. ``workers`` returns those that are registered in a fleet; it is given which pods are there.
     """
 
-    deployments: Watched[None]
-    pods: Watched[Key]
-    nodes: Watched[None]
+    deployments: Informer[None]
+    pods: Informer[Key]
+    nodes: Informer[None]
     workers: Callable[[Key, Callable[[str], bool]], Workers]
 
 
 class Reconciler:
-    """Looks at deployments, one at a time each."""
+    """Reconciles deployments; no two calls at a time for the same one."""
 
     def __init__(
         self,
         cluster: Cluster,
-        seen: Seen,
-        applied: Applied,
+        seen: ClusterView,
+        applied: Applier,
         *,
         defaults: PlanDefaults,
         recorder: Recorder,
-        listener: Listener,
+        listener: ReconcilerListener,
         name: str,
     ) -> None:
         self._cluster, self._seen, self._applied = cluster, seen, applied
@@ -131,8 +229,8 @@ class Reconciler:
         self._written: dict[Key, tuple[str, DeploymentStatus]] = {}
 
     async def reconcile(self, key: Key, facts: ClusterFacts, *, policy_refused: str = "") -> float | None:
-        """Look at the deployment at ``key``; return in how many seconds it is to be looked at again though
-        nothing changes, None when it need not. Raises ClusterError when it is to be looked at again at once.
+        """Reconcile the deployment at ``key``; return in how many seconds it is to be reconciled again though
+        nothing changes, None when it need not. Raises ClusterError when that is to be done again at once.
 
         ``policy_refused`` is what the API server says where it refuses the binding policy of its workers.
         """
@@ -171,7 +269,7 @@ class Reconciler:
             if (name := object_name(deployment.metadata.name, component.name)) in workloads
         ]
         refused_of = [refused_pods(component, workload) for component, workload in pairs]
-        refusals = Refusals(
+        refusals = RefusedObjects(
             writes=[*map(str, changes.refused)],
             taken=[*map(str, changes.taken)],
             pods=[refused for refused in refused_of if refused is not None],
@@ -190,7 +288,7 @@ class Reconciler:
             workers=workers,
         )
         await self._write(found, before, status)
-        await self._tell(found, changes)
+        await self._record_changes(found, changes)
         await self._warn(found, warnings(reading, planned, facts))
         for mistake in role_mistakes(pods, workers):
             await self._recorder.record_once(found, "RoleMismatch", mistake, warns=True)
@@ -218,7 +316,7 @@ class Reconciler:
             await self._recorder.record_once(found, "StatusRefused", message, warns=True)
 
     async def leave(self, key: Key, holder: str) -> None:
-        """Another operator looks after the deployment at ``key``: tell it, and forget what was written."""
+        """Another operator manages the deployment at ``key``: record it, and forget what was written."""
         found = self._seen.deployments.get(key)
         self._applied.forget(key)
         self._written.pop(key, None)
@@ -270,7 +368,7 @@ class Reconciler:
         return Workers(kept, found.unknown_because)
 
     def _status_before(self, found: Manifest) -> DeploymentStatus | None:
-        """What was told last, which a watch may not have shown yet."""
+        """What was written last, which a watch may not have shown yet."""
         uid, status = self._written.get(key_of(found), ("", None))
         return status if uid == uid_of(found) else _status_of(found)
 
@@ -288,7 +386,7 @@ class Reconciler:
             manifest = status.model_dump(mode="json", by_alias=True, exclude_none=True)
             await write_status(self._cluster, found, manifest)
             is_written = True
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 raise
             return  # it was deleted meanwhile
@@ -305,14 +403,14 @@ class Reconciler:
             self._written[key] = known
 
     async def _warn(self, found: Manifest, problems: Sequence[Problem]) -> None:
-        """Tell what the user wrote and does not get, as it is written."""
-        told = [f"{dotted(problem.path)} {problem.must}" for problem in problems[:WARNINGS_TOLD_MAX]]
+        """Record what the user wrote and does not get, as it is written."""
+        messages = [f"{dotted(problem.path)} {problem.must}" for problem in problems[:WARNINGS_TOLD_MAX]]
         if len(problems) > WARNINGS_TOLD_MAX:
-            told.append(f"and {len(problems) - WARNINGS_TOLD_MAX} warnings more")
-        for message in told:
+            messages.append(f"and {len(problems) - WARNINGS_TOLD_MAX} warnings more")
+        for message in messages:
             await self._recorder.record_once(found, "SpecWarning", message, warns=True)
 
-    async def _tell(self, found: Manifest, changes: Changes) -> None:
+    async def _record_changes(self, found: Manifest, changes: Changes) -> None:
         if not changes.are_any:
             return
         parts = [f"{verb} {', '.join(map(str, places))}" for verb, places in changes.done.items()]
@@ -339,7 +437,7 @@ class Reconciler:
         place = Key(pod.namespace, pod.name)
         try:
             patched = await self._cluster.merge(PODS, place, patch)
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):
                 if refused.is_passing:
                     raise
@@ -349,7 +447,7 @@ class Reconciler:
         return read_pod(patched) or pod
 
 
-def last_levels(applied: Applied, found: Manifest) -> tuple[Level, ...]:
+def last_levels(applied: Applier, found: Manifest) -> tuple[Level, ...]:
     """Return the levels that a deployment's workers were planned with last; none when there are none."""
     for workload in applied.objects_of(found, WORKLOADS):
         annotations = metadata_of(workload).get("annotations")
@@ -367,7 +465,7 @@ def node_name_of(pod: Manifest) -> str:
 
 
 def _status_of(found: Manifest) -> DeploymentStatus | None:
-    """What was told last; None when nothing was, or what nobody can read any more."""
+    """What was written last; None when nothing was, or when it can no longer be read."""
     if not found.get("status"):
         return None
     try:

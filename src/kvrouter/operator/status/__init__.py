@@ -1,17 +1,17 @@
-"""What is told of a deployment: conditions that people can act on, pods by domain, and events."""
+"""The status of a deployment: conditions, pods by domain, events."""
 
 from kvrouter.operator.status.available import Registered, Workers, role_mistakes, serves
-from kvrouter.operator.status.domains import Places, balance_of, places_of
-from kvrouter.operator.status.events import Event, EventType, events_of
+from kvrouter.operator.status.domains import DomainCounts, balance_of, places_of
+from kvrouter.operator.status.finding import ConditionEvent, EventType, events_of
+from kvrouter.operator.status.resolved import NAME_TAKEN_MEND, RefusedObjects, component_status, refused_pods
 from kvrouter.operator.status.status import deployment_status, unreadable_status
-from kvrouter.operator.status.workloads import NAME_TAKEN_MEND, Refusals, component_status, refused_pods
 
 __all__ = [
     "NAME_TAKEN_MEND",
-    "Event",
+    "ConditionEvent",
+    "DomainCounts",
     "EventType",
-    "Places",
-    "Refusals",
+    "RefusedObjects",
     "Registered",
     "Workers",
     "balance_of",

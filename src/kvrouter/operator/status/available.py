@@ -1,10 +1,10 @@
-"""Whether requests are served: by the workers that are registered, as a router would place a request."""
+"""The ``Available`` condition: whether registered workers can serve, as a router would decide."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.core.workers import Enforcement, Role
-from kvrouter.operator.api import Component, ComponentType, ConditionStatus
+from kvrouter.operator.api import ComponentSpec, ComponentType, ConditionStatus
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import COMPONENT_LABEL, TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
@@ -36,14 +36,17 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The workers that are registered; ``unknown_because`` says why nobody can tell, and else is empty."""
+    """The workers that are registered; ``unknown_because`` says why they are not known, and else is empty."""
 
     registered: Sequence[Registered] = ()
     unknown_because: str = ""
 
 
 def available(
-    components: Sequence[Component], policy: DeploymentPolicy | None, pods: Iterable[Pod], workers: Workers
+    components: Sequence[ComponentSpec],
+    policy: DeploymentPolicy | None,
+    pods: Iterable[Pod],
+    workers: Workers,
 ) -> Finding:
     """Return whether a request that comes now is served, were nobody busy."""
     return (
@@ -82,7 +85,7 @@ def role_mistakes(pods: Iterable[Pod], workers: Workers) -> list[str]:
     ]
 
 
-def _without_frontend(components: Sequence[Component], pods: Iterable[Pod]) -> Finding | None:
+def _without_frontend(components: Sequence[ComponentSpec], pods: Iterable[Pod]) -> Finding | None:
     frontends = [each for each in components if each.type is ComponentType.FRONTEND]
     if not frontends:
         message = "no component is of type frontend: nobody takes requests"
@@ -96,7 +99,7 @@ def _without_frontend(components: Sequence[Component], pods: Iterable[Pod]) -> F
     return None
 
 
-def _without_workers(components: Sequence[Component], workers: Workers) -> Finding | None:
+def _without_workers(components: Sequence[ComponentSpec], workers: Workers) -> Finding | None:
     """What is so without a registered worker, or without one that is known of."""
     if workers.registered:
         return None

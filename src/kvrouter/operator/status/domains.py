@@ -1,4 +1,4 @@
-"""Where Ready workers are: prefill and decode workers of each domain, counted by their pods' labels."""
+"""Ready workers by domain: prefill and decode, counted by their pods' labels."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from kvrouter.operator.status.finding import DOMAIN_BALANCED, Finding, named
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class DomainCounts:
     """Ready workers by the value of the policy's domain, and those whose place is unknown.
 
     Workers of type ``worker`` take decode legs, and count as decode workers. ``domains`` are those without
@@ -37,7 +37,7 @@ class Places:
         return tuple(domain for domain in self.domains if domain.decode and not domain.prefill)
 
 
-def places_of(pods: Iterable[Pod], copy: Copy, *, decode_replicas: int = 0) -> Places:
+def places_of(pods: Iterable[Pod], copy: Copy, *, decode_replicas: int = 0) -> DomainCounts:
     """Return where the Ready workers among ``pods`` are, by the label that ``copy`` gives them.
 
     ``decode_replicas`` is how many pods there should be that take decode legs.
@@ -65,7 +65,7 @@ def places_of(pods: Iterable[Pod], copy: Copy, *, decode_replicas: int = 0) -> P
         for value, (prefill, decode) in counts.items()
     ]
     found.sort(key=lambda domain: (bool(domain.decode) or not domain.prefill, domain.value))
-    return Places(
+    return DomainCounts(
         tuple(found),
         tuple(sorted(unknown)),
         starting=frozenset(value for value in starting if value),
@@ -87,30 +87,34 @@ def balance_of(domains: Sequence[DomainStatus]) -> str | None:
     return None
 
 
-def told(places: Places) -> tuple[DomainStatus, ...]:
+def told(places: DomainCounts) -> tuple[DomainStatus, ...]:
     """Return as many domains as a status may hold."""
     return places.domains[:DOMAINS_MAX]
 
 
 def had_decode(previous: DeploymentStatus | None, policy: DeploymentPolicy) -> frozenset[str]:
-    """Return the domains that had decode workers, or were told to have none: a start is over there."""
+    """Return the domains that had decode workers, or were reported to have none: their start is over."""
     if previous is None or previous.policy is None or previous.policy.domain != policy.domain:
         return frozenset()
-    was_told = any(
+    was_reported = any(
         condition.type == DOMAIN_BALANCED and condition.status is ConditionStatus.FALSE
         for condition in previous.conditions
     )
     return frozenset(
-        domain.value for domain in previous.domains if domain.decode or (was_told and domain.prefill)
+        domain.value for domain in previous.domains if domain.decode or (was_reported and domain.prefill)
     )
 
 
 def balanced(
-    places: Places, policy: DeploymentPolicy, *, has_prefill: bool, started: frozenset[str] = frozenset()
+    places: DomainCounts,
+    policy: DeploymentPolicy,
+    *,
+    has_prefill: bool,
+    started: frozenset[str] = frozenset(),
 ) -> Finding:
     """Return whether every domain with prefill workers has decode workers, and what to do when not.
 
-    A domain whose first decode workers are starting is not told to lack them, unless it is among ``started``.
+    A domain whose first decode workers start is not reported to lack them, unless it is among ``started``.
     """
     domain = policy.domain
     if not has_prefill:
@@ -150,7 +154,7 @@ def _consequence(policy: DeploymentPolicy) -> str:
             return f"Their KV leaves its {policy.domain}."
 
 
-def _unknown(places: Places) -> str:
+def _unknown(places: DomainCounts) -> str:
     if not places.unknown:
         return ""
     return f". The place of {len(places.unknown)} Ready workers is unknown: {named(places.unknown)}"

@@ -1,10 +1,11 @@
-"""A condition before it is dated, and its date: that of its last change."""
+"""A condition with its time of transition, and the event of its change."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import NamedTuple
 
-from kvrouter.operator.api import Condition, ConditionStatus
+from kvrouter.operator.api import Condition, ConditionStatus, DeploymentStatus
 
 READY = "Ready"
 AVAILABLE = "Available"
@@ -14,7 +15,7 @@ NAMED_MAX = 5
 
 
 class Finding(NamedTuple):
-    """Whether a condition holds, why in one stable word, and what is so and how to mend it."""
+    """Whether a condition holds, why in one stable word, and what is so and how to fix it."""
 
     status: ConditionStatus
     reason: str
@@ -45,3 +46,72 @@ def named(names: Iterable[str]) -> str:
     found = sorted(names)
     more = len(found) - NAMED_MAX
     return ", ".join(found[:NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+
+
+RECORDED_FOR_EACH_MESSAGE = frozenset({"WriteRefused"})
+"""Reasons whose every new message is an event: another refusal is another mistake."""
+
+NOTE_CHARS_MAX = 1024
+"""The API server refuses a longer one."""
+
+
+class EventType(StrEnum):
+    """How Kubernetes distinguishes good from bad."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+class ConditionEvent(NamedTuple):
+    """What is reported once; its reason is the condition's."""
+
+    type: EventType
+    reason: str
+    note: str
+
+
+def events_of(previous: DeploymentStatus | None, current: DeploymentStatus) -> tuple[ConditionEvent, ...]:
+    """Return an event for each condition of ``current`` whose status or reason was another, and for each
+    refusal in other words.
+
+    What is not known yet is no event; that something holds is one only where it did not. That nobody serves
+    while the first pods start is none either: it is one when all of them are Ready, and still nobody does.
+    """
+    before = {} if previous is None else {condition.type: condition for condition in previous.conditions}
+    now = {condition.type: condition for condition in current.conditions}
+    events = []
+    for condition in current.conditions:
+        was = before.get(condition.type)
+        if was is not None and _is_known(was, condition) and not _is_settled_without(condition, before, now):
+            continue
+        if condition.status is ConditionStatus.UNKNOWN:
+            continue
+        holds = condition.status is ConditionStatus.TRUE
+        if holds and (was is None or was.status is ConditionStatus.TRUE):
+            continue
+        if condition.type == AVAILABLE and not holds and _is_start(was, now):
+            continue
+        kind = EventType.NORMAL if holds or condition.reason == "Updating" else EventType.WARNING
+        events.append(ConditionEvent(kind, condition.reason, condition.message[:NOTE_CHARS_MAX]))
+    return tuple(events)
+
+
+def _is_known(was: Condition, condition: Condition) -> bool:
+    is_same = (was.status, was.reason) == (condition.status, condition.reason)
+    return is_same and (condition.reason not in RECORDED_FOR_EACH_MESSAGE or was.message == condition.message)
+
+
+def _is_start(was: Condition | None, now: Mapping[str, Condition]) -> bool:
+    """Whether pods are not all Ready yet, and nobody served before."""
+    return (was is None or was.status is not ConditionStatus.TRUE) and not _holds(now, READY)
+
+
+def _is_settled_without(
+    condition: Condition, before: Mapping[str, Condition], now: Mapping[str, Condition]
+) -> bool:
+    """Whether all pods became Ready, and still nobody serves."""
+    return condition.type == AVAILABLE and _holds(now, READY) and not _holds(before, READY)
+
+
+def _holds(conditions: Mapping[str, Condition], kind: str) -> bool:
+    return kind in conditions and conditions[kind].status is ConditionStatus.TRUE

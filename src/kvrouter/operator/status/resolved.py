@@ -1,14 +1,141 @@
-"""Whether the policy's domain is known: to the cluster's topology, to nodes, and to pods."""
+"""The ``TopologyResolved`` condition and the state of the workloads."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from kvrouter.operator.api import ComponentType, ConditionStatus
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.config.problems import Problem, dotted
+from kvrouter.operator.api import ComponentSpec, ComponentStatus, ComponentType, ConditionStatus
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Copy, Pod, Resolution, Source
 from kvrouter.operator.plan import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
 from kvrouter.operator.status.finding import Finding, named
-from kvrouter.operator.status.workloads import NOTHING_REFUSED, Refusals, joined
+
+PROBLEMS_TOLD_MAX = 5
+MESSAGE_CHARS_MAX = 1024
+"""Of what the API server said about one object: a policy engine may write pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedObjects:
+    """What the cluster did not take of a deployment, a line each: objects and the API server's words on them;
+    components and its words on their pods; pods and its words on their labels. ``taken`` are objects of
+    somebody else where this deployment's belong.
+    """
+
+    writes: Sequence[str] = ()
+    taken: Sequence[str] = ()
+    pods: Sequence[str] = ()
+    labels: Sequence[str] = ()
+
+
+NOTHING_REFUSED = RefusedObjects()
+NAME_TAKEN_MEND = (
+    "there already, and not this deployment's. It is left as it is: delete it, or give the deployment or its "
+    "component another name"
+)
+
+
+def component_status(component: ComponentSpec, workload: Mapping[str, object] | None) -> ComponentStatus:
+    """Return what a component's Deployment, as the API server returns it, says of its pods.
+
+    Nothing of it counts as updated until its controller has seen its latest generation.
+    """
+    found = workload or {}
+    status, metadata = _mapping(found.get("status")), _mapping(found.get("metadata"))
+    scaled = _count(_mapping(found.get("spec")).get("replicas", 1))
+    is_seen = _count(status.get("observedGeneration")) >= _count(metadata.get("generation"))
+    return ComponentStatus(
+        name=component.name,
+        type=component.type.value,
+        desired_replicas=scaled if component.replicas is None else component.replicas,
+        replicas=_count(status.get("replicas")),
+        ready_replicas=_count(status.get("readyReplicas")),
+        updated_replicas=_count(status.get("updatedReplicas")) if is_seen else 0,
+    )
+
+
+def invalid_spec(problems: Sequence[Problem]) -> Finding:
+    """Return that nothing can be planned, and the fields that are to be fixed."""
+    listed = "; ".join(f"{dotted(problem.path)} {problem.must}" for problem in problems[:PROBLEMS_TOLD_MAX])
+    message = f"nothing is changed in the cluster until this is mended: {listed}"
+    return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
+
+
+def refused_pods(component: ComponentSpec, workload: Mapping[str, object] | None) -> str | None:
+    """Return the API server's words on pods that a component's Deployment may not make; None where it may.
+
+    Errors of quotas, limits and Pod Security are reported nowhere else: the Deployment itself was taken.
+    """
+    conditions = _mapping((workload or {}).get("status")).get("conditions")
+    for condition in conditions if isinstance(conditions, list) else []:
+        fields = _mapping(condition)
+        if fields.get("type") == "ReplicaFailure" and fields.get("status") == "True":
+            return f"{component.name}: {fields.get('message')}"
+    return None
+
+
+def ready(
+    components: Sequence[ComponentSpec],
+    found: Sequence[ComponentStatus],
+    problems: Sequence[Problem],
+    refusals: RefusedObjects = NOTHING_REFUSED,
+) -> Finding:
+    """Return whether everything is in the cluster as planned, and every component has as many Ready pods of
+    its latest template as it should.
+    """
+    if problems:
+        return invalid_spec(problems)
+    if refusals.writes:
+        message = f"the API server refuses {joined(refusals.writes)}. The operator goes on trying"
+        return Finding(ConditionStatus.FALSE, "WriteRefused", message)
+    if refusals.taken:
+        message = f"{joined(refusals.taken)}: {NAME_TAKEN_MEND}"
+        return Finding(ConditionStatus.FALSE, "NameTaken", message)
+    by_name = {status.name: status for status in found}
+    there = [by_name[component.name] for component in components if component.name in by_name]
+    if len(there) < len(components):
+        return Finding(ConditionStatus.FALSE, "NotApplied", "not every component is in the cluster yet")
+    updating = [
+        f"{status.name} {min(status.updated_replicas, status.desired_replicas)} of {status.desired_replicas}"
+        for status in there
+        if status.updated_replicas < status.desired_replicas or status.replicas > status.updated_replicas
+    ]
+    missing = [
+        f"{status.name} {status.ready_replicas} of {status.desired_replicas}"
+        for status in there
+        if status.ready_replicas < status.desired_replicas
+    ]
+    if refusals.pods and (updating or missing):
+        message = f"the API server refuses pods of {joined(refusals.pods)}"
+        return Finding(ConditionStatus.FALSE, "PodsRefused", message)
+    if updating:
+        return Finding(
+            ConditionStatus.FALSE, "Updating", f"pods of the latest template: {', '.join(updating)}"
+        )
+    if missing:
+        message = f"Ready pods: {', '.join(missing)}. kubectl describe pod shows what the others wait for"
+        return Finding(ConditionStatus.FALSE, "PodsNotReady", message)
+    count = sum(status.desired_replicas for status in there)
+    return Finding(ConditionStatus.TRUE, "AllPodsReady", f"all {count} pods are Ready")
+
+
+def joined(lines: Sequence[str]) -> str:
+    """Return the first of these lines, each cut, and how many more there are."""
+    shown = [
+        line if len(line) <= MESSAGE_CHARS_MAX else f"{line[: MESSAGE_CHARS_MAX - 1]}…"
+        for line in lines[:PROBLEMS_TOLD_MAX]
+    ]
+    more = len(lines) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
+
+
+def _mapping(found: object) -> Mapping[str, object]:
+    return found if isinstance(found, dict) else {}
+
+
+def _count(found: object) -> int:
+    return found if isinstance(found, int) and found > 0 else 0
 
 
 def resolved(
@@ -16,7 +143,7 @@ def resolved(
     resolution: Resolution,
     pods: Iterable[Pod],
     facts: ClusterFacts,
-    refusals: Refusals = NOTHING_REFUSED,
+    refusals: RefusedObjects = NOTHING_REFUSED,
 ) -> Finding:
     """Return whether every worker that is bound to a node knows its value of the policy's domain."""
     copy = copy_of(policy, resolution)
@@ -55,7 +182,7 @@ def _is_worker(pod: Pod) -> bool:
     return pod.labels.get(TYPE_LABEL) not in (None, ComponentType.FRONTEND.value)
 
 
-def _who_copies(facts: ClusterFacts, refusals: Refusals) -> str:
+def _who_copies(facts: ClusterFacts, refusals: RefusedObjects) -> str:
     if refusals.labels:
         return f"The API server refuses that the operator copies it: {joined(refusals.labels)}"
     if not facts.nodes_unread_because:

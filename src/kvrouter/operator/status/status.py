@@ -5,7 +5,7 @@ from datetime import datetime
 
 from kvrouter.config.problems import Problem
 from kvrouter.operator.api import (
-    Component,
+    ComponentSpec,
     ComponentStatus,
     ComponentType,
     Condition,
@@ -13,12 +13,12 @@ from kvrouter.operator.api import (
     DynamoGraphDeployment,
     PolicyStatus,
 )
-from kvrouter.operator.facts import ClusterFacts
+from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import Plan
 from kvrouter.operator.policy import DeploymentPolicy, NamedTopology, RawLabel
 from kvrouter.operator.status.available import Workers, available, role_mistakes
-from kvrouter.operator.status.domains import Places, balance_of, balanced, had_decode, places_of, told
+from kvrouter.operator.status.domains import DomainCounts, balance_of, balanced, had_decode, places_of, told
 from kvrouter.operator.status.finding import (
     AVAILABLE,
     DOMAIN_BALANCED,
@@ -27,8 +27,14 @@ from kvrouter.operator.status.finding import (
     Finding,
     dated,
 )
-from kvrouter.operator.status.resolved import copy_of, resolved
-from kvrouter.operator.status.workloads import NOTHING_REFUSED, Refusals, invalid_spec, ready
+from kvrouter.operator.status.resolved import (
+    NOTHING_REFUSED,
+    RefusedObjects,
+    copy_of,
+    invalid_spec,
+    ready,
+    resolved,
+)
 
 
 def deployment_status(
@@ -41,7 +47,7 @@ def deployment_status(
     previous: DeploymentStatus | None,
     now: datetime,
     workers: Workers,
-    refusals: Refusals = NOTHING_REFUSED,
+    refusals: RefusedObjects = NOTHING_REFUSED,
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
@@ -51,7 +57,7 @@ def deployment_status(
     """
     found = tuple(pods)
     spec = deployment.spec
-    policy, places = planned.policy, Places()
+    policy, places = planned.policy, DomainCounts()
     findings = {
         READY: ready(spec.components, components, planned.problems, refusals),
         AVAILABLE: _with_mistakes(
@@ -94,8 +100,8 @@ def _with_mistakes(finding: Finding, mistakes: Sequence[str]) -> Finding:
     return finding._replace(message=". ".join((finding.message, *mistakes)))
 
 
-def _scaled(components: Sequence[Component], there: Sequence[ComponentStatus]) -> list[Component]:
-    """``components`` with as many replicas as there should be, whoever says so."""
+def _scaled(components: Sequence[ComponentSpec], there: Sequence[ComponentStatus]) -> list[ComponentSpec]:
+    """``components`` with as many replicas as there should be, by the component or its Deployment."""
     desired = {each.name: each.desired_replicas for each in there}
     return [
         each.model_copy(update={"replicas": desired.get(each.name, 1)}) if each.replicas is None else each

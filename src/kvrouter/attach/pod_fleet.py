@@ -1,0 +1,413 @@
+"""Attaches the engines of labelled pods: a worker for each, as long as its pod is there."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+from kvrouter.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineSpec, EngineWorkers
+from kvrouter.attach.spec import EngineLine, worker_spec
+from kvrouter.config import KvTransferSpec, Settings
+from kvrouter.config.engine_pods import KIND_LABEL, PLACES, engine_of
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
+from kvrouter.core.workers import Enforcement, EnginePod
+from kvrouter.telemetry import Event, log_event
+from kvrouter.transports.discovery.kubernetes import (
+    STORE_ERRORS,
+    Account,
+    PodsApi,
+    PodsWatch,
+    account_of_pod,
+    pods_reason,
+)
+from kvrouter.transports.discovery.port import StoreSink
+from kvrouter.wiring.telemetry_hooks import troubles_on
+from kvrouter.worker import Worker
+from kvrouter.worker.topology_env import ENABLED, ROUTER_LEVEL, parse_topology_env
+
+_log = logging.getLogger("kvrouter.up")
+
+JOINED, MISTAKEN, REFUSED = "EngineJoined", "EngineMistaken", "EngineRefused"
+"""The reasons of events about a pod: it is served; its labels or annotations are wrong; its engine
+contradicts them, or other engines."""
+
+
+class PodEventWriter(Protocol):
+    """Writes an event about a pod, some time."""
+
+    def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        """``reason`` is a stable word in CamelCase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodPolicy:
+    """What holds for all pods: the policy of KV transfers, the order of the domains, and the engines' key."""
+
+    transfer: KvTransferSpec | None = None
+    levels: tuple[str, ...] = ()
+    engine_key: str | None = None
+
+
+def worker_id_of(uid: str) -> WorkerId:
+    """The id of a pod's worker: the same for every process that serves it, at each of its starts."""
+    digest = hashlib.sha256(uid.encode()).digest()
+    return WorkerId(int.from_bytes(digest[:8], "big") % DRAWN_WORKER_IDS)
+
+
+class _Wanted:
+    """What is to be made of a pod's engine."""
+
+    def __init__(self, said: EngineSpec, start: str, *, rests: bool) -> None:
+        self.said = said
+        self.start = start
+        self.rests = rests
+
+    def is_same_worker(self, other: "_Wanted") -> bool:
+        """Whether the same worker may go on, wherever its place is now."""
+        mine, its = self.said.spec, other.said.spec
+        moved = replace(mine, runtime_config=its.runtime_config)
+        stays = _but_place(self.said) == _but_place(other.said) and moved == its
+        return stays and (self.start, self.said.dp_size) == (other.start, other.said.dp_size)
+
+
+def _but_place(said: EngineSpec) -> tuple[object, ...]:
+    config = said.spec.runtime_config
+    return (
+        config.taints,
+        config.kv_transfer_domain,
+        config.kv_transfer_enforcement,
+        config.kv_transfer_preferred_weight,
+    )
+
+
+class PodAttachment:
+    """One pod's engine: what is wanted of it, and the task that makes it so."""
+
+    def __init__(
+        self,
+        pod: EnginePod,
+        wanted: _Wanted,
+        workers: EngineWorkers,
+        write_event: PodEventWriter,
+        *,
+        drain_limit_s: float,
+    ) -> None:
+        self.pod = pod
+        self.wanted: _Wanted | None = wanted
+        self.attachment: EngineAttachment | None = None
+        self._workers = workers
+        self._write_event = write_event
+        self._drain_limit_s = drain_limit_s
+        self._changed = asyncio.Event()
+        self._refusal = ""
+
+    def want(self, wanted: _Wanted | None) -> None:
+        """From now on; None when the pod is gone."""
+        self.wanted = wanted
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Make it so until the pod is gone."""
+        while (wanted := self.wanted) is not None:
+            self._changed.clear()
+            attachment = self.attachment = EngineAttachment(
+                wanted.said,
+                self._workers,
+                on_refused=self._refused,
+                on_joined=self._joined,
+                drain_limit_s=self._drain_limit_s,
+            )
+            await attachment.rest(wanted.rests)
+            life = asyncio.create_task(attachment.run())
+            drain_limit_s = 0.0
+            try:
+                await self._until_another(attachment, wanted)
+                # A restarted engine has nobody's answers any more.
+                is_restarted = self.wanted is not None and self.wanted.start != wanted.start
+                drain_limit_s = 0.0 if is_restarted else self._drain_limit_s
+            finally:
+                life.cancel()
+                await asyncio.wait({life})
+                await attachment.leave(drain_limit_s=drain_limit_s)
+
+    async def _until_another(self, attachment: EngineAttachment, wanted: _Wanted) -> None:
+        """Let the worker rest and move as its pod does, until another worker is wanted, or none."""
+        while (now := self.wanted) is not None and wanted.is_same_worker(now):
+            await attachment.rest(now.rests)
+            if now.said.spec != attachment.said.spec:
+                await attachment.move(now.said)
+            await self._changed.wait()
+            self._changed.clear()
+
+    def _joined(self, worker: Worker) -> None:
+        self._refusal = ""
+        card = worker.card
+        message = f"kvrouter serves {card.model} here, as worker {card.worker_id} ({card.role.value})"
+        self._write_event(self.pod, reason=JOINED, message=message, warns=False)
+
+    def _refused(self, error: KvrouterError) -> None:
+        if error.message == self._refusal:
+            return
+        self._refusal = error.message
+        if not isinstance(error, ConfigError):
+            reason = f"the worker of pod {self.pod.name}: {error.message}"
+            log_event(_log, Event.PLANE_DISTURBED, plane="pods", reason=reason)
+            return
+        log_event(_log, Event.ENGINE_POD_REFUSED, pod=self.pod.name, reason=error.message)
+        self._write_event(self.pod, reason=REFUSED, message=error.message, warns=True)
+
+
+class PodFleet:
+    """The workers of all pods that it hears of. Use it as an async context manager: its end ends them.
+
+    ``on_pod`` and ``on_gone`` are callbacks of a watch of pods. A pod that is Ready gets a worker; while it
+    is not, that takes no new requests, and when the pod is gone it lets those that run finish, and leaves.
+    Nothing here waits for an engine that does not answer.
+    """
+
+    def __init__(
+        self, workers: EngineWorkers, policy: PodPolicy, write_event: PodEventWriter, *, drain_limit_s: float
+    ) -> None:
+        self._workers = workers
+        self._policy = policy
+        self._write_event = write_event
+        self._drain_limit_s = drain_limit_s
+        self._seats: dict[str, PodAttachment] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._is_draining = False
+        self._without: dict[str, tuple[EnginePod, str, str]] = {}
+        """Pods that get no worker now: why, in short, and in full where it is a mistake."""
+
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """Those that have joined, by the names of their pods."""
+        seats = [(seat.pod.name, seat.attachment) for seat in self._seats.values()]
+        return {name: each.worker for name, each in seats if each is not None and each.worker is not None}
+
+    def awaited(self) -> list[str]:
+        """The pods whose engines have no worker: a line for each, as clients may see it."""
+        lines = [f"the engine of pod {pod.name} {short}" for pod, short, _ in self._without.values()]
+        for seat in self._seats.values():
+            if seat.wanted is not None and (seat.attachment is None or seat.attachment.worker is None):
+                why = "does not answer" if seat.attachment is None else seat.attachment.awaited
+                lines.append(f"the engine of pod {seat.pod.name} {why}")
+        return lines
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        tasks = tuple(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Let every worker finish what runs, and leave; nobody joins any more."""
+        self._is_draining = True
+        for seat in self._seats.values():
+            seat.want(None)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def on_pod(self, pod: EnginePod) -> None:
+        """A pod is there, or changed."""
+        seat = self._seats.get(pod.uid)
+        if self._is_draining:
+            return
+        if pod.is_ready and not pod.is_leaving:
+            self._serve(pod, seat)
+        elif seat is None or seat.wanted is None:
+            self._without[pod.uid] = pod, "is not ready", ""
+        else:
+            seat.want(_Wanted(seat.wanted.said, seat.wanted.start, rests=True))
+
+    def on_gone(self, uid: str) -> None:
+        """A pod is gone, has ended, or is no engine any more."""
+        self._without.pop(uid, None)
+        seat = self._seats.get(uid)
+        if seat is not None and seat.wanted is not None:
+            log_event(_log, Event.ENGINE_POD_GONE, pod=seat.pod.name)
+            seat.want(None)
+
+    def _serve(self, pod: EnginePod, seat: PodAttachment | None) -> None:
+        try:
+            wanted = self._wanted(pod)
+        except ConfigError as error:
+            self._mistaken(pod, error)
+            if seat is not None:
+                seat.want(None)
+            return
+        self._without.pop(pod.uid, None)
+        if seat is not None:
+            seat.pod = pod
+            seat.want(wanted)
+            return
+        log_event(
+            _log,
+            Event.ENGINE_POD_FOUND,
+            pod=pod.name,
+            worker=str(wanted.said.worker_id),
+            url=wanted.said.spec.at.url,
+        )
+        seat = PodAttachment(pod, wanted, self._workers, self._write_event, drain_limit_s=self._drain_limit_s)
+        self._seats[pod.uid] = seat
+        self._tasks[pod.uid] = asyncio.create_task(self._run(seat))
+
+    async def _run(self, seat: PodAttachment) -> None:
+        uid = seat.pod.uid
+        try:
+            while seat.wanted is not None:
+                try:
+                    await seat.run()
+                except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
+                    log_event(_log, Event.INTERNAL_ERROR, exc_info=error)
+                    await asyncio.sleep(TRIED_AGAIN_S)
+        finally:
+            del self._seats[uid], self._tasks[uid]
+
+    def _mistaken(self, pod: EnginePod, error: ConfigError) -> None:
+        known = self._without.get(pod.uid)
+        if known is None or known[2] != error.message:
+            reason = "; ".join(error.message.splitlines())
+            log_event(_log, Event.ENGINE_POD_REFUSED, pod=pod.name, reason=reason)
+            self._write_event(pod, reason=MISTAKEN, message=error.message, warns=True)
+        self._without[pod.uid] = pod, "is described wrongly: an event on the pod says how", error.message
+
+    def _wanted(self, pod: EnginePod) -> _Wanted:
+        described = engine_of(pod, policy=self._policy.transfer, levels=self._policy.levels)
+        at = f"pod {pod.name}"
+        line = EngineLine(worker_id_of(pod.uid), described.group, described.engine, described.url, at)
+        spec = worker_spec(described.fleet, line, engine_key=self._policy.engine_key, wait_s=0.0)
+        if described.model is None:
+            spec = replace(spec, at=replace(spec.at, model=None))
+        said = EngineSpec(at=at, spec=spec, places=PLACES, dp_size=described.group.dp_size)
+        return _Wanted(said, described.start, rests=False)
+
+
+ANSWER_S = 5.0
+"""How long the API server may take for an answer."""
+
+EVENTS_AT_ONCE = 256
+"""How many events about pods may wait to be written; those beyond are in the log alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePods:
+    """Which pods are served: those with the label of an engine, narrowed by ``selector``.
+
+    ``namespace`` is this process's own where it is None.
+    """
+
+    selector: str = ""
+    namespace: str | None = None
+
+    @property
+    def whole_selector(self) -> str:
+        """What the API server is asked for."""
+        return f"{KIND_LABEL},{self.selector}" if self.selector else KIND_LABEL
+
+
+class PodEvents:
+    """Writes events about pods in background tasks; what cannot be written is logged and dropped."""
+
+    def __init__(self, api: PodsApi) -> None:
+        self._api = api
+        self._on_trouble = troubles_on("pods")
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def __call__(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        """Write an event some time."""
+        if len(self._writing) >= EVENTS_AT_ONCE:
+            self._on_trouble("events", f"more than {EVENTS_AT_ONCE} wait to be written: the log has them all")
+            return
+        task = asyncio.create_task(self._write(pod, reason=reason, message=message, warns=warns))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def close(self) -> None:
+        """Write nothing any more."""
+        writing = tuple(self._writing)
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
+
+    async def _write(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        try:
+            await self._api.tell(pod, reason=reason, message=message, warns=warns)
+        except STORE_ERRORS as error:
+            reason = pods_reason(error, needs="create on events")
+            self._on_trouble("events about pods", f"not written: {reason}")
+
+
+def policy_of(environ: Mapping[str, str]) -> tuple[PodPolicy, tuple[str, ...]]:
+    """Return the policy of KV transfers that ``environ`` states, in the words of a worker's contract, and
+    warnings. Pods have no files: their labels are read. Raises ConfigError that names the variable.
+    """
+    # A level of the router's own is asked for where a worker has no policy; no worker waits for it here.
+    contract = {ROUTER_LEVEL: "zone", **environ, ENABLED: "true"}
+    env = parse_topology_env(contract)
+    transfer = None
+    if env.transfer_domain is not None:
+        transfer = KvTransferSpec(
+            domain=env.transfer_domain,
+            enforcement=env.enforcement or Enforcement.REQUIRED,
+            preferred_weight=env.preferred_weight,
+        )
+    key = environ.get(ENGINE_KEY_VARIABLE) or None
+    return PodPolicy(transfer=transfer, levels=env.levels, engine_key=key), env.warnings
+
+
+def account_of(settings: Settings, wanted_by: str) -> Account:
+    """The account with which ``wanted_by`` watches pods. Raises ConfigError outside of one."""
+    planes = settings.planes
+    return account_of_pod(
+        Path(planes.kubernetes_account),
+        host=planes.kubernetes_host,
+        port=planes.kubernetes_port,
+        wanted_by=wanted_by,
+        elsewhere="run kvrouter in a pod beside the engines, or name them in a fleet file",
+    )
+
+
+@asynccontextmanager
+async def pods_followed(
+    account: Account,
+    pods: EnginePods,
+    policy: PodPolicy,
+    workers: EngineWorkers,
+    *,
+    drain_limit_s: float,
+    on_store: StoreSink,
+) -> AsyncIterator[PodFleet]:
+    """The workers of the pods that the API server shows, from its first list on or from when it answers."""
+    api = PodsApi(
+        account,
+        namespace=pods.namespace or account.namespace,
+        selector=pods.whole_selector,
+        answer_s=ANSWER_S,
+    )
+    events = PodEvents(api)
+    try:
+        async with PodFleet(workers, policy, events, drain_limit_s=drain_limit_s) as fleet:
+            watch = PodsWatch(
+                api,
+                on_pod=fleet.on_pod,
+                on_gone=fleet.on_gone,
+                on_store=on_store,
+                on_refused=troubles_on("pods"),
+            )
+            await watch.start()
+            try:
+                yield fleet
+            finally:
+                watch.end()
+                await watch.ended()
+    finally:
+        await events.close()
+        await api.close()

@@ -1,0 +1,141 @@
+"""``kvrouter frontend``: an HTTP frontend for workers in other processes, found by discovery."""
+
+import logging
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvloop
+
+from kvrouter.commands.up import serve_until
+from kvrouter.config import Settings
+from kvrouter.config.setting import installed_version
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import ModelName
+from kvrouter.core.workers import WorkerCard
+from kvrouter.processes.lifetime import allow_many_files, claimed, told_to_stop
+from kvrouter.service.index_snapshots import IndexSnapshots, fed_caches
+from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.service.router import RouterService
+from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.topology import LinkTable
+from kvrouter.transports.events.port import SnapshotStore
+from kvrouter.wiring.frontend import ServingApp, open_door
+from kvrouter.wiring.router import build_service, new_router_id
+from kvrouter.wiring.router_transports import router_wires
+from kvrouter.wiring.telemetry_hooks import SyncGauges
+from kvrouter.wiring.text_models import AnnouncedTexts, encode_pool
+
+logger = logging.getLogger("kvrouter.frontend")
+
+
+@asynccontextmanager
+async def frontend(
+    settings: Settings,
+    folders: Mapping[ModelName, Path],
+    links: LinkTable | None = None,
+    static: Sequence[WorkerCard] = (),
+) -> AsyncIterator[ServingApp]:
+    """Serve the workers of the namespace, or those of ``static`` alone, on this event loop.
+
+    ``folders`` are this host's tokenizers by model; other models are tokenized by the folder that their
+    workers name. Raises CannotListen, NatsUnreachable, or ConfigError for ``static`` workers with KV routing.
+    """
+    if static and settings.router.router_mode is RouterMode.KV:
+        raise ConfigError(
+            "--static-endpoint: needs --router-mode round-robin or random; KV routing needs workers that "
+            "discovery finds",
+            param="static_endpoint",
+        )
+    front = settings.frontend
+    telemetry = Telemetry()
+    telemetry.build_info.set(1, installed_version())
+    pool = encode_pool(front)
+    texts = AnnouncedTexts(folders, pool)
+    try:
+        async with (
+            claimed(front.http_host, front.http_port) as sockets,
+            router_wires(settings, telemetry, http_port=sockets[0].getsockname()[1], static=static) as wires,
+        ):
+            router_id = new_router_id()
+            sync = wires.replica_sync(router_id)
+            service = build_service(
+                settings.router,
+                plane=wires.requests,
+                discovery=wires.discovery,
+                subscriber=wires.events,
+                telemetry=telemetry,
+                links=links,
+                router_id=router_id,
+                sync=sync,
+            )
+            stop_texts = await wires.discovery.watch(texts.on_card, texts.on_gone)
+            async with (
+                syncing(sync, telemetry),
+                open_door(service, texts, settings=front, telemetry=telemetry, sockets=sockets) as app,
+                saving(wires.snapshots, service, settings.router.snapshot_threshold),
+            ):
+                yield app
+            stop_texts()
+    finally:
+        await texts.loaded()
+        pool.close()
+
+
+@asynccontextmanager
+async def syncing(sync: ReplicaSync | None, telemetry: Telemetry) -> AsyncIterator[None]:
+    """Publish to other routers, and count their requests, where that is asked for."""
+    if sync is None:
+        yield
+        return
+    await sync.start()
+    end = telemetry.before_scrape(SyncGauges(telemetry, sync).refresh)
+    try:
+        yield
+    finally:
+        end()
+        await sync.stop()
+
+
+@asynccontextmanager
+async def saving(
+    store: SnapshotStore | None, service: RouterService, messages_max: int
+) -> AsyncIterator[None]:
+    """Save the index when the stream grows too long, where there is a stream."""
+    if store is None:
+        yield
+        return
+    snapshots = IndexSnapshots(
+        store, lambda: fed_caches(service.models()), messages_max=messages_max, seed=random.getrandbits(32)
+    )
+    snapshots.start()
+    try:
+        yield
+    finally:
+        await snapshots.stop()
+
+
+def serve_frontend(
+    settings: Settings,
+    folders: Mapping[ModelName, Path],
+    links: LinkTable | None = None,
+    static: Sequence[WorkerCard] = (),
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code."""
+    return uvloop.run(_serve(settings, folders, links, static))
+
+
+async def _serve(
+    settings: Settings,
+    folders: Mapping[ModelName, Path],
+    links: LinkTable | None,
+    static: Sequence[WorkerCard],
+) -> int:
+    allow_many_files()
+    log_event(logger, Event.START, version=installed_version(), models=",".join(folders))
+    with told_to_stop() as stopping:
+        async with frontend(settings, folders, links, static) as app:
+            await serve_until(stopping, app, drain_limit_s=settings.frontend.drain_limit_s)
+    return 0

@@ -1,0 +1,132 @@
+"""``kvrouter up``: frontend, router and workers in one process."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from kvrouter.config import AttachedEngineSpec, FleetFile, Settings
+from kvrouter.config.setting import installed_version
+from kvrouter.config.sources import ENGINE_KEY_VARIABLE
+from kvrouter.frontend.pages import nobody_awaited
+from kvrouter.processes.lifetime import ToldToStop, claimed, settle_memory, told_to_stop, unless_told
+from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.wiring.fleet_build import link_table, tokenizer_folders
+from kvrouter.wiring.frontend import ServingApp, open_door
+from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
+from kvrouter.wiring.router import build_service
+from kvrouter.wiring.text_models import AnnouncedTexts
+
+if TYPE_CHECKING:
+    from kvrouter.attach.fleet_engines import AttachedFleet
+
+logger = logging.getLogger("kvrouter.up")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded(ServingApp):
+    """Everything of one ``kvrouter up``."""
+
+    fleet: MockFleet
+    attached: "AttachedFleet | None"
+    """None where the fleet file has no engines that run already."""
+
+
+@asynccontextmanager
+async def embedded(
+    settings: Settings, fleet: FleetFile, *, engine_key: str | None = None
+) -> AsyncIterator[Embedded]:
+    """Serve a fleet file's engines behind one frontend, on this event loop: mock engines in this process,
+    and a worker for each engine that runs already, which is given ``engine_key`` where it asks for one.
+
+    Raises CannotListen, before any worker starts, when the frontend's address cannot be had, and
+    ConfigError for engines that contradict the file.
+    """
+    front = settings.frontend
+    telemetry = Telemetry()
+    telemetry.build_info.set(1, installed_version())
+    folders = tokenizer_folders(fleet)
+    async with claimed(front.http_host, front.http_port) as sockets, MockFleet(fleet) as mock:
+        service = build_service(
+            settings.router,
+            plane=mock.requests,
+            discovery=mock.discovery,
+            subscriber=mock.events,
+            telemetry=telemetry,
+            links=link_table(fleet),
+        )
+        texts = AnnouncedTexts(folders, mock.encode_pool, mock.texts)
+        stop_texts = await mock.discovery.watch(texts.on_card, texts.on_gone)
+        try:
+            async with _attached(settings, fleet, mock.planes, engine_key=engine_key) as attached:
+                await texts.loaded()
+                async with open_door(
+                    service,
+                    texts,
+                    settings=front,
+                    telemetry=telemetry,
+                    sockets=sockets,
+                    awaited=nobody_awaited if attached is None else attached.awaited,
+                ) as app:
+                    yield Embedded(app.service, app.server, app.telemetry, mock, attached)
+        finally:
+            stop_texts()
+            await texts.loaded()
+
+
+@asynccontextmanager
+async def _attached(
+    settings: Settings, fleet: FleetFile, planes: MemoryPlanes, *, engine_key: str | None
+) -> AsyncIterator["AttachedFleet | None"]:
+    """The workers of engines that run already. What they need is imported where there are any."""
+    if not any(isinstance(group.engine, AttachedEngineSpec) for group in fleet.workers):
+        yield None
+        return
+    from kvrouter.attach.fleet_engines import AttachedFleet  # noqa: PLC0415
+
+    async with AttachedFleet(fleet, settings, planes, engine_key=engine_key) as attached:
+        yield attached
+
+
+def serve(settings: Settings, fleet: FleetFile) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code; raises CannotListen, ConfigError."""
+    return uvloop.run(_serve(settings, fleet))
+
+
+async def _serve(settings: Settings, fleet: FleetFile) -> int:
+    log_event(
+        logger,
+        Event.START,
+        version=installed_version(),
+        models=",".join(model.name for model in fleet.models),
+        workers=sum(group.n_workers for group in fleet.workers),
+    )
+    engine_key = os.environ.get(ENGINE_KEY_VARIABLE) or None
+    async with AsyncExitStack() as stack:
+        stopping = stack.enter_context(told_to_stop())
+        try:
+            async with unless_told(stopping):
+                system = await stack.enter_async_context(embedded(settings, fleet, engine_key=engine_key))
+        except ToldToStop:
+            log_event(logger, Event.STOP)
+            return 0
+        await serve_until(stopping, system, drain_limit_s=settings.frontend.drain_limit_s)
+    return 0
+
+
+async def serve_until(stopping: asyncio.Event, app: ServingApp, *, drain_limit_s: float) -> None:
+    """Log that the server listens, wait for the end, and drain."""
+    settle_memory()
+    host, port = app.address
+    log_event(logger, Event.READY, host=host, port=port)
+    await stopping.wait()
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    log_event(logger, Event.DRAIN, running_requests=app.service.running)
+    cut = await app.drain(drain_limit_s)
+    log_event(logger, Event.STOP, duration_s=loop.time() - began_s, running_requests=cut)

@@ -1,0 +1,156 @@
+"""The attachment records of an engine: what its operator asks for, and what the engine says of itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DpRank
+from kvrouter.core.workers import Role
+from kvrouter.engines.kv_events.listener import EventsAt
+from kvrouter.engines.port import Engine
+
+PORTS = 2**16
+
+_NOWHERE = ("tcp://", "tcp://*")
+"""What an engine may bind, and nobody can connect to."""
+
+_REACHED = ("tcp://", "ipc://")
+"""What another process can connect to."""
+
+
+class EngineKind(StrEnum):
+    """Engines that can be attached."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+    TRTLLM = "trtllm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAt:
+    """An engine's server, and what its operator says of it: None where the engine is to be asked.
+
+    ``kv_events`` and ``kv_events_replay`` are the endpoints of rank 0; each further rank has the next ports.
+    ``wait_s`` is how long it may take to answer at all: a model is loaded in minutes.
+    """
+
+    kind: EngineKind
+    url: str
+    wait_s: float
+    role: Role = Role.BOTH
+    model: str | None = None
+    block_size: int | None = None
+    context_length: int | None = None
+    kv_events: str | None = None
+    kv_events_replay: str | None = None
+    publishes_kv_events: bool = True
+    api_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """An engine that answered, and what its worker's card says of it.
+
+    ``tokenizer`` is the folder, or the name on a hub, that the engine loaded its own from. Without
+    ``total_kv_blocks`` it did not report how many blocks a rank has.
+    """
+
+    engine: Engine
+    version: str
+    model: str
+    tokenizer: str
+    context_length: int
+    block_size: int
+    total_kv_blocks: int | None
+    dp_size: int
+    publishes_kv_events: bool
+    warnings: tuple[str, ...]
+    dp_start: int = 0
+    bootstrap: tuple[str, int] | None = None
+    """Host and port where prefill handoffs meet."""
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    """What else calls may ask it for: another name of the model (None), or an adapter of it."""
+
+
+def check_model(
+    at: EngineAt, served: tuple[str, ...], engine_fix: str = "with --served-model-name {model}"
+) -> str:
+    """Return the name of the model; raise ConfigError when the engine does not serve what was said."""
+    model = at.model or served[0]
+    if model not in served:
+        raise ConfigError(
+            f"the engine serves {', '.join(served)}, not {model!r}: give one of these, "
+            f"or start the engine {engine_fix.format(model=model)}",
+            param="model",
+        )
+    return model
+
+
+def check_block_size(at: EngineAt, block_size: int, engine_flag: str) -> None:
+    """Raise ConfigError when the engine's blocks are not what was said."""
+    if at.block_size is not None and at.block_size != block_size:
+        raise ConfigError(
+            f"the engine's blocks have {block_size} tokens, not {at.block_size}: "
+            f"leave it out, or start the engine with {engine_flag} {at.block_size}",
+            param="block_size",
+        )
+
+
+def context_length_of(at: EngineAt, context_length: int, engine_flag: str) -> int:
+    """Return how many tokens the worker takes, which may be fewer than its engine does.
+
+    Raises ConfigError when the engine's context is not as long as was said.
+    """
+    said = context_length if at.context_length is None else at.context_length
+    if said > context_length:
+        raise ConfigError(
+            f"the engine's context holds {context_length} tokens, not {said}: "
+            f"say {context_length}, or less, or start the engine with {engine_flag} {said}",
+            param="context_length",
+        )
+    return said
+
+
+def events_of(
+    at: EngineAt, reported: Mapping[DpRank, EventsAt], n_ranks: int
+) -> tuple[Mapping[DpRank, EventsAt], tuple[str, ...]]:
+    """Return where the ranks publish, by what the operator or else the engine says, and warnings."""
+    if not at.publishes_kv_events:
+        return {}, ()
+    events = {rank: each for rank, each in reported.items() if each.events.startswith(_REACHED)}
+    if at.kv_events is not None:
+        topic = next(iter(reported.values())).topic if reported else ""
+        events = {
+            DpRank(rank): EventsAt(
+                _counted_on("kv_events", at.kv_events, rank),
+                at.kv_events_replay and _counted_on("kv_events_replay", at.kv_events_replay, rank),
+                topic,
+            )
+            for rank in range(n_ranks)
+        }
+    if not events and reported:
+        endpoint = next(iter(reported.values())).events
+        return {}, (
+            f"the engine at {at.url} publishes its KV events at {endpoint}, where its own process alone "
+            "hears them: give its --kv-events-config an endpoint that begins with tcp://",
+        )
+    if not events:
+        return {}, (
+            f"the engine at {at.url} tells of no KV events: start it with --kv-events-config, name them by "
+            "--kv-events (kv_events_endpoint in a fleet file), or say --no-kv-events (kv_events: false)",
+        )
+    if any(each.replay is None for each in events.values()):
+        return events, (
+            "the engine's --kv-events-config has no replay_endpoint: KV events that are missed are lost for "
+            "good, those before this worker began included",
+        )
+    return events, ()
+
+
+def _counted_on(field_name: str, endpoint: str, rank: int) -> str:
+    base, _, port = endpoint.rpartition(":")
+    is_port = port.isdecimal() and 0 < int(port) + rank < PORTS
+    if not base.startswith("tcp://") or base in _NOWHERE or not is_port:
+        raise ConfigError(f"must be tcp://HOST:PORT, not {endpoint!r}", param=field_name)
+    return f"{base}:{int(port) + rank}"

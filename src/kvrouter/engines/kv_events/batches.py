@@ -1,0 +1,357 @@
+"""A batch in msgpack: ``[ts, events, dp_rank]``, each event an array with its type first, or a map with one.
+
+Which fields an event has is each engine's own: it hands in a struct for maps and one for arrays.
+
+Engines publish ``topic, seq, payload``; seq is 8 bytes, big-endian. A replay is asked for with ``b"", seq``
+and comes as one message a batch: ``b"", seq, payload`` (vLLM to 0.25) or ``b"", topic, seq, payload``; the
+first frame is missing where a REQ socket swallowed it. The number −1 ends it.
+"""
+
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.ids import DpRank, EngineHash
+from kvrouter.core.requests import TokenBuffer
+from kvrouter.engines.kv_events.records import (
+    EVENTS_MAX,
+    HASHES_MAX,
+    PAYLOAD_BYTES_MAX,
+    TOKENS_MAX,
+    CacheGroup,
+    EngineBatch,
+    EngineCleared,
+    EngineEvent,
+    EngineRemoved,
+    EngineSkipped,
+    EngineStored,
+    MmHashes,
+    Skipped,
+    engine_hash,
+    medium_of,
+)
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+WireT = TypeVar("WireT", bound=msgspec.Struct)
+_T_co = TypeVar("_T_co", covariant=True)
+
+_PATH = re.compile(r" - at `(?:key in )?\$(.*)`$")
+_FIRST_INDEX = re.compile(r"^\[(\d+)\]")
+
+
+class EventLayout(Protocol):
+    """One type of event, as an engine writes it."""
+
+    def read(self, raw: msgspec.Raw, where: str, *, is_array: bool) -> EngineEvent:
+        """Decode one event, which stands at ``where`` in its batch. Raises ProtocolError."""
+
+
+class EventShape(Generic[WireT]):
+    """One type of event: its struct as a map and as an array, and how it becomes a word.
+
+    ``word`` gets the struct and where it stands in the batch, for the errors that it raises.
+    """
+
+    def __init__(
+        self, *, as_map: type[WireT], as_array: type[WireT], word: Callable[[WireT, str], EngineEvent]
+    ) -> None:
+        self._map = msgspec.msgpack.Decoder(as_map)
+        self._array = msgspec.msgpack.Decoder(as_array)
+        self._array_fields = ("type", *(field.name for field in msgspec.structs.fields(as_array)))
+        self._word = word
+
+    def read(self, raw: msgspec.Raw, where: str, *, is_array: bool) -> EngineEvent:
+        """Decode one event of this type. Raises ProtocolError."""
+        if is_array:
+            return self._word(decoded(self._array, raw, where, self._array_fields), where)
+        return self._word(decoded(self._map, raw, where), where)
+
+
+class _Batch(msgspec.Struct):
+    ts: float
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=EVENTS_MAX)]
+    data_parallel_rank: Count | None = None
+
+
+class _BatchArray(_Batch, array_like=True):
+    pass
+
+
+class _BatchMap(_Batch):
+    attn_dp_rank: Count | None = None
+
+
+class _Type(msgspec.Struct):
+    type: str
+
+
+class _TypeArray(_Type, array_like=True):
+    pass
+
+
+_BATCH_ARRAY = msgspec.msgpack.Decoder(_BatchArray)
+_BATCH_MAP = msgspec.msgpack.Decoder(_BatchMap)
+_TYPE_ARRAY = msgspec.msgpack.Decoder(_TypeArray)
+_TYPE_MAP = msgspec.msgpack.Decoder(_Type)
+
+
+def read_batch(payload: bytes, shapes: Mapping[str, EventLayout]) -> EngineBatch:
+    """Decode one payload with the ``shapes`` of an engine, by event type; another type is skipped.
+
+    Raises ProtocolError, which names the field.
+    """
+    if not 0 < len(payload) <= PAYLOAD_BYTES_MAX:
+        raise ProtocolError(f"payload: 1 to {PAYLOAD_BYTES_MAX} bytes, not {len(payload)}", param="payload")
+    if _is_array(payload[0]):
+        batch: _Batch = decoded(_BATCH_ARRAY, payload, "", ("ts", "events", "data_parallel_rank"))
+    else:
+        batch = decoded(_BATCH_MAP, payload, "")
+    dp_rank = batch.data_parallel_rank
+    if dp_rank is None and isinstance(batch, _BatchMap):
+        dp_rank = batch.attn_dp_rank
+    events = tuple(_read_event(raw, f"events[{i}]", shapes) for i, raw in enumerate(batch.events))
+    return EngineBatch(events, None if dp_rank is None else DpRank(dp_rank), batch.ts)
+
+
+def _read_event(raw: msgspec.Raw, where: str, shapes: Mapping[str, EventLayout]) -> EngineEvent:
+    is_array = _is_array(memoryview(raw)[0])
+    kind = decoded(_TYPE_ARRAY, raw, where, ("type",)) if is_array else decoded(_TYPE_MAP, raw, where)
+    shape = shapes.get(kind.type)
+    if shape is None:
+        return EngineSkipped(Skipped.UNKNOWN_EVENT)
+    return shape.read(raw, where, is_array=is_array)
+
+
+class Decoder(Protocol[_T_co]):
+    """What msgspec decodes one type with."""
+
+    def decode(self, data: bytes | msgspec.Raw, /) -> _T_co:
+        """Decode."""
+
+
+def decoded(
+    decoder: Decoder[_T_co], data: bytes | msgspec.Raw, where: str, array_fields: Sequence[str] = ()
+) -> _T_co:
+    """Decode ``data``, which stands at ``where``; an array's fields are named by ``array_fields``.
+
+    Raises ProtocolError, which names the field.
+    """
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        field = _field(str(error), where, array_fields)
+        raise ProtocolError(f"{field}: {error}", param=field) from error
+
+
+def _field(message: str, where: str, array_fields: Sequence[str]) -> str:
+    """The name of the field that a message of msgspec is about; the payload when it says none."""
+    found = _PATH.search(message)
+    path = found[1] if found else ""
+    index = _FIRST_INDEX.match(path)
+    if index is not None and int(index[1]) < len(array_fields):
+        path = f".{array_fields[int(index[1])]}{path[index.end() :]}"
+    return f"{where}{path}".removeprefix(".") or "payload"
+
+
+def _is_array(first_byte: int) -> bool:
+    """Whether a msgpack value is an array: fixarray, array 16 or array 32."""
+    return 0x90 <= first_byte <= 0x9F or first_byte in (0xDC, 0xDD)
+
+
+# msgspec 0.22 crashes on a bound of an int that shares its union with a tuple, so bounds of token ids and the
+# lengths of hashes are checked here instead.
+WireHash = int | bytes
+WireHashes = Annotated[list[WireHash], msgspec.Meta(max_length=HASHES_MAX)]
+WireTokens = Annotated[list[int | tuple[int, int]], msgspec.Meta(max_length=TOKENS_MAX)]
+"""Token ids; pairs where an engine keys its blocks by each token and the one after it."""
+
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
+
+HASH_BYTES_RANGE = range(8, 65)
+
+
+class StoredFields(msgspec.Struct):
+    """How ``BlockStored`` begins in every engine."""
+
+    block_hashes: WireHashes
+    parent_block_hash: WireHash | None
+    token_ids: WireTokens
+    block_size: Count
+    lora_id: int | None = None
+    medium: Name | None = None
+
+
+class RemovedFields(msgspec.Struct):
+    """How ``BlockRemoved`` begins in every engine."""
+
+    block_hashes: WireHashes
+    medium: Name | None = None
+
+
+class _RemovedArray(RemovedFields, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _RemovedMap(RemovedFields, tag_field="type", tag="BlockRemoved"):
+    pass
+
+
+class _Cleared(msgspec.Struct):
+    pass
+
+
+class _ClearedArray(_Cleared, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _ClearedMap(_Cleared, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+def _cleared(_wire: _Cleared, _where: str) -> EngineEvent:
+    return EngineCleared()
+
+
+CLEARED: EventLayout = EventShape(as_map=_ClearedMap, as_array=_ClearedArray, word=_cleared)
+"""``AllBlocksCleared``, which has no fields in any engine."""
+
+
+def stored_word(
+    wire: StoredFields,
+    where: str,
+    *,
+    lora_name: str | None,
+    cache_salt: str | None,
+    mm_hashes: MmHashes | None = None,
+    group: CacheGroup | None = None,
+) -> EngineEvent:
+    """The word for a store. Raises ProtocolError, which names the field."""
+    names = names_of(wire.block_hashes, f"{where}.block_hashes")
+    parent = wire.parent_block_hash
+    medium = medium_of(wire.medium)
+    if medium is None:
+        return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
+    return EngineStored(
+        names=names,
+        parent=None if parent is None else _name_of(parent, f"{where}.parent_block_hash"),
+        token_ids=tokens_of(wire.token_ids, f"{where}.token_ids"),
+        block_size=wire.block_size,
+        medium=medium,
+        group=group,
+        lora_name=lora_name or None,
+        lora_id=wire.lora_id,
+        cache_salt=cache_salt or None,
+        mm_hashes=mm_hashes,
+    )
+
+
+def removed_word(wire: RemovedFields, where: str, *, group_key: int | None = None) -> EngineEvent:
+    """The word for a removal. Raises ProtocolError, which names the field."""
+    names = names_of(wire.block_hashes, f"{where}.block_hashes")
+    medium = medium_of(wire.medium)
+    if medium is None:
+        return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
+    return EngineRemoved(names, medium, group_key)
+
+
+def names_of(hashes: Sequence[WireHash], field: str) -> tuple[EngineHash, ...]:
+    """The names of blocks. Raises ProtocolError, which names ``field``."""
+    for i, value in enumerate(hashes):
+        _check_length(value, f"{field}[{i}]")
+    return tuple(map(engine_hash, hashes))
+
+
+def _name_of(value: WireHash, field: str) -> EngineHash:
+    _check_length(value, field)
+    return engine_hash(value)
+
+
+def _check_length(value: WireHash, field: str) -> None:
+    if isinstance(value, bytes) and len(value) not in HASH_BYTES_RANGE:
+        raise ProtocolError(f"{field}: a hash of 8 to 64 bytes, not {len(value)}", param=field)
+
+
+def tokens_of(token_ids: Sequence[int | tuple[int, int]], field: str) -> TokenBuffer:
+    """The token ids; of a pair the first one, so that blocks of pairs are found by their tokens.
+
+    Raises ProtocolError, which names ``field``.
+    """
+    singles: Sequence[int | tuple[int, int]] = token_ids
+    if token_ids and isinstance(token_ids[0], tuple):
+        singles = [each[0] if isinstance(each, tuple) else each for each in token_ids]
+    try:
+        return array("I", singles)  # type: ignore[arg-type]  # a pair among single ones is the TypeError below
+    except (OverflowError, TypeError) as error:
+        i = next(i for i, token in enumerate(singles) if isinstance(token, tuple) or not 0 <= token < 2**32)
+        at = f"{field}[{i}]"
+        raise ProtocolError(f"{at}: a token id is within 0..2**32-1, not {singles[i]}", param=at) from error
+
+
+REMOVED: EventLayout = EventShape(as_map=_RemovedMap, as_array=_RemovedArray, word=removed_word)
+"""``BlockRemoved`` of an engine whose caches are one group."""
+
+
+SEQ_BYTES = 8
+TOPIC_BYTES_MAX = 1024
+REPLAY_END = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
+
+
+class Published(NamedTuple):
+    """One batch on its way: batches of one start of an engine count from 0."""
+
+    seq: int
+    payload: bytes
+    topic: bytes = b""
+
+
+class ReplayEnd(NamedTuple):
+    """Nothing more is replayed."""
+
+
+def read_published(frames: Sequence[bytes]) -> Published:
+    """Read the frames of a subscription. Raises ProtocolError."""
+    if len(frames) != 3:
+        raise ProtocolError(f"frames: topic, seq and payload, not {len(frames)} frames", param="frames")
+    topic, seq, payload = frames
+    if seq == REPLAY_END:
+        raise ProtocolError("seq: the end of a replay, on the publishing socket", param="seq")
+    return _batch(topic, seq, payload)
+
+
+def read_replayed(frames: Sequence[bytes]) -> Published | ReplayEnd:
+    """Read the frames of one answer to :func:`replay_question`, in either framing. Raises ProtocolError."""
+    # The number is the last frame but one in every form; the topic may be empty, as the first frame is.
+    if not 2 <= len(frames) <= 4:
+        raise ProtocolError(
+            f"frames: an empty one, topic, seq and payload, not {len(frames)} frames", param="frames"
+        )
+    *before, seq, payload = frames
+    if len(before) == 2 and before[0]:
+        raise ProtocolError("frames[0]: empty before topic, seq and payload", param="frames[0]")
+    if seq == REPLAY_END:
+        if payload:
+            raise ProtocolError(f"payload: nothing ends a replay, not {len(payload)} bytes", param="payload")
+        return ReplayEnd()
+    return _batch(before[-1] if before else b"", seq, payload)
+
+
+def replay_question(start_seq: int) -> tuple[bytes, bytes]:
+    """The frames that ask, on a DEALER socket, for every batch from ``start_seq`` on that the engine has."""
+    return b"", start_seq.to_bytes(SEQ_BYTES, "big")
+
+
+def _batch(topic: bytes, seq: bytes, payload: bytes) -> Published:
+    if len(topic) > TOPIC_BYTES_MAX:
+        raise ProtocolError(f"topic: {len(topic)} bytes are more than {TOPIC_BYTES_MAX}", param="topic")
+    if len(seq) != SEQ_BYTES:
+        raise ProtocolError(f"seq: {SEQ_BYTES} bytes, not {len(seq)}", param="seq")
+    if len(payload) > PAYLOAD_BYTES_MAX:
+        raise ProtocolError(
+            f"payload: {len(payload)} bytes are more than {PAYLOAD_BYTES_MAX}", param="payload"
+        )
+    return Published(int.from_bytes(seq, "big"), bytes(payload), bytes(topic))

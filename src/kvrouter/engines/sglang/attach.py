@@ -1,0 +1,149 @@
+"""Attaches an SGLang server: its HTTP client and its KV events.
+
+Hashes are signed. Every store names its salt, and the adapter by its public name. A model that keys its cache
+by each token and the next one publishes pairs; the ids that stand for images are already in ``token_ids``.
+"""
+
+from urllib.parse import urlsplit
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import EngineRequest
+from kvrouter.core.workers import Role
+from kvrouter.engines.attach import (
+    Attached,
+    EngineAt,
+    check_block_size,
+    check_model,
+    context_length_of,
+    events_of,
+)
+from kvrouter.engines.kv_events.batches import (
+    CLEARED,
+    REMOVED,
+    EventLayout,
+    EventShape,
+    Name,
+    StoredFields,
+    read_batch,
+    stored_word,
+)
+from kvrouter.engines.kv_events.records import EngineBatch, EngineEvent
+from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
+from kvrouter.engines.openai.server import EngineFailed, EngineServer
+from kvrouter.engines.sglang.calls import call_of
+from kvrouter.engines.sglang.introspect import SglangInfo, ask_facts, ask_loads
+from kvrouter.transports.requests.port import WorkerUnreachable
+
+
+class SglangClient:
+    """A start takes this engine longer than a probe, so only after a failed probe is it asked which one
+    this is: that page is long.
+    """
+
+    def __init__(self, worker_id: WorkerId, facts: SglangInfo) -> None:
+        self._worker_id = worker_id
+        self._facts = facts
+        self._started: str | None = facts.started
+
+    def call_of(self, request: EngineRequest) -> EngineCall:
+        """Return how SGLang is asked for a leg. Raises EngineFailed for one without a meeting place in a mode
+        of disaggregation: SGLang would refuse it as the client's mistake.
+        """
+        if self._facts.role is not Role.BOTH and request.bootstrap is None:
+            mode = self._facts.role.value
+            raise EngineFailed(f"SGLang in {mode} mode takes no request without the other half of a pair")
+        return call_of(request, n_ranks=self._facts.dp_size)
+
+    async def look(self, server: EngineServer) -> Probe:
+        """Ask for its loads."""
+        try:
+            loads = await ask_loads(server, self._worker_id, self._facts.block_size)
+            if self._started is None:
+                now = await ask_facts(server)
+                self._check_same(now, server.url)
+                self._started = now.started
+        except WorkerUnreachable:
+            self._started = None
+            raise
+        return Probe(loads, self._started)
+
+    def _check_same(self, now: SglangInfo, url: str) -> None:
+        """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
+        before = self._facts
+        if now.model != before.model:
+            raise another_engine(url, "models", now.model, before.model)
+        if now.block_size != before.block_size:
+            raise another_engine(url, "page size", now.block_size, before.block_size)
+        if now.dp_size != before.dp_size:
+            raise another_engine(url, "ranks", now.dp_size, before.dp_size)
+
+
+class _Stored(StoredFields):
+    cache_salt: Name | None = None
+    session_id: Name | None = None
+    lora_name: Name | None = None
+
+
+class _StoredArray(_Stored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _StoredMap(_Stored, tag_field="type", tag="BlockStored"):
+    pass
+
+
+def decode(payload: bytes) -> tuple[EngineBatch, ...]:
+    """Decode what one SGLang scheduler published at once. Raises ProtocolError, which names the field."""
+    return (read_batch(payload, _SHAPES),)
+
+
+def _stored(wire: _Stored, where: str) -> EngineEvent:
+    return stored_word(wire, where, lora_name=wire.lora_name, cache_salt=wire.cache_salt)
+
+
+_SHAPES: dict[str, EventLayout] = {
+    "BlockStored": EventShape(as_map=_StoredMap, as_array=_StoredArray, word=_stored),
+    "BlockRemoved": REMOVED,
+    "AllBlocksCleared": CLEARED,
+}
+
+
+def attach_sglang(server: EngineServer, facts: SglangInfo, at: EngineAt, worker_id: WorkerId) -> Attached:
+    """Return the engine behind ``server``. Raises ConfigError with the field of a contradiction."""
+    model = check_model(at, (facts.model,))
+    check_block_size(at, facts.block_size, "--page-size")
+    if at.role is not facts.role:
+        mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[at.role]
+        raise ConfigError(
+            f"the engine's mode of disaggregation makes it {facts.role}, not {at.role}: give that "
+            f"role, or start the engine with --disaggregation-mode {mode}",
+            param="role",
+        )
+    events, warnings = events_of(at, facts.events, facts.dp_size)
+    if at.publishes_kv_events and not facts.prefix_caching:
+        warnings += (f"the engine at {at.url} keeps no prefix cache: it has --disable-radix-cache",)
+    if not facts.tells_cached_tokens:
+        warnings += (
+            f"the engine at {at.url} does not tell cached tokens, so nobody can see whether the index is "
+            "right: start it with --enable-cache-report",
+        )
+    meets = at.role is Role.PREFILL and facts.bootstrap_port is not None
+    return Attached(
+        engine=ServedEngine(
+            server,
+            SglangClient(worker_id, facts),
+            ZmqEvents(events, decode, facts.block_size),
+            started=facts.started,
+        ),
+        version=f"sglang {facts.version}",
+        model=model,
+        tokenizer=facts.tokenizer,
+        context_length=context_length_of(at, facts.context_length, "--context-length"),
+        block_size=facts.block_size,
+        total_kv_blocks=facts.total_blocks,
+        dp_size=facts.dp_size,
+        publishes_kv_events=bool(events),
+        warnings=warnings,
+        bootstrap=(urlsplit(at.url).hostname or "", facts.bootstrap_port or 0) if meets else None,
+    )

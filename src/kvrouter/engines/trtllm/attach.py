@@ -1,0 +1,179 @@
+"""Attaches a TensorRT-LLM server: its HTTP client and its KV events."""
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
+from kvrouter.core.requests import EngineRequest
+from kvrouter.core.workers import KvTransfers, LoadReport, Role
+from kvrouter.engines.attach import (
+    Attached,
+    EngineAt,
+    check_block_size,
+    check_model,
+    context_length_of,
+    events_of,
+)
+from kvrouter.engines.kv_events.listener import EngineEventSource
+from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
+from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.trtllm.calls import call_of
+from kvrouter.engines.trtllm.events import decode
+from kvrouter.engines.trtllm.introspect import (
+    ANSWERS_AT_ONCE,
+    HEALTH,
+    SHARED_IDS,
+    TrtllmInfo,
+    ask_fetched,
+    ask_iteration,
+    ask_name,
+)
+from kvrouter.engines.trtllm.polled import Polled
+from kvrouter.transports.requests.port import WorkerUnreachable
+
+IDLE_AFTER_LOOKS = 2
+"""After so many probes in which the engine ran nothing it counts as idle: one iteration may take long."""
+
+
+RANK = DpRank(0)
+"""Its server cannot be asked for one of several ranks: the router sees them as one."""
+
+
+class TrtllmClient:
+    """``block_size`` is what its worker's card says; with ``fetches_kv`` it is asked what KV it has fetched.
+    Nothing here distinguishes two starts; the engine's events do. After a failed probe it is asked for its
+    model's name again.
+    """
+
+    def __init__(
+        self, worker_id: WorkerId, facts: TrtllmInfo, *, block_size: int, fetches_kv: bool = False
+    ) -> None:
+        self._rank = WorkerRank(worker_id, RANK)
+        self._facts = facts
+        self._block_size = block_size
+        self._has_shared_ids = facts.is_from(SHARED_IDS)
+        self._reports_load = facts.is_from(ANSWERS_AT_ONCE)
+        self._fetches_kv = fetches_kv
+        self._fetched: KvTransfers | None = None
+        self._last: LoadReport | None = None
+        self._probes_without = 0
+        self._is_known = True
+
+    def call_of(self, request: EngineRequest) -> EngineCall:
+        """Return how TensorRT-LLM is asked for a leg."""
+        return call_of(request, has_shared_ids=self._has_shared_ids)
+
+    async def look(self, server: EngineServer) -> Probe:
+        """Ask whether it is well, and for its load."""
+        try:
+            if await server.look(HEALTH) is None:
+                raise WorkerUnreachable(f"{server.url} has no {HEALTH} any more: is it another server?")
+            if not self._is_known:
+                await self._check_same(server)
+                self._is_known = True
+        except WorkerUnreachable:
+            self._is_known = False
+            raise
+        return Probe(await self._loads(server) if self._reports_load else ())
+
+    async def _loads(self, server: EngineServer) -> tuple[LoadReport, ...]:
+        try:
+            if self._fetches_kv:
+                self._fetched = await ask_fetched(server, self._fetched)
+            iteration = await ask_iteration(server)
+        except WorkerUnreachable:
+            return ()  # it is well, and too busy to answer
+        if iteration is None or iteration.kv_cache_stats is None:
+            return self._loads_without()
+        cache = iteration.kv_cache_stats
+        if cache.tokens_per_block != self._block_size:
+            raise another_engine(server.url, "block size", cache.tokens_per_block, self._block_size)
+        self._probes_without = 0
+        self._last = LoadReport(
+            rank=self._rank,
+            active_blocks=cache.used_num_blocks,
+            total_blocks=cache.max_num_blocks,
+            running_requests=iteration.num_active_requests,
+            waiting_requests=iteration.num_queued_requests,
+            kv_transfers=self._fetched,
+        )
+        return (self._last,)
+
+    def _loads_without(self) -> tuple[LoadReport, ...]:
+        """An engine that runs nothing reports nothing, and holds nothing for a request."""
+        self._probes_without += 1
+        if self._last is None or self._probes_without < IDLE_AFTER_LOOKS:
+            return ()
+        return (LoadReport(self._rank, 0, self._last.total_blocks, kv_transfers=self._fetched),)
+
+    async def _check_same(self, server: EngineServer) -> None:
+        """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
+        _, model = await ask_name(server)
+        if model != self._facts.model:
+            raise another_engine(server.url, "models", model, self._facts.model)
+
+
+def attach_trtllm(server: EngineServer, facts: TrtllmInfo, at: EngineAt, worker_id: WorkerId) -> Attached:
+    """Return the engine behind ``server``. Raises ConfigError with the field of a
+    contradiction, or of what the engine does not report.
+    """
+    model = check_model(at, (facts.model,), "from a folder named {model}")
+    block_size = _block_size(at, facts)
+    event_source, warnings = _event_source(server, at, block_size)
+    if not facts.is_from(ANSWERS_AT_ONCE):
+        warnings += (
+            f"the engine at {at.url} is TensorRT-LLM {facts.version}: before 1.2 it does not tell its load "
+            "while it is busy, so it is not asked, and its KV events come late",
+        )
+    elif facts.total_blocks is None:
+        warnings += (
+            f"the engine at {at.url} has not told its load, nor how many KV blocks it has: it does so only "
+            "with enable_iter_perf_stats: true",
+        )
+    client = TrtllmClient(worker_id, facts, block_size=block_size, fetches_kv=at.role is Role.DECODE)
+    return Attached(
+        engine=ServedEngine(server, client, event_source),
+        version=f"tensorrt_llm {facts.version}",
+        model=model,
+        tokenizer=facts.model,
+        context_length=_context_length(at, facts),
+        block_size=block_size,
+        total_kv_blocks=facts.total_blocks,
+        dp_size=1,
+        publishes_kv_events=at.publishes_kv_events,
+        warnings=warnings,
+    )
+
+
+def _block_size(at: EngineAt, facts: TrtllmInfo) -> int:
+    if facts.block_size is not None:
+        check_block_size(at, facts.block_size, "kv_cache_config.tokens_per_block")
+        return facts.block_size
+    if at.block_size is None:
+        raise ConfigError(
+            f"the engine at {at.url} does not tell it: give its "
+            "kv_cache_config.tokens_per_block, which is 32 where it is not set, or start it with "
+            "enable_iter_perf_stats: true",
+            param="block_size",
+        )
+    return at.block_size
+
+
+def _context_length(at: EngineAt, facts: TrtllmInfo) -> int:
+    if facts.context_length is not None:
+        return context_length_of(at, facts.context_length, "--max_seq_len")
+    if at.context_length is None:
+        raise ConfigError(
+            f"the engine at {at.url} does not tell it: give its --max_seq_len, or the "
+            "model's own where that is not set",
+            param="context_length",
+        )
+    return at.context_length
+
+
+def _event_source(
+    server: EngineServer, at: EngineAt, block_size: int
+) -> tuple[EngineEventSource, tuple[str, ...]]:
+    """Its server is asked for the events, or else somebody publishes them where the operator says."""
+    if at.publishes_kv_events and at.kv_events is None:
+        return Polled(server, block_size), ()
+    events, warnings = events_of(at, {}, 1)
+    return ZmqEvents(events, decode, block_size), warnings

@@ -1,0 +1,212 @@
+"""What a TensorRT-LLM server says of itself: version, model, cache, load."""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.workers import KvTransfers
+from kvrouter.engines.openai.server import EngineServer, read_metrics
+from kvrouter.transports.requests.port import WorkerUnreachable
+
+T = TypeVar("T")
+
+ITERATIONS = "/metrics"
+"""JSON: the statistics of the iterations that nobody asked for yet."""
+
+REQUESTS = "/perf_metrics"
+"""What requests took that ended since somebody asked; nothing without ``perf_metrics_max_requests``."""
+
+_Bytes = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class CacheStats(msgspec.Struct, frozen=True, rename="camel"):
+    """``kvCacheStats``: used are the blocks that running requests hold."""
+
+    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)]
+    max_num_blocks: int
+    used_num_blocks: int = 0
+
+
+class Iteration(msgspec.Struct, frozen=True, rename="camel"):
+    """What the engine says of one of its iterations."""
+
+    num_active_requests: int = 0
+    num_queued_requests: int = 0
+    kv_cache_stats: CacheStats | None = None
+
+
+class _Timing(msgspec.Struct, frozen=True):
+    """Seconds are those of one clock of the engine."""
+
+    kv_cache_size: _Bytes = 0
+    kv_cache_transfer_start: _Seconds = 0.0
+    kv_cache_transfer_end: _Seconds = 0.0
+
+
+class _Took(msgspec.Struct, frozen=True):
+    timing_metrics: _Timing = _Timing()
+
+
+class _Request(msgspec.Struct, frozen=True):
+    perf_metrics: _Took = _Took()
+
+
+_iterations = msgspec.json.Decoder(tuple[Iteration, ...])
+_requests = msgspec.json.Decoder(tuple[_Request, ...])
+
+
+async def ask_iteration(server: EngineServer) -> Iteration | None:
+    """Ask for the last iteration that reported its cache; None when none did since somebody asked.
+
+    Raises WorkerUnreachable or ProtocolError.
+    """
+    page = await server.look(ITERATIONS)
+    iterations = () if page is None else decoded(_iterations, page, ITERATIONS)
+    return next((each for each in reversed(iterations) if each.kv_cache_stats is not None), None)
+
+
+async def ask_fetched(server: EngineServer, before: KvTransfers | None) -> KvTransfers | None:
+    """Ask what KV was fetched; return that and what was fetched ``before``, None while nothing was.
+
+    Raises WorkerUnreachable or ProtocolError.
+    """
+    page = await server.look(REQUESTS)
+    requests = () if page is None else decoded(_requests, page, REQUESTS)
+    took = [request.perf_metrics.timing_metrics for request in requests]
+    fetched = [each for each in took if each.kv_cache_size]
+    if not fetched:
+        return before
+    before = before or KvTransfers(transfers=0, bytes=0, seconds=0.0)
+    return KvTransfers(
+        transfers=before.transfers + len(fetched),
+        bytes=before.bytes + sum(each.kv_cache_size for each in fetched),
+        seconds=before.seconds
+        + sum(max(0.0, each.kv_cache_transfer_end - each.kv_cache_transfer_start) for each in fetched),
+    )
+
+
+def decoded(decoder: "msgspec.json.Decoder[T]", body: bytes, path: str) -> T:
+    """Decode the page at ``path``. Raises ProtocolError, which names it."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{path}: {error}", param=path) from error
+
+
+OWNER = "tensorrt_llm"
+"""Whom the server names as its model's owner: by that it is known from other engines' servers."""
+
+HEALTH = "/health"
+SERVER_INFO = "/server_info"
+
+GENERATE_ONE = "/health_generate"
+"""Makes the engine generate one token: an engine that has run nothing yet reports nothing of its cache."""
+
+METRICS = "/prometheus/metrics"
+"""There with ``return_perf_metrics`` alone."""
+
+CONFIG_METRIC = "trtllm_model_config_info"
+
+ANSWERS_AT_ONCE = (1, 2)
+"""Before this version ``/metrics`` is not answered while the engine is busy."""
+
+SHARED_IDS = (1, 3)
+"""From this version on both legs of a handoff are given one id, which is unique over all engines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrtllmInfo:
+    """One engine. What it did not report is None."""
+
+    version: str
+    model: str
+    context_length: int | None
+    block_size: int | None
+    total_blocks: int | None
+
+    def is_from(self, version: tuple[int, int]) -> bool:
+        """Whether it is of ``version`` or later; a version that cannot be read counts as a later one."""
+        found = re.match(r"(\d+)\.(\d+)", self.version)
+        return found is None or (int(found[1]), int(found[2])) >= version
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+class _Model(msgspec.Struct, frozen=True):
+    id: str
+    owned_by: str = ""
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: Annotated[tuple[_Model, ...], msgspec.Meta(min_length=1)]
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+_version = msgspec.json.Decoder(_Version)
+_models = msgspec.json.Decoder(_Models)
+_server_info = msgspec.json.Decoder(_ServerInfo)
+
+
+async def ask_facts(server: EngineServer) -> TrtllmInfo:
+    """Ask the engine behind ``server``; what only an iteration reports is learned by one generated token.
+
+    Raises WorkerUnreachable while it does not answer, ProtocolError for answers that cannot be read, and
+    ConfigError for an engine that is none of TensorRT-LLM's.
+    """
+    version, model = await ask_name(server)
+    info = await server.look(SERVER_INFO)
+    block_size = None if info is None else decoded(_server_info, info, SERVER_INFO).tokens_per_block
+    last = await _iteration_of(server)
+    if last is None and block_size is None:
+        last = await _iteration_of(server, GENERATE_ONE)
+    cache = None if last is None else last.kv_cache_stats
+    return TrtllmInfo(
+        version=version,
+        model=model,
+        context_length=await _context_length(server),
+        block_size=block_size if cache is None else cache.tokens_per_block,
+        total_blocks=None if cache is None else cache.max_num_blocks,
+    )
+
+
+async def ask_name(server: EngineServer) -> tuple[str, str]:
+    """Ask for the engine's version and the name of its model. Raises as :func:`ask_facts` does."""
+    version = await server.look("/version")
+    models = await server.look("/v1/models")
+    if version is None or models is None:
+        missing = "/version" if version is None else "/v1/models"
+        raise ConfigError(f"{server.url} has no {missing}: is it TensorRT-LLM's server?", param="url")
+    model = decoded(_models, models, "/v1/models").data[0]
+    if model.owned_by != OWNER:
+        raise ConfigError(
+            f"{server.url} serves a model that is owned by {model.owned_by!r}, not {OWNER!r}: "
+            "is it TensorRT-LLM's server?",
+            param="url",
+        )
+    return decoded(_version, version, "/version").version, model.id
+
+
+async def _iteration_of(server: EngineServer, path: str | None = None) -> Iteration | None:
+    """Ask for the last iteration, after ``path``; None where it cannot be reached."""
+    try:
+        if path is not None:
+            await server.look(path)
+        return await ask_iteration(server)
+    except WorkerUnreachable:
+        return None
+
+
+async def _context_length(server: EngineServer) -> int | None:
+    page = await server.look(METRICS)
+    samples = {} if page is None else read_metrics(page, (CONFIG_METRIC,))
+    lengths = [sample.labels.get("max_model_len", "") for sample in samples.get(CONFIG_METRIC, ())]
+    return next((int(each) for each in lengths if each.isdecimal()), None)

@@ -1,0 +1,107 @@
+"""Attaches a vLLM server: its HTTP client and its KV events."""
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.requests import EngineRequest
+from kvrouter.core.workers import Role
+from kvrouter.engines.attach import (
+    Attached,
+    EngineAt,
+    check_block_size,
+    check_model,
+    context_length_of,
+    events_of,
+)
+from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
+from kvrouter.engines.openai.server import EngineServer, read_metrics
+from kvrouter.engines.vllm.calls import call_of
+from kvrouter.engines.vllm.events import decode
+from kvrouter.engines.vllm.introspect import (
+    LOAD_METRICS,
+    STARTED_METRIC,
+    VllmInfo,
+    ask_facts,
+    load_reports,
+    started_of,
+)
+from kvrouter.transports.requests.port import WorkerUnreachable
+
+
+class VllmClient:
+    """``model`` is the engine's own name for what it serves. An engine that was restarted as another one
+    does not answer, so far as its worker's card goes.
+    """
+
+    def __init__(self, worker_id: WorkerId, facts: VllmInfo, *, model: str) -> None:
+        self._worker_id = worker_id
+        self._facts = facts
+        self._model = model
+        self._started_s = facts.started_s
+
+    def call_of(self, request: EngineRequest) -> EngineCall:
+        """Return how vLLM is asked for a leg."""
+        return call_of(
+            request,
+            model=self._model,
+            n_ranks=len(self._facts.ranks),
+            tells_where_kv_waits=self._facts.uses_nixl,
+        )
+
+    async def look(self, server: EngineServer) -> Probe:
+        """Read its metrics page."""
+        page = await server.look("/metrics")
+        if page is None:
+            raise WorkerUnreachable(f"{server.url} has no /metrics any more: is it another server?")
+        samples = read_metrics(page, (*LOAD_METRICS, STARTED_METRIC))
+        started_s = started_of(samples)
+        if started_s is not None and started_s != self._started_s:
+            now = await ask_facts(server)
+            self._check_same(now, server.url)
+            self._facts = now
+            self._started_s = started_s
+        return Probe(tuple(load_reports(samples, self._facts.ranks, self._worker_id)), started_s)
+
+    def _check_same(self, now: VllmInfo, url: str) -> None:
+        """Raise WorkerUnreachable for an engine that is not what the worker's card says."""
+        before = self._facts
+        if self._model not in now.models:
+            raise another_engine(url, "models", ", ".join(now.models), self._model)
+        if now.block_size != before.block_size:
+            raise another_engine(url, "block size", now.block_size, before.block_size)
+        if now.ranks.keys() != before.ranks.keys():
+            raise another_engine(url, "ranks", sorted(now.ranks), sorted(before.ranks))
+
+
+def attach_vllm(server: EngineServer, facts: VllmInfo, at: EngineAt, worker_id: WorkerId) -> Attached:
+    """Return the engine behind ``server``. Raises ConfigError with the field of a contradiction."""
+    model = check_model(at, facts.models)
+    check_block_size(at, facts.block_size, "--block-size")
+    events, warnings = events_of(at, facts.events, len(facts.ranks))
+    if at.publishes_kv_events and not facts.prefix_caching:
+        warnings += (f"the engine at {at.url} keeps no prefix cache: start it with --enable-prefix-caching",)
+    if at.role is Role.PREFILL and not facts.uses_nixl:
+        warnings += (
+            f"the engine at {at.url} has no NixlConnector: unless decode engines find its KV by themselves, "
+            "as in storage that they share, each prompt is computed twice",
+        )
+    return Attached(
+        engine=ServedEngine(
+            server,
+            VllmClient(worker_id, facts, model=model),
+            ZmqEvents(events, decode, facts.block_size),
+            started=facts.started_s,
+        ),
+        version=f"vllm {facts.version}",
+        model=model,
+        tokenizer=facts.root,
+        context_length=context_length_of(at, facts.context_length, "--max-model-len"),
+        block_size=facts.block_size,
+        total_kv_blocks=min(rank.total_blocks for rank in facts.ranks.values()),
+        dp_size=len(facts.ranks),
+        dp_start=min(facts.ranks),
+        publishes_kv_events=bool(events),
+        warnings=warnings,
+        names={
+            **{name: None for name in facts.models if name != model},
+            **{adapter: adapter for adapter in facts.adapters},
+        },
+    )

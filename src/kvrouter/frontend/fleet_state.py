@@ -1,0 +1,369 @@
+"""One reading of the router's state of its workers, for ``GET /v1/fleet`` and the gauges."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrouter.core.events import Medium
+from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.feed.states import FeedState
+from kvrouter.fleet import UNKNOWN, CircuitState
+from kvrouter.frontend.decision_json import Json, policy_json
+from kvrouter.service.cache_view import EventCacheView, PredictedCacheView
+from kvrouter.service.engine_reports import AnswerCounts, ReportReading
+from kvrouter.service.event_ingest import FeedReading
+from kvrouter.service.model_router import ModelRouter
+from kvrouter.service.router import RouterService
+from kvrouter.service.transfer_speed import TransferReading
+from kvrouter.telemetry import Telemetry
+from kvrouter.topology import RouterTopologyDefault, policy_of, topology_domains, worker_taints
+
+
+@dataclass(frozen=True, slots=True)
+class RankReading:
+    """One worker rank. What is not known is None: no report yet, no index, no feed."""
+
+    rank: WorkerRank
+    active_blocks: int
+    prefill_tokens: int
+    total_blocks: int | None
+    report_active_blocks: int | None
+    report_prefill_tokens: int | None
+    report_running_requests: int | None
+    report_waiting_requests: int | None
+    held_blocks: int | None
+    feed: FeedState | None
+    stale_s: float | None
+    lag_s: float | None
+    silent_s: float | None
+    kv_events_missing: bool | None
+    account: ReportReading
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReading:
+    """One worker and its ranks."""
+
+    card: WorkerCard
+    alive: bool
+    circuit: CircuitState
+    ranks: tuple[RankReading, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReading:
+    """The size of a model's index. ``blocks`` is by medium."""
+
+    blocks: dict[str, int]
+    bytes: int
+
+
+def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
+    """Yield every worker of a model, in the order of worker ids."""
+    fleet = model.fleet
+    model.ledger.ensure_slots(fleet.n_slots)
+    loads = model.ledger.columns()
+    feeds: dict[Slot, FeedReading] = {}
+    held_of = None
+    if isinstance(model.cache, EventCacheView):
+        feeds = dict(model.cache.pump.feed_readings())
+        held_of = model.cache.index.held
+    columns = fleet.columns
+    for card in sorted(fleet, key=lambda card: card.worker_id):
+        ranks = []
+        for rank, slot in zip(card.ranks(), fleet.slots_of(card.worker_id), strict=True):
+            total_blocks = float(columns.total_blocks[slot])
+            reported = bool(columns.has_report[slot])
+            prefill_tokens = int(columns.report_prefill_tokens[slot])
+            feed = feeds.get(slot)
+            ranks.append(
+                RankReading(
+                    rank=rank,
+                    active_blocks=int(loads.active_blocks[slot]),
+                    prefill_tokens=int(loads.prefill_tokens[slot]),
+                    total_blocks=int(total_blocks) if np.isfinite(total_blocks) else None,
+                    report_active_blocks=int(columns.report_active_blocks[slot]) if reported else None,
+                    report_prefill_tokens=None if prefill_tokens == UNKNOWN else prefill_tokens,
+                    report_running_requests=int(columns.report_running_requests[slot]) if reported else None,
+                    report_waiting_requests=int(columns.report_waiting_requests[slot]) if reported else None,
+                    held_blocks=None if held_of is None else held_of(slot),
+                    feed=None if feed is None else _state(card, feed),
+                    stale_s=None if feed is None else feed.stale_s,
+                    lag_s=None if feed is None else feed.lag_s,
+                    silent_s=None if feed is None else feed.silent_s,
+                    kv_events_missing=None if feed is None else feed.is_missing,
+                    account=model.accounts.reading(slot),
+                )
+            )
+        is_alive, circuit = fleet.is_alive(card.worker_id), model.circuits.state_of(card.worker_id)
+        yield WorkerReading(card, is_alive, circuit, tuple(ranks))
+
+
+def _state(card: WorkerCard, feed: FeedReading) -> FeedState:
+    """How far what is known of a rank can be trusted. All that its worker reports may have come, and yet the
+    worker itself may know its engine's cache in part only.
+    """
+    if card.cache_is_partial and feed.state is FeedState.LIVE:
+        return FeedState.PARTIAL
+    return feed.state
+
+
+def read_index(model: ModelRouter) -> IndexReading | None:
+    """Return the size of a model's index; None when none is kept."""
+    cache = model.cache
+    if isinstance(cache, EventCacheView):
+        stats = cache.index.stats()
+        blocks = {medium.name.lower(): stats.blocks[medium] for medium in Medium}
+        return IndexReading(blocks, stats.bytes)
+    if isinstance(cache, PredictedCacheView):
+        predicted = cache.index.stats()
+        return IndexReading({Medium.GPU.name.lower(): predicted.blocks}, predicted.bytes)
+    return None
+
+
+def fleet_json(service: RouterService) -> Json:
+    """Every worker with its ranks, every model with its queue and index, and the requests that run."""
+    models: list[Json] = []
+    workers: list[Json] = []
+    for model in service.models():
+        of_model = list(read_workers(model))
+        models.append(_model_json(model, workers=len(of_model)))
+        default = model.settings.topology_default
+        workers.extend(
+            {**_worker_json(worker, default), "lapsed": service.has_lapsed(worker.card.worker_id)}
+            for worker in of_model
+        )
+    return {
+        "discovery": {"reachable": service.store_lost is None, "why": service.store_lost},
+        "draining": service.is_draining,
+        "running_requests": service.running,
+        "models": models,
+        "workers": workers,
+    }
+
+
+def _model_json(model: ModelRouter, *, workers: int) -> Json:
+    settings, index = model.settings, read_index(model)
+    default = settings.topology_default
+    return {
+        "model": model.fleet.model,
+        "block_size": model.fleet.block_size,
+        "router_mode": settings.mode.value,
+        "workers": workers,
+        "worker_ranks": sum(card.dp_size for card in model.fleet),
+        "waiting_requests": model.waiting,
+        "parted_pairs": [
+            {"prefill_worker_id": pair.prefill, "decode_worker_id": pair.decode, "circuit": state.value}
+            for pair, state in model.circuits.pairs()
+        ],
+        "index": None if index is None else {"blocks": index.blocks, "bytes": index.bytes},
+        "kv_transfer_default": None if default is None else policy_json(default.policy),
+        "active_decode_blocks_threshold": settings.active_decode_blocks_threshold,
+        "active_prefill_tokens_threshold": settings.active_prefill_tokens_threshold,
+    }
+
+
+def _worker_json(worker: WorkerReading, default: RouterTopologyDefault | None) -> Json:
+    card, config = worker.card, worker.card.runtime_config
+    return {
+        "worker_id": card.worker_id,
+        "model": card.model,
+        "role": card.role.value,
+        "alive": worker.alive,
+        "draining": card.draining,
+        "engine": card.engine or None,
+        "engine_silent": card.engine_silent,
+        "circuit": worker.circuit.value,
+        "address": card.address,
+        "endpoint": f"{card.namespace}.{card.component}.{card.endpoint}",
+        "domains": config.topology_domains,
+        "levels": config.topology_levels,
+        "taints": sorted(worker_taints(config)),
+        "event_lane": card.event_source.lane.value if card.publishes_kv_events else None,
+        "kv_transfer": _kv_transfer_json(card, default),
+        "ranks": [_rank_json(rank) for rank in worker.ranks],
+    }
+
+
+def _kv_transfer_json(card: WorkerCard, default: RouterTopologyDefault | None) -> Json | None:
+    """The policy that holds for KV from this worker; only prefill workers send any."""
+    if card.role is not Role.PREFILL:
+        return None
+    policy = policy_of(card.runtime_config, default)
+    return None if policy is None else policy_json(policy)
+
+
+def _rank_json(rank: RankReading) -> Json:
+    report: Json | None = None
+    if rank.report_active_blocks is not None:
+        report = {
+            "active_blocks": rank.report_active_blocks,
+            "active_prefill_tokens": rank.report_prefill_tokens,
+            "running_requests": rank.report_running_requests,
+            "waiting_requests": rank.report_waiting_requests,
+        }
+    feed: Json | None = None
+    if rank.feed is not None and rank.stale_s is not None and rank.silent_s is not None:
+        feed = {
+            "state": rank.feed.name.lower(),
+            "stale_s": round(rank.stale_s, 3),
+            "silent_s": round(rank.silent_s, 3),
+            "kv_events_missing": rank.kv_events_missing,
+        }
+    return {
+        "dp_rank": rank.rank.dp_rank,
+        "active_blocks": rank.active_blocks,
+        "prefill_tokens": rank.prefill_tokens,
+        "total_blocks": rank.total_blocks,
+        "report": report,
+        "index_blocks": rank.held_blocks,
+        "feed": feed,
+        "kv_events_skipped": rank.account.events_skipped,
+        "predictions": None if rank.account.answers is None else _predictions_json(rank.account.answers),
+        "kv_transfers": None if rank.account.transfers is None else _transfers_json(rank.account.transfers),
+    }
+
+
+def _predictions_json(answers: AnswerCounts) -> Json:
+    return {
+        "answers": answers.n_answers,
+        "wrong": answers.n_wrong,
+        "wrong_share": round(answers.n_wrong / answers.n_answers, 3),
+        "mean_error_blocks": round(answers.mean_error_blocks, 3),
+    }
+
+
+def _transfers_json(transfers: TransferReading) -> Json:
+    totals = transfers.told
+    return {
+        "transfers": totals.transfers,
+        "failed": totals.failed,
+        "bytes": totals.bytes,
+        "seconds": round(totals.seconds, 3),
+        "gb_per_s": _gb_per_s(transfers.recent_bytes_per_s),
+        "shown_gb_per_s": _gb_per_s(transfers.shown_bytes_per_s),
+        "slow": transfers.is_slow,
+    }
+
+
+def _gb_per_s(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else round(bytes_per_s / 1e9, 3)
+
+
+Values = dict[tuple[str, ...], float]
+
+
+class Gauges:
+    """Sets each gauge to what holds now; a worker that is gone is gone from the page."""
+
+    def __init__(self, telemetry: Telemetry, service: RouterService) -> None:
+        self._telemetry = telemetry
+        self._service = service
+
+    def refresh(self) -> None:
+        """Read everything once."""
+        telemetry = self._telemetry
+        page = _Page()
+        index_blocks: Values = {}
+        index_bytes: Values = {}
+        leases: Values = {}
+        queued: Values = {}
+        broken_pairs: Values = {}
+        for model in self._service.models():
+            name = model.fleet.model
+            for worker in read_workers(model):
+                page.add(worker)
+            index = read_index(model)
+            if index is not None:
+                index_bytes[name,] = index.bytes
+                index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
+            leases[name,] = len(model.ledger)
+            queued[name,] = model.waiting_for_load
+            broken_pairs[name,] = sum(1 for _ in model.circuits.pairs())
+        telemetry.retry_body_bytes.set(self._service.retry_body_bytes)
+        telemetry.index_blocks.replace(index_blocks)
+        telemetry.index_bytes.replace(index_bytes)
+        telemetry.ledger_leases.replace(leases)
+        telemetry.queue_depth.replace(queued)
+        telemetry.pairs_parted.replace(broken_pairs)
+        telemetry.event_lag.replace(page.lag)
+        telemetry.kv_events_missing.replace(page.missing)
+        telemetry.worker_up.replace(page.up)
+        telemetry.worker_draining.replace(page.draining)
+        telemetry.worker_engine_silent.replace(page.engine_silent)
+        telemetry.worker_circuit.replace(page.circuit)
+        telemetry.worker_blocks.replace(page.blocks)
+        telemetry.worker_running_requests.replace(page.running_requests)
+        telemetry.worker_waiting_requests.replace(page.waiting_requests)
+        telemetry.ledger_active_blocks.replace(page.active_blocks)
+        telemetry.ledger_prefill_tokens.replace(page.prefill_tokens)
+        telemetry.feed_state.replace(page.feed_state)
+        telemetry.feed_staleness.replace(page.staleness)
+        telemetry.kv_transfer_slow.replace(page.slow)
+
+
+class _Page:
+    """The values of one scrape, by labels."""
+
+    def __init__(self) -> None:
+        self.up: Values = {}
+        self.draining: Values = {}
+        self.engine_silent: Values = {}
+        self.circuit: Values = {}
+        self.blocks: Values = {}
+        self.running_requests: Values = {}
+        self.waiting_requests: Values = {}
+        self.active_blocks: Values = {}
+        self.prefill_tokens: Values = {}
+        self.feed_state: Values = {}
+        self.staleness: Values = {}
+        self.lag: Values = {}
+        self.missing: Values = {}
+        self.slow: Values = {}
+
+    def add(self, worker: WorkerReading) -> None:
+        """Note one worker and its ranks."""
+        card = worker.card
+        worker_id = str(card.worker_id)
+        self.up[worker_id, card.model, card.role.value, _place(worker)] = float(worker.alive)
+        self.draining[worker_id,] = float(card.draining)
+        self.engine_silent[worker_id,] = float(card.engine_silent)
+        for state in CircuitState:
+            self.circuit[worker_id, state.value] = float(worker.circuit is state)
+        for rank in worker.ranks:
+            self._add_rank((worker_id, str(rank.rank.dp_rank)), rank)
+
+    def _add_rank(self, labels: tuple[str, str], rank: RankReading) -> None:
+        self.active_blocks[labels] = rank.active_blocks
+        self.prefill_tokens[labels] = rank.prefill_tokens
+        if rank.total_blocks is not None:
+            self.blocks[*labels, "total"] = rank.total_blocks
+        if rank.report_active_blocks is not None:
+            self.blocks[*labels, "active"] = rank.report_active_blocks
+        if rank.report_running_requests is not None:
+            self.running_requests[labels] = rank.report_running_requests
+        if rank.report_waiting_requests is not None:
+            self.waiting_requests[labels] = rank.report_waiting_requests
+        self.feed_state[*labels, "none"] = float(rank.feed is None)
+        for state in FeedState:
+            self.feed_state[*labels, state.name.lower()] = float(rank.feed is state)
+        if rank.stale_s is not None:
+            self.staleness[labels] = rank.stale_s
+        if rank.lag_s is not None:
+            self.lag[labels] = rank.lag_s
+        if rank.kv_events_missing is not None:
+            self.missing[labels] = float(rank.kv_events_missing)
+        if rank.account.transfers is not None:
+            self.slow[labels] = float(rank.account.transfers.is_slow)
+
+
+def _place(worker: WorkerReading) -> str:
+    """The worker's value of its transfer domain, else of its broadest level; ``none`` without either."""
+    config = worker.card.runtime_config
+    domains = topology_domains(config)
+    for domain in (config.kv_transfer_domain, *config.topology_levels, *sorted(domains)):
+        if domain is not None and domain in domains:
+            return domains[domain]
+    return "none"

@@ -1,0 +1,267 @@
+"""Answers that an engine wrote: its bytes go to the client unchanged, and its tokens are counted.
+
+When the engine is lost in mid-answer another one goes on from the tokens, and the rest is written here, in
+the same form and under the same id.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvrouter.core.errors import InternalError, InvalidRequest
+from kvrouter.core.requests import EngineChunk, FinishReason, TokenBuffer
+from kvrouter.frontend.http import SSE_DONE, Stream, sse_event
+from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind
+from kvrouter.frontend.openai.parse import Call
+from kvrouter.frontend.openai.passthrough import PassedCall
+from kvrouter.frontend.response_writer import ResponseWriter, placed_nvext
+from kvrouter.service.request_run import ANSWERED, Generation
+from kvrouter.text.chat import media_named
+from kvrouter.text.detokenizer import AnswerText, StopMatcher
+from kvrouter.text.model import TextModel
+
+
+async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:
+    """Answer with the engine's JSON object."""
+    pieces: list[bytes] = []
+    async for chunk in generation:
+        pieces.append(chunk.raw)
+        if chunk.finish is not None:
+            break
+    body = b"".join(pieces)
+    if not body:
+        raise _not_their_own()
+    nvext = placed_nvext(generation, call.nvext.extra_fields)
+    if nvext and body.rstrip().endswith(b"}"):
+        body = body.rstrip()[:-1] + b"," + msgspec.json.encode({"nvext": nvext})[1:]
+    await exchange.send(generation, body)
+
+
+async def pass_stream(exchange: ResponseWriter, call: Call, generation: Generation, text: TextModel) -> None:
+    """Answer with the engine's events; a client that reads slowly holds back its own engine stream."""
+    chunk = await anext(generation)
+    stream = await exchange.begin_stream(generation)
+    passing = _Passing(exchange.kind, call, generation, text, stream)
+    while True:
+        if passing.pass_on(chunk):
+            break
+        if not stream.ready:
+            await stream.wait_ready()
+        chunk = await anext(generation)
+    generation.close(ANSWERED)
+    exchange.end_stream(stream)
+
+
+class _Passing:
+    """One stream, and what is kept of it in case that somebody else must go on."""
+
+    def __init__(
+        self, kind: RouteKind, call: Call, generation: Generation, text: TextModel, stream: Stream
+    ) -> None:
+        self._kind = kind
+        self._call = call
+        self._generation = generation
+        self._text = text
+        self._stream = stream
+        self._first_raw = b""
+        self._text_chars = 0
+        self._rest: _Rest | None = None
+
+    def pass_on(self, chunk: EngineChunk) -> bool:
+        """Send what ``chunk`` brings; return whether the answer is complete."""
+        if chunk.raw:
+            self._first_raw = self._first_raw or chunk.raw
+            self._text_chars += chunk.text_chars or 0
+            self._stream.write(chunk.raw if chunk.finish is None else self._with_nvext(chunk.raw))
+            return chunk.finish is not None
+        if not chunk.token_ids and chunk.finish is None:
+            return False
+        if self._rest is None:
+            self._rest = self._go_on(chunk)
+        finish = self._rest.push(chunk.token_ids, chunk.finish)
+        if finish is None:
+            return False
+        self._end(self._rest.answer, finish)
+        return True
+
+    def _go_on(self, chunk: EngineChunk) -> "_Rest":
+        if not self._first_raw:
+            raise _not_their_own()
+        generated = self._generation.generated
+        before = generated[: len(generated) - len(chunk.token_ids)]
+        return _Rest(
+            _answer_like(self._first_raw, self._kind, self._call),
+            self._stream,
+            self._text,
+            self._call.stops,
+            before=before,
+            sent_chars=self._text_chars,
+        )
+
+    def _end(self, answer: AnswerFormat, finish: FinishReason) -> None:
+        write = self._stream.write
+        write(answer.last_event(finish, nvext=self._nvext()))
+        if self._call.stream_options.include_usage:
+            write(answer.usage_event(self._generation.usage))
+        write(SSE_DONE)
+
+    def _with_nvext(self, raw: bytes) -> bytes:
+        nvext = self._nvext()
+        if not nvext:
+            return raw
+        event = sse_event(msgspec.json.encode({"choices": [], "nvext": nvext}))
+        return raw.removesuffix(SSE_DONE) + event + SSE_DONE
+
+    def _nvext(self) -> Mapping[str, object] | None:
+        return placed_nvext(self._generation, self._call.nvext.extra_fields)
+
+
+class _Rest:
+    """The rest of an answer that another engine began, from its tokens."""
+
+    def __init__(
+        self,
+        answer: AnswerFormat,
+        stream: Stream,
+        text: TextModel,
+        stops: Sequence[str],
+        *,
+        before: Sequence[int],
+        sent_chars: int,
+    ) -> None:
+        self.answer = answer
+        self._stream = stream
+        self._answer_text = AnswerText(text.detokenizer(), StopMatcher(stops))
+        self._known_chars = sent_chars
+        """How many characters of what is generated the client has already."""
+        self._write(self._answer_text.push(before))
+
+    def push(self, token_ids: Sequence[int], finish: FinishReason | None) -> FinishReason | None:
+        """More tokens, and perhaps the end; return why the answer is complete, None while it is not."""
+        answer_text = self._answer_text
+        if not answer_text.stopped:
+            self._write(answer_text.push(token_ids))
+        if finish is not None and not answer_text.stopped:
+            self._write(answer_text.finish())
+        return FinishReason.STOP if answer_text.stopped else finish
+
+    def _write(self, text: str) -> None:
+        known = min(self._known_chars, len(text))
+        self._known_chars -= known
+        if len(text) > known:
+            self._stream.write(self.answer.text_event(text[known:]))
+
+
+def _not_their_own() -> InternalError:
+    return InternalError("a worker that takes calls answered without its engine's own bytes")
+
+
+class _Head(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+
+
+_head = msgspec.json.Decoder(_Head)
+
+
+def _answer_like(first_raw: bytes, kind: RouteKind, call: Call) -> AnswerFormat:
+    """Return what writes on an answer that began with ``first_raw``."""
+    line = first_raw.partition(b"data:")[2].partition(b"\n")[0]
+    try:
+        head = _head.decode(line)
+    except msgspec.MsgspecError as error:
+        raise InternalError(f"the lost engine's answer has no id, created and model: {error}") from error
+    return AnswerFormat(
+        kind,
+        answer_id=head.id,
+        model=head.model,
+        created_s=head.created,
+        usage_null=call.stream_options.include_usage,
+    )
+
+
+LONG_BODY_BYTES = 256 * 1024
+"""Images in a longer call are named in a thread: it takes a while to read them."""
+
+
+class PassedTokens(NamedTuple):
+    """A prompt's tokens; ``is_exact``: they are all of them and for certain. With ``has_media`` some stand
+    for what is no text, and nobody here knows what an engine makes of it.
+    """
+
+    token_ids: TokenBuffer
+    is_exact: bool
+    has_media: bool = False
+
+
+async def passed_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
+    """Return what routing may know of the prompt."""
+    body = passed.body
+    if not isinstance(body.messages, list):
+        return await _prompt_tokens(passed, text)
+    messages: Sequence[Mapping[str, object]] = body.messages
+    if len(passed.client_call.body) > LONG_BODY_BYTES:
+        known = await asyncio.to_thread(media_named, messages)
+    else:
+        known = media_named(messages)
+    has_media = known is not messages
+    is_exact = (
+        not has_media
+        and body.chat_template is None
+        and body.documents is None
+        and not body.continue_final_message
+        and not body.add_special_tokens
+    )
+    try:
+        token_ids = await text.encode_chat(
+            known,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+        )
+    except InvalidRequest:
+        # Whether these messages are wrong, or too long, is the engine's to say: it may have another template.
+        beginning = _beginning(known, text.prompt_max_chars)
+        return PassedTokens(await text.encode_beginning(beginning), is_exact=False, has_media=has_media)
+    return PassedTokens(token_ids, is_exact, has_media)
+
+
+async def _prompt_tokens(passed: PassedCall, text: TextModel) -> PassedTokens:
+    if passed.prompt is None:
+        return PassedTokens(array("I"), is_exact=False)
+    content, is_only = passed.prompt
+    is_exact = is_only and passed.body.add_special_tokens is not False
+    if not isinstance(content, str):
+        return PassedTokens(content, is_exact)
+    try:
+        return PassedTokens(await text.encode_prompt(content), is_exact)
+    except InvalidRequest:
+        # Too long is what its engine calls too long: it may cut prompts.
+        return PassedTokens(await text.encode_beginning(content), is_exact=False)
+
+
+def _beginning(messages: Sequence[Mapping[str, object]], chars_max: int) -> str:
+    """The first characters of the texts in messages. No more of them is looked at: they may be megabytes."""
+    found: list[str] = []
+    for text in _texts(messages):
+        found.append(text[:chars_max])
+        chars_max -= len(text) + 1
+        if chars_max <= 0:
+            break
+    return "\n".join(found)
+
+
+def _texts(messages: Sequence[Mapping[str, object]]) -> Iterator[str]:
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            yield content
+        elif isinstance(content, list):
+            for part in content:
+                text = part.get("text") if isinstance(part, dict) else None
+                if isinstance(text, str):
+                    yield text

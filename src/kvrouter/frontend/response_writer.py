@@ -1,0 +1,210 @@
+"""Writes one call's response: status, headers, request id, errors."""
+
+import asyncio
+import re
+import time
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from urllib.parse import quote
+from uuid import uuid4
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.ids import ModelName, RequestId, WorkerRank
+from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_event, error_headers
+from kvrouter.frontend.http import SSE_FILLER, Disconnect, Responder, Stream
+from kvrouter.frontend.http.response import ResponseHeaders
+from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
+from kvrouter.frontend.openai.parse import Call
+from kvrouter.routing.request import Decision
+from kvrouter.service.request_run import Generation
+
+QUOTED_MAX = 4096
+"""How many domains and values are kept as headers write them: a fleet has few, and answers repeat them."""
+
+
+def placed_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
+    """The workers that answered, their domains, and the overlap that was counted on."""
+    placement = generation.placement
+    if placement is None:
+        return ()
+    decision = placement.decision
+    served = decision.decode if decision.prefill is None else decision.prefill
+    headers = [
+        *_rank_headers(b"decode", decision.decode.rank),
+        (b"x-kvrouter-decode-domain", _domains(placement.decode_domains)),
+        (b"x-kvrouter-overlap-blocks", str(served.overlap_blocks).encode()),
+    ]
+    if decision.prefill is not None:
+        headers.extend(_rank_headers(b"prefill", decision.prefill.rank))
+        headers.append((b"x-kvrouter-prefill-domain", _domains(placement.prefill_domains)))
+    return tuple(headers)
+
+
+def placed_nvext(generation: Generation, extra_fields: Collection[str]) -> Mapping[str, object] | None:
+    """``nvext`` of the answer: what ``nvext.extra_fields`` asked for, None when it asked for nothing."""
+    placement = generation.placement
+    if placement is None or not extra_fields:
+        return None
+    nvext: dict[str, object] = {}
+    if "worker_id" in extra_fields:
+        nvext["worker_id"] = _workers(placement.decision)
+    if "timing" in extra_fields:
+        nvext["timing"] = _timing(generation)
+    return nvext
+
+
+def query_workers(decision: Decision) -> Mapping[str, object]:
+    """The workers that a request would go to; one that serves all of it is named for both legs."""
+    workers = _workers(decision)
+    rank = decision.decode.rank
+    return {"prefill_worker_id": rank.worker_id, "prefill_dp_rank": rank.dp_rank} | workers
+
+
+def _workers(decision: Decision) -> dict[str, object]:
+    workers: dict[str, object] = {
+        "decode_worker_id": decision.decode.rank.worker_id,
+        "decode_dp_rank": decision.decode.rank.dp_rank,
+    }
+    if decision.prefill is not None:
+        workers["prefill_worker_id"] = decision.prefill.rank.worker_id
+        workers["prefill_dp_rank"] = decision.prefill.rank.dp_rank
+    return workers
+
+
+def _timing(generation: Generation) -> dict[str, object]:
+    times, usage = generation.times, generation.usage
+    timing: dict[str, object] = {"kv_hit_rate": round(usage.cached_tokens / max(1, usage.prompt_tokens), 4)}
+    for name, moment_s in (
+        ("queue_ms", times.placed_s),
+        ("ttft_ms", times.first_token_s),
+        ("total_time_ms", times.ended_s),
+    ):
+        if moment_s is not None:
+            timing[name] = round(1e3 * (moment_s - times.begun_s), 3)
+    return timing
+
+
+def _rank_headers(leg: bytes, rank: WorkerRank) -> tuple[tuple[bytes, bytes], ...]:
+    return (
+        (b"x-kvrouter-%s-worker" % leg, b"%d" % rank.worker_id),
+        (b"x-kvrouter-%s-dp-rank" % leg, b"%d" % rank.dp_rank),
+    )
+
+
+def _domains(domains: Mapping[str, str]) -> bytes:
+    """``zone=a,rack=r1``; what a header cannot carry is percent-encoded, and so are ``,`` and ``=``."""
+    text = ",".join(f"{_quoted(domain)}={_quoted(value)}" for domain, value in domains.items())
+    return text.encode()
+
+
+@lru_cache(maxsize=QUOTED_MAX)
+def _quoted(text: str) -> str:
+    return quote(text, safe="-._~:/@+ ")
+
+
+EVENT_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class ResponseWriter:
+    """One call's answer on the wire."""
+
+    __slots__ = ("_responder", "_stream", "kind", "model", "request_id", "status")
+
+    def __init__(self, kind: RouteKind, responder: Responder, request_id: RequestId) -> None:
+        self.kind = kind
+        self.model: ModelName | None = None
+        self.request_id = request_id
+        self.status = KvrouterError.status_hint
+        """The status that the call ended with: a mistake of ours until it is answered."""
+        self._responder = responder
+        self._stream: Stream | None = None
+
+    async def send(self, generation: Generation, body: bytes) -> None:
+        """Answer with one JSON object."""
+        self.status = 200
+        await self._responder.send(200, self._headers(JSON_HEADERS, generation), body)
+
+    async def send_query(self, call: Call, body: bytes) -> None:
+        """Answer a call that only asked where it would go, with all of its answer."""
+        self.status = 200
+        fixed = EVENT_HEADERS if call.stream else JSON_HEADERS
+        await self._responder.send(200, (*fixed, (b"x-request-id", self.request_id.encode())), body)
+
+    async def begin_stream(self, generation: Generation) -> Stream:
+        """Begin to answer with server-sent events.
+
+        Not before the first of them is here, so that what fails until then has a status.
+        """
+        self._stream = await self._responder.start_stream(
+            200, self._headers(EVENT_HEADERS, generation), filler=SSE_FILLER
+        )
+        return self._stream
+
+    def end_stream(self, stream: Stream) -> None:
+        """The stream is whole."""
+        stream.end()
+        self.status = 200
+
+    def fail(self, error: KvrouterError) -> None:
+        """Answer with an error: as a status, or as the last event of a stream that has begun."""
+        self.status = error.status_hint
+        if self._stream is not None:
+            self._stream.write(error_event(error))
+            self._stream.end()
+            return
+        headers = (*error_headers(error), (b"x-request-id", self.request_id.encode()))
+        self._responder.answer(error.status_hint, headers, error_body(error))
+
+    def answer_of(self, call: Call) -> AnswerFormat:
+        """Return what writes an answer to ``call`` in OpenAI's form."""
+        return AnswerFormat(
+            self.kind,
+            answer_id=answer_id(self.kind, self.request_id),
+            model=call.model,
+            created_s=int(time.time()),
+            usage_null=call.stream and call.stream_options.include_usage,
+        )
+
+    def _headers(self, fixed: ResponseHeaders, generation: Generation) -> ResponseHeaders:
+        return (*fixed, (b"x-request-id", self.request_id.encode()), *placed_headers(generation))
+
+
+def cancel_with(responder: Responder) -> None:
+    """Cancel the running task when its client leaves: nothing else stops it while it waits for an engine."""
+    task = asyncio.current_task()
+
+    def leave(_: Disconnect) -> None:
+        if task is not None:
+            task.cancel()
+
+    responder.on_disconnect(leave)
+
+
+USABLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/-]{1,128}")
+"""What an id of a client's own must match as a whole: it goes into headers, paths and log lines."""
+
+
+class RequestIds:
+    """Hands out ids that no running request has."""
+
+    def __init__(self) -> None:
+        self._running: set[RequestId] = set()
+
+    def take(self, requested: str | None) -> RequestId:
+        """Return ``requested`` when it is usable; with a suffix when a request of this id runs already."""
+        if requested is None or USABLE_REQUEST_ID.fullmatch(requested) is None:
+            request_id = RequestId(uuid4().hex)
+        elif requested in self._running:
+            request_id = RequestId(f"{requested}-{uuid4().hex[:8]}")
+        else:
+            request_id = RequestId(requested)
+        self._running.add(request_id)
+        return request_id
+
+    def give_back(self, request_id: RequestId) -> None:
+        """The request has ended."""
+        self._running.discard(request_id)

@@ -1,0 +1,196 @@
+"""The operator's metrics, log events and health."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from kvrouter.operator.admission.validate import Verdict
+from kvrouter.operator.reconcile.apply import Changes
+from kvrouter.operator.reconcile.cluster import ClusterError, RequestRefused
+from kvrouter.operator.reconcile.kinds import Key, ResourceKind
+from kvrouter.telemetry import Event, OperatorTelemetry, log_event
+from kvrouter.telemetry.logs import LogThrottle
+
+
+class ReplicaHealth:
+    """What a replica waits for before it is ready, and the tasks that it is nothing without.
+
+    A replica that follows is ready too. What has been there once counts as there: a cluster that does not
+    answer any more is no reason to take replicas out of the Service, or to restart them.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[str, str] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def waits_for(self, what: str, why: str) -> None:
+        """Not ready until :meth:`has` of ``what``; ``why`` not yet."""
+        self._waits[what] = why
+
+    def waits_still(self, what: str, why: str) -> None:
+        """``why`` not yet, if it was never there."""
+        if what in self._waits:
+            self._waits[what] = why
+
+    def has(self, what: str) -> None:
+        """``what`` is there."""
+        self._waits.pop(what, None)
+
+    def needs(self, what: str, task: asyncio.Task[None]) -> None:
+        """Not well once ``task`` has ended."""
+        self._tasks[what] = task
+
+    def why_not_ready(self) -> str | None:
+        """Return one line; None when it is ready."""
+        return "; ".join(f"{what}: {why}" for what, why in self._waits.items()) or None
+
+    def why_not_well(self) -> str | None:
+        """Return one line; None when it is well."""
+        return "; ".join(f"{what} has ended" for what, task in self._tasks.items() if task.done()) or None
+
+
+log = logging.getLogger("kvrouter.operator.observed")  # as log lines name it
+
+API_SERVER = "the API server"
+LEADER, ADMISSION = "leader", "admission"
+DEFINITION = "the definition"
+
+
+class OperatorInstrumentation:
+    """Listens to the driver, the lease and the admission server."""
+
+    def __init__(self, health: ReplicaHealth) -> None:
+        self._health = health
+        health.waits_for(API_SERVER, "it has not answered yet")
+        health.waits_for(DEFINITION, "it has not been looked at yet")
+        self.telemetry = OperatorTelemetry()
+        self._throttle = LogThrottle()
+        self._lost: dict[str, set[str]] = {}
+        self._others: dict[Key, str] = {}
+
+    def answered(self) -> None:
+        """The API server answered."""
+        self._health.has(API_SERVER)
+
+    def leads(self, identity: str) -> None:
+        """This replica leads from now on."""
+        self.telemetry.leading.set(1.0)
+        log_event(log, Event.OPERATOR_LEADS, identity=identity)
+
+    def follows(self, identity: str, reason: str) -> None:
+        """This replica no longer leads."""
+        self.telemetry.leading.set(0.0)
+        self.telemetry.waiting.set(0)
+        self._others.clear()
+        self.telemetry.stood_back.set(0)
+        for kind in self._lost:  # what only a leader watches is nobody's loss any more
+            self._mark(kind, LEADER, is_lost=False)
+        log_event(log, Event.OPERATOR_FOLLOWS, identity=identity, reason=reason)
+
+    def definition_is(self, why: str | None) -> None:
+        """The definition is not kvrouter's, for this reason; with None it is.
+
+        A replica that stands back is ready too: its server allows everything, and has to be reachable.
+        """
+        self._health.has(DEFINITION)
+        self.telemetry.definition_foreign.set(float(why is not None))
+        if why is None:
+            log_event(log, Event.DEFINITION_OWN)
+        else:
+            log_event(log, Event.DEFINITION_FOREIGN, reason=why)
+
+    def not_renewed(self, error: ClusterError) -> None:
+        """The lease could not be read or written."""
+        self._health.waits_still(API_SERVER, error.message)
+        if self._throttle.allows(f"lease: {error}"):
+            log_event(log, Event.LEASE_NOT_RENEWED, detail=error.message)
+
+    def changed(self, key: Key, changes: Changes) -> None:
+        """Objects of this deployment were written."""
+        for change, places in changes.done.items():
+            for place in places:
+                self.telemetry.objects.inc(place.kind, change)
+        parts = [f"{change} {', '.join(map(str, places))}" for change, places in changes.done.items()]
+        log_event(log, Event.DEPLOYMENT_APPLIED, deployment=str(key), detail="; ".join(parts))
+
+    def labelled(self, pod: Key) -> None:
+        """A pod got the labels of its node late."""
+        self.telemetry.labelled_late.inc()
+        log_event(log, Event.POD_LABELLED, pod=str(pod))
+
+    def event_refused(self, error: RequestRefused) -> None:
+        """An event was refused, and dropped."""
+        if self._throttle.allows(f"event: {error.message}"):
+            log_event(log, Event.EVENT_REFUSED, detail=error.message)
+
+    def looked(self, key: Key, duration_s: float, error: Exception | None, retry_s: float) -> None:
+        """A reconcile of a deployment ended."""
+        self.telemetry.looks.inc("done" if error is None else "failed")
+        self.telemetry.look_s.observe(duration_s)
+        if error is None:
+            return
+        if not isinstance(error, ClusterError):
+            log_event(log, Event.INTERNAL_ERROR, exc_info=error, deployment=str(key))
+        elif self._throttle.allows(f"{key}: {error}"):
+            log_event(
+                log, Event.DEPLOYMENT_FAILED, deployment=str(key), detail=error.message, duration_s=retry_s
+            )
+
+    def waiting(self, deployments: int) -> None:
+        """So many deployments wait to be reconciled."""
+        self.telemetry.waiting.set(deployments)
+
+    def stood_back(self, key: Key, holder: str | None) -> None:
+        """Another operator manages a deployment; with None no longer."""
+        if holder is None:
+            self._others.pop(key, None)
+        else:
+            self._others[key] = holder
+            log_event(log, Event.OPERATOR_STANDS_BACK, deployment=str(key), detail=holder)
+        self.telemetry.stood_back.set(len(self._others))
+
+    def lost(self, kind: ResourceKind, error: ClusterError | None) -> None:
+        """The leader cannot watch this kind; with None it can again."""
+        self._report_lost(kind, error, LEADER)
+
+    def lost_at_admission(self, kind: ResourceKind, error: ClusterError | None) -> None:
+        """The admission server cannot watch this kind; with None it can again."""
+        self._report_lost(kind, error, ADMISSION)
+
+    def _mark(self, kind: str, whose: str, *, is_lost: bool) -> None:
+        """One gauge for a kind: it is lost while anybody in this process cannot watch it."""
+        by = self._lost.setdefault(kind, set())
+        (by.add if is_lost else by.discard)(whose)
+        self.telemetry.watches_lost.set(float(bool(by)), kind)
+
+    def _report_lost(self, kind: ResourceKind, error: ClusterError | None, whose: str) -> None:
+        self._mark(kind.name, whose, is_lost=error is not None)
+        if error is None:
+            log_event(log, Event.CLUSTER_BACK, kind=kind.name)
+        else:
+            log_event(log, Event.CLUSTER_LOST, kind=kind.name, detail=error.message)
+
+    def judged(self, verdict: Verdict) -> None:
+        """An admission request was answered."""
+        self.telemetry.reviews.inc("allowed" if verdict.is_allowed else "refused")
+        if not verdict.is_allowed:
+            log_event(log, Event.ADMISSION_REFUSED, detail="; ".join(each.must for each in verdict.problems))
+
+    def bound(self, labels: Mapping[str, str] | None) -> None:
+        """A pod was let go to its node, with these labels or without."""
+        self.telemetry.bindings.inc("unknown" if labels is None else "labelled" if labels else "left")
+
+    def not_answered(self, reason: str) -> None:
+        """A request was not valid, or came when the admission server was at its limit."""
+        self.telemetry.reviews.inc("none")
+        if self._throttle.allows(f"admission: {reason}"):
+            log_event(log, Event.ADMISSION_UNANSWERED, reason=reason)
+
+    def certificate_changed(self) -> None:
+        """The admission server presents another certificate."""
+        log_event(log, Event.CERTIFICATE_CHANGED)
+
+    def certificate_refused(self, reason: str) -> None:
+        """The certificate cannot be had, or its files changed and cannot be shown."""
+        if self._throttle.allows(f"certificate: {reason}"):
+            log_event(log, Event.CERTIFICATE_REFUSED, reason=reason)

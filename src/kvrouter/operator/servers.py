@@ -1,0 +1,171 @@
+"""The servers of a replica: probes and metrics without TLS, and admission with TLS."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from aiohttp import web
+
+from kvrouter.operator.admission.certificates import ShownCertificate
+from kvrouter.operator.admission.server import AdmissionServer
+from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
+from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
+from kvrouter.operator.reconcile.controller import facts_for_admission
+from kvrouter.operator.reconcile.definition import Definition
+from kvrouter.operator.reconcile.dry_run import DryRun
+from kvrouter.operator.reconcile.informer import RETRY_S
+from kvrouter.operator.reconcile.kinds import Key
+from kvrouter.operator.reconcile.own_certificate import OwnCertificate
+from kvrouter.operator.reconcile.places import NodePlaces
+from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, OperatorTelemetry, log_event
+
+ADMISSION = "admission"
+CERTIFICATE = "the certificate's renewal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateFiles:
+    """The admission server's certificate and key, as cert-manager mounts them; reread on change."""
+
+    cert: Path
+    key: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CertificateSecret:
+    """A certificate of the operator's own, in a Secret that all replicas share. The authority that signed it
+    is written into the ValidatingWebhookConfiguration ``webhook``, which calls the server by ``dns_names``,
+    and into the MutatingWebhookConfiguration ``webhook``-binding where that is.
+    """
+
+    secret: Key
+    webhook: str
+    dns_names: tuple[str, ...]
+
+
+@asynccontextmanager
+async def plain_door(
+    host: str, port: int, *, health: ReplicaHealth, telemetry: OperatorTelemetry
+) -> AsyncIterator[int]:
+    """Serve ``/healthz``, ``/readyz`` and ``/metrics``; answers with the port, a free one for port 0.
+
+    Raises OSError when it is taken.
+    """
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return _health_response(health.why_not_well())
+
+    async def readyz(_request: web.Request) -> web.Response:
+        return _health_response(health.why_not_ready())
+
+    async def metrics(_request: web.Request) -> web.Response:
+        return web.Response(body=telemetry.render(), headers={"Content-Type": METRICS_CONTENT_TYPE})
+
+    app = web.Application()
+    app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
+    app.router.add_get("/metrics", metrics)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionWork:
+    """What the admission server answers by, and where it listens. ``namespace`` is empty for all."""
+
+    certificate: CertificateFiles | CertificateSecret
+    defaults: PlanDefaults
+    namespace: str
+    class_name: str
+    host: str
+    port: int
+
+    async def run(
+        self,
+        cluster: Cluster,
+        definition: Definition,
+        observed: OperatorInstrumentation,
+        health: ReplicaHealth,
+    ) -> None:
+        """Start the server once it has a certificate, and answer until cancelled; deployments are only read
+        while their definition is kvrouter's.
+
+        Raises ConfigError for files that hold none, and OSError when the port is taken.
+        """
+        async with _files(self.certificate, cluster, observed, health) as files:
+            places = NodePlaces(
+                cluster,
+                namespace=self.namespace,
+                lost=observed.lost_at_admission,
+                class_name=self.class_name,
+            )
+            server = AdmissionServer(
+                facts=lambda: facts_for_admission(cluster),
+                labels=places.labels_of,
+                tried=DryRun(cluster, defaults=self.defaults, namespace=self.namespace),
+                defaults=self.defaults,
+                certificate=ShownCertificate(files.cert, files.key),
+                listener=observed,
+                not_ready=health.why_not_ready,
+                is_ours=lambda: definition.is_ours,
+                class_name=self.class_name,
+            )
+            port = await server.start(self.host, self.port)
+            log_event(log, Event.READY, kind="admission", host=self.host, port=port)
+            health.has(ADMISSION)
+            try:
+                await definition.while_ours(places.run)
+            finally:
+                await server.stop()
+
+
+@asynccontextmanager
+async def _files(
+    wanted: CertificateFiles | CertificateSecret,
+    cluster: Cluster,
+    observed: OperatorInstrumentation,
+    health: ReplicaHealth,
+) -> AsyncIterator[CertificateFiles]:
+    """The files that the server presents; those of a Secret are kept in a folder of this process."""
+    if isinstance(wanted, CertificateFiles):
+        yield wanted
+        return
+    with TemporaryDirectory(prefix="kvrouter-operator-") as folder:
+        own = OwnCertificate(
+            cluster, wanted.secret, webhook=wanted.webhook, dns_names=wanted.dns_names, folder=Path(folder)
+        )
+        await _ensured(own, observed, health)
+        renewal = asyncio.create_task(own.run(observed))
+        health.needs(CERTIFICATE, renewal)
+        try:
+            yield CertificateFiles(cert=own.cert, key=own.key)
+        finally:
+            renewal.cancel()
+            with suppress(asyncio.CancelledError):
+                await renewal
+
+
+async def _ensured(own: OwnCertificate, observed: OperatorInstrumentation, health: ReplicaHealth) -> None:
+    """A cluster that does not answer yet, or lacks a part of the installation, is asked again."""
+    while True:
+        try:
+            await own.ensure()
+        except ClusterError as error:
+            health.waits_for(ADMISSION, f"there is no certificate yet: {error.message}")
+            observed.certificate_refused(error.message)
+            await asyncio.sleep(RETRY_S)
+        else:
+            return
+
+
+def _health_response(wrong: str | None) -> web.Response:
+    return web.Response(text="ok\n") if wrong is None else web.Response(status=503, text=f"{wrong}\n")

@@ -1,1 +1,0 @@
-"""The discovery plane: a port and its adapters."""

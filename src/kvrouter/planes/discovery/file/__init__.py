@@ -1,5 +1,0 @@
-"""Discovery by the files of one directory, without any server."""
-
-from kvrouter.planes.discovery.file.discovery import FileDiscovery
-
-__all__ = ["FileDiscovery"]

@@ -1,1 +1,0 @@
-"""The events plane: a port and its adapters."""

@@ -1,1 +1,0 @@
-"""The requests plane: a port and its adapters."""

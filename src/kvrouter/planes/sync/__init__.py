@@ -1,1 +1,0 @@
-"""The sync plane: router replicas tell each other what they book."""

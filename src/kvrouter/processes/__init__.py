@@ -1,0 +1,1 @@
+"""Processes: signals, exit codes, standby, and the supervisor of child processes."""

@@ -1,0 +1,195 @@
+"""The lifetime of a process: signals, exit codes, file limits, and the listening sockets it claims first."""
+
+import asyncio
+import errno
+import gc
+import logging
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.telemetry import Event, log_event
+
+logger = logging.getLogger("kvrouter.process")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+CONNECTIONS_MAX = 16_384
+"""How many connections are taken where nobody says, and there is room for them."""
+
+FILES_KEPT_MIN = 64
+FILES_KEPT_MAX = 4096
+FILES_UNLIMITED = 2**31
+REFUSED_MAX = 64
+
+LOST_PLACE = 3
+"""The exit code of a worker whose place another start of its id has taken: one that is started again at once
+would take it back, and so on for ever."""
+
+
+class ToldToStop(Exception):
+    """The process was asked to stop while it was still starting."""
+
+
+@contextmanager
+def told_to_stop() -> Iterator[asyncio.Event]:
+    """An event that is set when the process is asked to stop. From then the next signal ends it at once."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        stopping.set()
+        forget()
+
+    def forget() -> None:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield stopping
+    finally:
+        forget()
+
+
+@asynccontextmanager
+async def unless_told(stopping: asyncio.Event) -> AsyncIterator[None]:
+    """What takes long inside is given up when ``stopping`` is set. Raises ToldToStop then."""
+    task = asyncio.current_task()
+    is_stopping = False
+
+    async def give_up() -> None:
+        nonlocal is_stopping
+        await stopping.wait()
+        is_stopping = True
+        if task is not None:
+            task.cancel()
+
+    giving_up = asyncio.get_running_loop().create_task(give_up())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_stopping and task is not None and not task.uncancel():
+            raise ToldToStop from None
+        raise
+    finally:
+        giving_up.cancel()
+
+
+def allow_many_files() -> int:
+    """Let this process open as many files as the system allows it: a router has five for each worker, and a
+    worker has strangers.
+
+    The limit that processes begin with, often 1,024, is for those that use ``select``. Returns the limit.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system without a limit, or with one of its own below this
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return FILES_UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """How many of this process's file descriptors are for those who connect to it."""
+
+    files_max: int
+    """How many there are in all."""
+
+    connections_max: int
+    """What was wanted, or as much of it as there is room for."""
+
+    numbers_max: int
+    """Descriptors from this number on are kept: the system gives the lowest that is free."""
+
+    refused_max: int
+    """How many of those that are kept may go to refused connections, until their clients have read why."""
+
+
+def share_descriptors(connections_max: int) -> Descriptors:
+    """Share the descriptors out between at most ``connections_max`` connections and all else: workers, logs,
+    files.
+
+    A quarter is kept for all else, half of that also while more connections come at once than are counted.
+    """
+    files_max = allow_many_files()
+    kept = min(max(FILES_KEPT_MIN, min(files_max // 4, FILES_KEPT_MAX)), files_max // 2)
+    fitting = min(connections_max, files_max - kept)
+    return Descriptors(files_max, fitting, files_max - kept // 2, min(kept // 4, REFUSED_MAX))
+
+
+def descriptors_for(connections_max: int | None) -> Descriptors:
+    """Share the descriptors out for a frontend.
+
+    ``connections_max`` is how many are wanted, None for what there is room for. It logs the
+    result, and warns when there are fewer than were wanted.
+    """
+    limits = share_descriptors(connections_max or CONNECTIONS_MAX)
+    fitting, files_max = limits.connections_max, limits.files_max
+    log_event(logger, Event.FILES_MAX, files_max=files_max, connections_max=fitting)
+    if connections_max is not None and fitting < connections_max:
+        detail = (
+            f"{connections_max} connections do not fit into a limit of {files_max} open files: {fitting} do"
+        )
+        log_event(logger, Event.CONFIG_WARNING, detail=detail)
+    return limits
+
+
+def settle_memory() -> None:
+    """What was loaded stays: the collector need not walk tokenizers and tables again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+class CannotListen(KvrouterError):
+    """The address of the settings cannot be had; the message says which setting to change."""
+
+    code = "cannot_listen"
+
+
+@asynccontextmanager
+async def claimed(host: str, port: int) -> AsyncIterator[list[socket.socket]]:
+    """Sockets bound to each address of ``host`` (port 0: any free one), closed at the end.
+
+    They do not listen yet: a connection before somebody serves is refused at once. Raises CannotListen.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        with explained(host, port):
+            loop = asyncio.get_running_loop()
+            found = await loop.getaddrinfo(
+                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                sock = socket.socket(family, kind, protocol)
+                sockets.append(sock)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind(address)
+        yield sockets
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+@contextmanager
+def explained(host: str, port: int) -> Iterator[None]:
+    """Turn the system's refusal of an address into a CannotListen."""
+    try:
+        yield
+    except OSError as error:
+        raise CannotListen(_why(host, port, error)) from error
+
+
+def _why(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is taken: choose another with --http-port"
+    if error.errno == errno.EACCES:
+        return f"port {port} on {host} is not for this user: choose another with --http-port"
+    return f"cannot listen on {host}: {error.strerror or error}: choose another address with --http-host"

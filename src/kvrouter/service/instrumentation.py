@@ -1,0 +1,374 @@
+"""The service's metrics and log events."""
+
+import logging
+from collections.abc import Sequence
+from typing import Unpack
+
+from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
+from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.requests import GenerateRequest, Leg
+from kvrouter.core.workers import WorkerCard
+from kvrouter.feed.states import FeedCount, FeedState
+from kvrouter.index.port import Applied
+from kvrouter.journey.journey import KvLost, LegLost
+from kvrouter.service.attempt import Placement, Times
+from kvrouter.service.circuits import CircuitInstrumentation
+from kvrouter.service.engine_reports import EngineInstrumentation
+from kvrouter.telemetry import Event, Fields, Telemetry, log_event
+
+logger = logging.getLogger("kvrouter.router")
+
+
+_OUTCOMES = (
+    "stored",
+    "repeated",
+    "replaced",
+    "removed",
+    "unknown_removed",
+    "orphaned",
+    "cleared",
+    "over_limit",
+)
+"""What can become of a block of an event; see ``index.port.Applied``."""
+
+
+class ModelInstrumentation:
+    """The events of one model; ``engines`` has those that its engines report of themselves, ``circuits``
+    those of its workers' circuits.
+    """
+
+    def __init__(self, telemetry: Telemetry, model: str) -> None:
+        self.engines = EngineInstrumentation(telemetry, model)
+        self.circuits = CircuitInstrumentation(telemetry, model)
+        self._telemetry = telemetry
+        self._model = model
+
+    # The feed
+
+    def feed_counted(self, name: FeedCount, n: int) -> None:
+        """A feed counted something."""
+        self._telemetry.feed_events.inc(self._model, name.value, by=n)
+
+    def events_applied(self, applied: Applied) -> None:
+        """Events reached the index."""
+        counts = self._telemetry.feed_events
+        for outcome in _OUTCOMES:
+            count = getattr(applied, outcome)
+            if count:
+                counts.inc(self._model, f"blocks_{outcome}", by=count)
+
+    def feed_changed(self, rank: WorkerRank, state: FeedState) -> None:
+        """A feed is in another state."""
+        self._log_rank(Event.FEED_STATE, rank, state=state.name.lower())
+
+    def kv_events_missing(self, rank: WorkerRank, silent_s: float) -> None:
+        """A rank should publish KV events and was not heard, not even with a heartbeat."""
+        self._log_rank(Event.KV_EVENTS_MISSING, rank, duration_s=silent_s)
+
+    def recovery_failed(self, rank: WorkerRank, why: str) -> None:
+        """Asking a worker for its events went wrong; the feed asks again."""
+        self._log_rank(Event.RECOVERY_FAILED, rank, reason=why)
+
+    def _log_rank(self, event: Event, rank: WorkerRank, **fields: Unpack[Fields]) -> None:
+        worker = str(rank.worker_id)
+        labelled: Fields = {"model": self._model, "worker": worker, "dp_rank": rank.dp_rank, **fields}
+        log_event(logger, event, **labelled)
+
+    # Decisions
+
+    def placed(self, placement: Placement, *, decision_s: float, waited_s: float | None) -> None:
+        """A request was given its workers; ``waited_s`` when it was in the waiting room before."""
+        telemetry, decision = self._telemetry, placement.decision
+        telemetry.decision_duration.observe(decision_s, decision.mode.value)
+        telemetry.decisions.inc(self._model, decision.mode.value, _shape_of(placement))
+        if waited_s is not None:
+            telemetry.queue_wait.observe(waited_s, self._model)
+        self._log_decision(placement, decision_s=decision_s, waited_s=waited_s)
+
+    def picked_again(self, placement: Placement, *, decision_s: float) -> None:
+        """Decode was picked again after prefill, and is another worker now."""
+        self._log_decision(placement, decision_s=decision_s, waited_s=None, again=True)
+
+    def refused(
+        self,
+        error: RoutingRefused,
+        request: GenerateRequest,
+        *,
+        timed_out: bool = False,
+        no_place: bool = False,
+    ) -> None:
+        """A request was refused, for a reason per worker rank; it waited in vain, or could not even wait."""
+        role = error.role or "decode"
+        for reason, count in error.refusals.items():
+            self._telemetry.refusals.inc(reason.value, role, by=count)
+        if isinstance(error, NoEligibleWorker):
+            if timed_out or no_place:
+                self._telemetry.domain_waits.inc("refused")
+        elif timed_out or no_place:
+            self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
+        log_event(
+            logger,
+            Event.REFUSAL,
+            request_id=request.request_id,
+            model=self._model,
+            role=role,
+            domain=error.domain,
+            code=error.code,
+            refusals=",".join(f"{reason}={count}" for reason, count in error.refusals.items()),
+            reason=error.message,
+        )
+
+    def joined_domain(self, placement: Placement, *, waited_s: float) -> None:
+        """A request's wait for a decode worker in its domain was not in vain."""
+        self._telemetry.domain_waits.inc("joined")
+        constraint = placement.decision.constraint
+        log_event(
+            logger,
+            Event.DOMAIN_WAIT,
+            request_id=placement.decision.request_id,
+            model=self._model,
+            domain=None if constraint is None else constraint.domain,
+            value=None if constraint is None else constraint.value,
+            waited_s=waited_s,
+        )
+
+    def mistake_in_recovery(self, error: BaseException | None) -> None:
+        """A mistake of ours while events were recovered."""
+        log_event(logger, Event.INTERNAL_ERROR, exc_info=error, model=self._model)
+
+    def mistaken_events(self, rank: WorkerRank, why: str) -> None:
+        """A rank's events do not make sense; what it holds is asked for."""
+        self._log_rank(Event.EVENTS_MISTAKEN, rank, reason=why)
+
+    def kv_events_over_limit(self, rank: WorkerRank, detail: str) -> None:
+        """A rank reported more blocks than its worker can hold; what it said is dropped."""
+        self._log_rank(Event.KV_EVENTS_OVER_LIMIT, rank, detail=detail)
+
+    def cached_tokens(self, *, predicted: int, actual: int) -> None:
+        """An engine reported how many prompt tokens it had cached."""
+        self._telemetry.overlap_tokens.inc(self._model, by=predicted)
+        self._telemetry.cached_tokens.inc(self._model, by=actual)
+
+    def handed_over(self, placement: Placement) -> None:
+        """The first token came; of a pair, KV went from one end to the other. Counted by their domains."""
+        decision = placement.decision
+        if decision.prefill is None:
+            return
+        domain = None if decision.constraint is None else decision.constraint.domain
+        ends = ("none", "none")
+        if domain is not None:
+            ends = (
+                placement.prefill_domains.get(domain, "unknown"),
+                placement.decode_domains.get(domain, "unknown"),
+            )
+        self._telemetry.handoffs.inc(*ends)
+        if decision.fallback_used and domain is not None:
+            self._telemetry.fallbacks.inc(domain)
+            log_event(
+                logger,
+                Event.FALLBACK,
+                request_id=decision.request_id,
+                model=self._model,
+                domain=domain,
+                prefill_domain=ends[0],
+                decode_domain=ends[1],
+            )
+
+    def _log_decision(
+        self, placement: Placement, *, decision_s: float, waited_s: float | None, again: bool = False
+    ) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        decision = placement.decision
+        constraint, decode, prefill = decision.constraint, decision.decode, decision.prefill
+        log_event(
+            logger,
+            Event.DECISION,
+            request_id=decision.request_id,
+            attempt=decision.attempt,
+            again=again,
+            model=self._model,
+            mode=decision.mode.value,
+            shape=_shape_of(placement),
+            isl_tokens=placement.prompt.isl_tokens,
+            prefill_worker="-" if prefill is None else str(prefill.rank),
+            prefill_overlap_blocks=0 if prefill is None else prefill.overlap_blocks,
+            prefill_cost=0.0 if prefill is None else prefill.cost,
+            prefill_candidates=0 if prefill is None else prefill.candidates,
+            decode_worker=str(decode.rank),
+            decode_overlap_blocks=decode.overlap_blocks,
+            decode_cost=decode.cost,
+            decode_candidates=decode.candidates,
+            enforcement=None if constraint is None else type(constraint.policy).__name__.lower(),
+            domain=None if constraint is None else constraint.domain,
+            value=None if constraint is None else constraint.value,
+            fallback_used=decision.fallback_used,
+            decision_us=1e6 * decision_s,
+            waited_s=waited_s or 0.0,
+        )
+
+
+class ServiceInstrumentation:
+    """The events of the fleet and of requests, over all models."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        telemetry.discovery_up.set(1.0)
+
+    def of_model(self, model: str) -> ModelInstrumentation:
+        """The events of one model."""
+        return ModelInstrumentation(self._telemetry, model)
+
+    # Workers
+
+    def worker_joined(self, card: WorkerCard) -> None:
+        """A worker is here, or came back as a new incarnation."""
+        self._log_worker(Event.WORKER_JOINED, card)
+
+    def worker_changed(self, card: WorkerCard) -> None:
+        """A worker published its card again."""
+        self._log_worker(Event.WORKER_DRAINING if card.draining else Event.WORKER_CHANGED, card)
+
+    def worker_gone(self, card: WorkerCard) -> None:
+        """A worker left."""
+        self._log_worker(Event.WORKER_LEFT, card)
+
+    def worker_alive(self, card: WorkerCard, *, is_alive: bool) -> None:
+        """A worker stopped answering, or answers again."""
+        self._log_worker(Event.WORKER_ANSWERS if is_alive else Event.WORKER_SILENT, card)
+
+    def worker_lapsed(self, card: WorkerCard) -> None:
+        """A worker's lease ran out, and it is kept because it answers."""
+        self._log_worker(Event.WORKER_LAPSED, card)
+
+    def discovery(self, *, is_reachable: bool, why: str) -> None:
+        """Discovery was lost, or is back."""
+        self._telemetry.discovery_up.set(float(is_reachable))
+        if is_reachable:
+            log_event(logger, Event.DISCOVERY_BACK)
+        else:
+            log_event(logger, Event.DISCOVERY_LOST, reason=why)
+
+    def worker_refused(self, card: WorkerCard, why: str) -> None:
+        """A worker's card cannot be used."""
+        log_event(logger, Event.WORKER_REFUSED, worker=str(card.worker_id), model=card.model, reason=why)
+
+    def worker_warned(self, card: WorkerCard, warning: str) -> None:
+        """A worker's card is odd."""
+        log_event(logger, Event.CONFIG_WARNING, worker=str(card.worker_id), model=card.model, detail=warning)
+
+    @staticmethod
+    def _log_worker(event: Event, card: WorkerCard) -> None:
+        config = card.runtime_config
+        log_event(
+            logger,
+            event,
+            worker=str(card.worker_id),
+            model=card.model,
+            role=card.role.value,
+            domain=",".join(f"{key}={value}" for key, value in config.topology_domains.items()),
+            taints=",".join(sorted(config.taints)),
+            reason="its engine does not answer" if card.engine_silent else None,
+            enforcement=None
+            if config.kv_transfer_enforcement is None
+            else config.kv_transfer_enforcement.value,
+        )
+
+    # Requests
+
+    def request_begun(self, model: str) -> None:
+        """A request came."""
+        self._telemetry.requests_active.add(1, model)
+
+    def mistake(self, request: GenerateRequest, error: BaseException | None) -> None:
+        """A mistake of ours ended a request."""
+        _log_request(Event.INTERNAL_ERROR, request, exc_info=error)
+
+    def sent_again(self, request: GenerateRequest, lost: LegLost, *, streaming: bool) -> None:
+        """A worker failed a request, which goes on elsewhere."""
+        if streaming:
+            self._telemetry.resumes.inc(request.model)
+        else:
+            self._telemetry.retries.inc(request.model, lost.leg.value)
+        event = Event.RESUME if streaming else Event.RETRY
+        _log_request(event, request, worker=str(lost.worker_id), stage=lost.leg.value, reason=lost.why)
+
+    def retry_body_dropped(self, request: GenerateRequest) -> None:
+        """The body of a client's call is kept for no retry any more: the budget is full."""
+        self._telemetry.retry_bodies_dropped.inc(request.model)
+
+    def kv_lost(self, request: GenerateRequest, lost: KvLost) -> None:
+        """A decode worker did not get a prefill worker's KV."""
+        prefill, decode = str(lost.prefill_worker_id), str(lost.decode_worker_id)
+        self._telemetry.kv_lost.inc(request.model, prefill, decode, lost.loss.value)
+        _log_request(
+            Event.KV_LOST,
+            request,
+            prefill_worker=prefill,
+            decode_worker=decode,
+            reason=lost.loss.value,
+            detail=lost.why,
+        )
+
+    def prefill_failed(self, request: GenerateRequest, worker_id: WorkerId, why: str) -> None:
+        """A prefill leg whose decode leg is somebody else's failed while it ran."""
+        _log_request(Event.REQUEST_FAILED, request, worker=str(worker_id), stage="prefill", reason=why)
+
+    def booking_lapsed(self, model: str, placement: Placement) -> None:
+        """Nobody freed a request that was booked by hand, and nobody said anything about it."""
+        self._telemetry.bookings_lapsed.inc(model)
+        log_event(
+            logger,
+            Event.BOOKING_LAPSED,
+            request_id=placement.decision.request_id,
+            model=model,
+            worker=str(placement.decision.decode.rank.worker_id),
+            isl_tokens=placement.prompt.isl_tokens,
+        )
+
+    def request_ended(
+        self,
+        request: GenerateRequest,
+        *,
+        error: KvrouterError | None,
+        finished: bool,
+        times: Times,
+        gaps_s: Sequence[float],
+        prompt_tokens: int,
+        completion_tokens: int,
+    ) -> None:
+        """A request ended: finished, with an error, or because its client left."""
+        telemetry, model = self._telemetry, request.model
+        telemetry.requests_active.add(-1, model)
+        telemetry.completion_tokens.inc(model, by=completion_tokens)
+        if times.first_token_s is not None:
+            telemetry.prompt_tokens.inc(model, by=prompt_tokens)
+            telemetry.ttft.observe(times.first_token_s - times.begun_s, model)
+            telemetry.inter_token_latency.observe_many(gaps_s, model)
+        if times.ended_s is not None:
+            telemetry.request_duration.observe(times.ended_s - times.begun_s, model)
+        if error is not None:
+            if not isinstance(error, RoutingRefused):
+                _log_request(Event.REQUEST_FAILED, request, code=error.code, reason=error.message)
+        elif not finished:
+            stage = "queued" if times.placed_s is None else "prefill"
+            if times.first_token_s is not None:
+                stage = "decode"
+            telemetry.cancellations.inc(model, stage)
+            _log_request(Event.CANCELLED, request, stage=stage)
+
+
+def _log_request(
+    event: Event,
+    request: GenerateRequest,
+    *,
+    exc_info: BaseException | None = None,
+    **fields: Unpack[Fields],
+) -> None:
+    labelled: Fields = {"request_id": request.request_id, "model": request.model, **fields}
+    log_event(logger, event, exc_info=exc_info, **labelled)
+
+
+def _shape_of(placement: Placement) -> str:
+    """How a request is served here: whole, as a pair, or its prefill leg alone."""
+    return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape.name.lower()

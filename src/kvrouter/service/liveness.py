@@ -1,0 +1,112 @@
+"""Liveness of workers: subscribes to each worker's events and follows whether it answers."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.transports.events.port import EventSubscriber
+from kvrouter.transports.requests.port import RequestPlane, WorkerUnreachable
+
+AliveChanged = Callable[[WorkerCard, bool], None]
+LapsedAndDead = Callable[[WorkerCard], None]
+
+
+@dataclass(slots=True)
+class _Followed:
+    card: WorkerCard
+    ends: list[Callable[[], None]]
+    is_alive: bool = True
+    has_lapsed: bool = False
+
+
+class Liveness:
+    """Follows workers on both planes.
+
+    A worker whose lease has run out and that still answers requests is kept: an open connection is a sign of
+    life, and discovery may be what is broken. It is let go when it stops answering.
+    """
+
+    def __init__(
+        self,
+        requests: RequestPlane,
+        events: EventSubscriber,
+        *,
+        hears_events: bool,
+        on_alive: AliveChanged,
+        on_lapsed_and_dead: LapsedAndDead,
+    ) -> None:
+        self._requests = requests
+        self._events = events
+        self._hears_events = hears_events
+        self._on_alive = on_alive
+        self._on_lapsed_and_dead = on_lapsed_and_dead
+        self._followed: dict[WorkerId, _Followed] = {}
+
+    def follow(self, card: WorkerCard) -> str | None:
+        """Follow a worker, or go on with its newer card; return what is odd about it, if anything is."""
+        known = self._followed.get(card.worker_id)
+        if known is not None and _same_connection(known.card, card):
+            known.card, known.has_lapsed = card, False
+            return None
+        self.drop(card.worker_id)
+        followed = self._followed[card.worker_id] = _Followed(card, [])
+        odd: str | None = None
+        try:
+            followed.ends.append(self._events.follow(card))  # its load reports come the same way
+        except ConfigError as error:
+            if self._hears_events and card.publishes_kv_events:
+                odd = error.message
+        try:
+            followed.ends.append(self._requests.follow(card.address, partial(self._answers, followed)))
+        except WorkerUnreachable as error:
+            odd = f"address: {error.message}: workers and frontends must agree on --request-plane and TLS"
+            handle = asyncio.get_running_loop().call_soon(self._answers, followed, False)
+            followed.ends.append(handle.cancel)
+        return odd
+
+    def drop(self, worker_id: WorkerId) -> None:
+        """Follow the worker no longer; idempotent."""
+        followed = self._followed.pop(worker_id, None)
+        if followed is not None:
+            for end in followed.ends:
+                end()
+
+    def lapsed(self, worker_id: WorkerId) -> bool:
+        """Discovery's lease on the worker ran out: return whether it is kept, because it answers."""
+        followed = self._followed.get(worker_id)
+        if followed is None or not followed.is_alive:
+            return False
+        followed.has_lapsed = True
+        return True
+
+    def has_lapsed(self, worker_id: WorkerId) -> bool:
+        """Whether the worker is kept although its lease ran out."""
+        followed = self._followed.get(worker_id)
+        return followed is not None and followed.has_lapsed
+
+    def close(self) -> None:
+        """Follow nobody any more."""
+        for worker_id in tuple(self._followed):
+            self.drop(worker_id)
+
+    def _answers(self, followed: _Followed, is_alive: bool) -> None:
+        if self._followed.get(followed.card.worker_id) is not followed or followed.is_alive == is_alive:
+            return
+        followed.is_alive = is_alive
+        if not is_alive and followed.has_lapsed:
+            self._on_lapsed_and_dead(followed.card)
+        else:
+            self._on_alive(followed.card, is_alive)
+
+
+def _same_connection(known: WorkerCard, card: WorkerCard) -> bool:
+    return (known.incarnation, known.address, known.event_source, known.publishes_kv_events) == (
+        card.incarnation,
+        card.address,
+        card.event_source,
+        card.publishes_kv_events,
+    )

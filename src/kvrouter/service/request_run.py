@@ -1,0 +1,674 @@
+"""One request from its first attempt to its end: what its journey says is done, and its client reads.
+
+It is pulled: nothing runs ahead of its reader, so that a slow client holds back its own engine stream and
+nobody else's. What is sent where is :class:`~kvrouter.service.request_run.Dispatch`'s business.
+
+It never reads an answer: :class:`~kvrouter.service.request_run.Generation` does, and reports what came of it.
+Only the prefill leg of a bootstrap handoff is read here, by a task parallel to the answer's reader.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+from kvrouter.core.byte_budget import ByteBudget
+from kvrouter.core.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KvrouterError,
+    RetryBodiesFull,
+    RoutingRefused,
+)
+from kvrouter.core.requests import (
+    EngineChunk,
+    FinishReason,
+    GenerateRequest,
+    KvLoss,
+    KvTransferParams,
+    Leg,
+    Usage,
+)
+from kvrouter.journey.journey import (
+    Abandon,
+    ClientLeft,
+    Command,
+    End,
+    Fail,
+    Finished,
+    FirstTokens,
+    Input,
+    Journey,
+    KvLost,
+    LegLost,
+    LegRefused,
+    NoteFirstToken,
+    NotPlaced,
+    Place,
+    Placed,
+    PrefillDone,
+    SendDecode,
+    SendPrefill,
+    Shape,
+    State,
+)
+from kvrouter.service.attempt import (
+    Attempt,
+    Output,
+    Phase,
+    Placement,
+    Placer,
+    SilenceWatch,
+    Timeouts,
+    Times,
+    TooLong,
+)
+from kvrouter.service.circuits import SILENT_SHARE, blame_loss, blame_silence
+from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.legs import last_leg, lost_leg, open_decode, prefill_leg, read_prefill
+from kvrouter.transports.requests.port import (
+    EngineStream,
+    HandingStream,
+    RequestPlane,
+    StreamBroken,
+    TokenSink,
+    WorkerFull,
+    WorkerUnreachable,
+)
+
+PREFILL_LAST_WORD_S = 0.25
+"""How long an answer's end waits for its prefill leg's: they come over two connections."""
+
+PREFILL_NEWS_CHECKS = 25
+PREFILL_NEWS_CHECK_S = 0.01
+"""How much later than a decode worker its router may learn that a prefill worker died: 0.25 s."""
+
+
+class Dispatch:
+    """The attempts of one request. ``error`` or ``finish`` is set once there is nothing more to come."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        placer: Placer,
+        plane: RequestPlane,
+        *,
+        patience: Timeouts,
+        redispatches_max: int,
+        observed: ServiceInstrumentation,
+        times: Times,
+    ) -> None:
+        self.journey = Journey(
+            request.sampling,
+            redispatches_max=redispatches_max,
+            is_plain=request.call is None or request.call.resumable,
+        )
+        self.watch = SilenceWatch(patience, self._too_long)
+        self.output = Output(self.journey, placer, self.watch)
+        self.attempt: Attempt | None = None
+        """What is under way; None before the first decision, and when nothing is any more."""
+        self.placement: Placement | None = None
+        """Where the current (or last) attempt went; None before the first decision."""
+        self.error: KvrouterError | None = None
+        self.finish: FinishReason | None = None
+        self.cached_tokens = 0
+        self._first_attempt: Attempt | None = None
+        """The attempt that brought the first token."""
+        self._request = request
+        self._placer = placer
+        self._plane = plane
+        self._patience = patience
+        self._observed = observed
+        self._times = times
+        self._silence: str | None = None
+        self._lost_leg: LegLost | None = None
+
+    async def begin(self) -> None:
+        """Place the request and send its legs; a request that has ended stays ended."""
+        if self.journey.state is not State.DONE:
+            await self._perform(self.journey.begin())
+
+    def handle(self, event: Input) -> None:
+        """Something came that needs no waiting: the first tokens, or an end."""
+        self._perform_now(self.journey.handle(event))
+
+    def stop(self, reason: str) -> None:
+        """Nobody waits for more: cancel what runs, close the leases. Idempotent."""
+        self.journey.handle(ClientLeft(reason))
+        self._abandon(reason)
+        self.watch.stop()
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether all legs of the current attempt have been sent."""
+        attempt = self.attempt
+        if attempt is None or attempt.decode is None:
+            return False
+        task = attempt.prefill_task
+        return task is None or task.done() or attempt.prefill is not None
+
+    def drop_call(self) -> None:
+        """Empty the client's call: no leg can be made of it any more. Idempotent."""
+        if self._request.call is not None:
+            self._request.call.body = b""
+            self.journey.can_be_sent = False
+
+    async def lose(self, attempt: Attempt, why: str, *, full: bool = False) -> None:
+        """The last leg is lost; the sibling's own failure, when there is one, is the better reason. ``full``:
+        its worker takes no more for now.
+        """
+        pick = attempt.placement.decision.decode
+        if self.journey.state is State.DECODING and self._placer.prefill_worker_left(attempt.placement):
+            pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
+            full = False
+        await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why, full=full)))
+
+    async def lose_kv(self, attempt: Attempt, loss: KvLoss, why: str) -> None:
+        """The decode worker did not get the prefill worker's KV; the prefill leg's own failure, when there is
+        one, is the better reason.
+        """
+        decision = attempt.placement.decision
+        if decision.prefill is None or self.journey.state is not State.DECODING:
+            await self.lose(attempt, why)  # it had all that it needed: no KV was due any more
+            return
+        sender, receiver = decision.prefill.rank.worker_id, decision.decode.rank.worker_id
+        lost = KvLost(sender, receiver, loss, attempt.placement.without_addresses(why))
+        self._observed.kv_lost(self._request, lost)
+        if self.error is not None or attempt.lost:
+            await self.lose(attempt, why)
+            return
+        self._silence = None
+        if not self._placer.prefill_worker_left(attempt.placement):
+            self._placer.circuits.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
+        self._lost_leg = LegLost(Leg.PREFILL, sender, lost.why)
+        await self._perform(self.journey.handle(lost))
+
+    async def heard_prefill(self, attempt: Attempt) -> bool:
+        """Give the prefill leg's last word time to arrive: it was said before decode began, on another wire.
+
+        False when the request ended meanwhile.
+        """
+        task = attempt.prefill_task
+        if task is not None and not task.done():
+            await asyncio.wait((task,), timeout=PREFILL_LAST_WORD_S)
+            if task.done():
+                attempt.prefill = None  # nothing of it is left to be cancelled
+        return self.attempt is attempt
+
+    async def prefill_worker_leaves(self, attempt: Attempt) -> None:
+        """A decode leg gave up: give the news that its prefill worker died, if it did, time to come.
+
+        The decode worker may hear of it first, because it pulls the KV.
+        """
+        if self.journey.state is not State.DECODING or attempt.placement.decision.prefill is None:
+            return
+        for _ in range(PREFILL_NEWS_CHECKS):
+            if attempt.lost or self.attempt is not attempt:
+                return
+            if self._placer.prefill_worker_left(attempt.placement):
+                return
+            await asyncio.sleep(PREFILL_NEWS_CHECK_S)
+
+    def note_cached(self, attempt: Attempt, cached_tokens: int, prompt_tokens: int | None) -> None:
+        """The engine's own count of what it had cached; the client's usage shows that of its first token."""
+        if self.attempt is not attempt:
+            return  # it was given up meanwhile
+        if self._first_attempt is None or attempt is self._first_attempt:
+            self.cached_tokens = cached_tokens
+        self._placer.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
+
+    # What the journey says
+
+    async def _perform(self, commands: Sequence[Command]) -> None:
+        todo = deque(commands)
+        while todo:
+            command = todo.popleft()
+            match command:
+                case Place():
+                    todo.extend(await self._place(command))
+                case SendPrefill():
+                    todo.extend(await self._send_prefill())
+                case SendDecode():
+                    todo.extend(await self._send_decode(command.params))
+                case _:
+                    self._perform_now((command,))
+
+    def _perform_now(self, commands: Sequence[Command]) -> None:
+        """Do what needs no waiting."""
+        for command in commands:
+            match command:
+                case NoteFirstToken():
+                    self._first_token()
+                case Abandon():
+                    self._abandon(command.reason)
+                case End():
+                    self.finish = command.finish
+                case Fail():
+                    self.error = command.error
+                case _:
+                    raise RuntimeError(f"{type(command).__name__} has to be awaited")
+
+    async def _place(self, command: Place) -> Sequence[Command]:
+        token_ids = self._request.token_ids
+        generated = self.journey.generated
+        if generated:
+            token_ids = token_ids + array("I", generated)
+        try:
+            placement = await self._placer.place(
+                self._request,
+                token_ids,
+                attempt=command.attempt,
+                excluded=command.excluded,
+                kv_lost_from=command.kv_lost_from,
+                ways=command.ways,
+            )
+        except (RoutingRefused, InvalidRequest) as error:
+            return self.journey.handle(NotPlaced(error))
+        if self.journey.state is State.DONE:
+            self._placer.release(placement)
+            return []
+        if self._lost_leg is not None:
+            self._observed.sent_again(self._request, self._lost_leg, streaming=bool(generated))
+        self.attempt = Attempt(placement)
+        self.placement = placement
+        self.output.begin(placement)
+        if self._times.placed_s is None:
+            self._times.placed_s = time.monotonic()
+        is_ahead = placement.shape is Shape.SYNCHRONOUS
+        phase = Phase.PREFILLING if is_ahead else Phase.FIRST_TOKEN
+        self.watch.enter(Phase.RESUMING if generated else phase)
+        return self.journey.handle(Placed(placement.shape))
+
+    async def _send_prefill(self) -> Sequence[Command]:
+        attempt = self._held()
+        if attempt.placement.shape is Shape.BOOTSTRAP:
+            task = asyncio.get_running_loop().create_task(self._run_prefill_in_parallel(attempt))
+            task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
+            attempt.prefill_task = task
+            return []
+        pick = attempt.placement.prefill_pick
+        try:
+            params = await self._run_prefill(attempt)
+        except InvalidRequest as error:
+            return self.journey.handle(LegRefused(error))
+        except KvrouterError as error:
+            return self._lost(attempt, lost_leg(pick, error))
+        return self.journey.handle(PrefillDone(pick.rank.worker_id, params))
+
+    async def _run_prefill(self, attempt: Attempt) -> KvTransferParams | None:
+        """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
+        placement = attempt.placement
+        request = prefill_leg(
+            self._request,
+            placement,
+            resumed_tokens=len(self.journey.generated),
+            time_left_s=self.watch.time_left_s,
+        )
+        attempt.prefill_sent_s = time.monotonic()
+        stream = await self._plane.open(placement.prefill_address, request)
+        attempt.prefill = stream
+        if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
+            stream.cancel(self.error.code)
+        params = await read_prefill(stream, partial(self.note_cached, attempt))
+        self._placer.prefill_done(placement)
+        return params
+
+    async def _run_prefill_in_parallel(self, attempt: Attempt) -> None:
+        """The prefill leg of a bootstrap handoff. When it fails, decode waits for KV that never comes."""
+        try:
+            await self._run_prefill(attempt)
+        except KvrouterError as error:
+            attempt.lost.append(lost_leg(attempt.placement.prefill_pick, error))
+            if attempt.decode is not None and self.journey.state is not State.STREAMING:
+                attempt.decode.cancel("its prefill leg failed")
+
+    def _prefill_ended(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        """Nobody awaits the task: a mistake of ours in it must neither vanish nor leave decode waiting."""
+        if task.cancelled() or task.exception() is None:
+            return
+        self._observed.mistake(self._request, task.exception())
+        if attempt is self.attempt:
+            self.error = InternalError("the prefill leg could not be driven; the log has the traceback")
+            if attempt.decode is not None:
+                attempt.decode.cancel(self.error.code)
+
+    async def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
+        attempt = self._held()
+        try:
+            if params is not None:
+                self._placer.pick_decode_again(attempt.placement)
+            request = last_leg(
+                self._request,
+                attempt.placement,
+                resumed_tokens=len(self.journey.generated),
+                kv_transfer_params=params,
+                time_left_s=self.watch.time_left_s,
+            )
+            if self.watch.phase is Phase.PREFILLING:
+                self.watch.enter(Phase.FIRST_TOKEN)
+            attempt.last_sent_s = time.monotonic()
+            stream = await open_decode(self._plane, attempt.placement.decode_address, request)
+            attempt.decode = stream
+        except InvalidRequest as error:
+            return self.journey.handle(LegRefused(error))
+        except KvrouterError as error:
+            return self._lost(attempt, lost_leg(attempt.placement.decision.decode, error))
+        if self.error is not None:  # it ended while the leg was sent, and nothing was there to cancel
+            stream.cancel(self.error.code)
+        if attempt.lost:
+            return self._lost(attempt, attempt.lost[0])
+        return []
+
+    def _lost(self, attempt: Attempt, lost: LegLost) -> Sequence[Command]:
+        if self.error is not None:  # we ended it ourselves: the deadline passed
+            return self.journey.handle(ClientLeft(self.error.code))
+        lost = attempt.lost[0] if attempt.lost else lost
+        lost = replace(lost, why=attempt.placement.without_addresses(lost.why))
+        circuits, state = self._placer.circuits, self.journey.state
+        if self._silence is not None:
+            lost, self._silence = replace(lost, why=self._silence), None
+            blame_silence(circuits, attempt, state, heard_s=self.watch.heard_s)
+        else:
+            blame_loss(circuits, attempt, lost, state)
+        self._lost_leg = lost
+        return self.journey.handle(lost)
+
+    def _held(self) -> Attempt:
+        if self.attempt is None:
+            raise RuntimeError("the journey sends a leg before it was placed")
+        return self.attempt
+
+    def _first_token(self) -> None:
+        if self._times.first_token_s is None:
+            self._times.first_token_s = time.monotonic()
+        attempt = self._held()
+        if self._first_attempt is None:
+            self._first_attempt = attempt
+        if attempt.prefill_task is None or attempt.prefill_task.done():
+            attempt.prefill = None  # its KV has been fetched: nothing waits there any more
+        self._placer.first_token(attempt.placement)
+        self.watch.enter(Phase.STREAMING)
+
+    def _abandon(self, reason: str) -> None:
+        """Cancel both legs and close the leases of the current attempt."""
+        attempt, self.attempt = self.attempt, None
+        if attempt is None:
+            return
+        if attempt.prefill_task is not None and not attempt.prefill_task.done():
+            attempt.prefill_task.cancel()
+        if attempt.decode is not None:
+            attempt.decode.cancel(reason)
+        if attempt.prefill is not None:
+            attempt.prefill.cancel(reason)
+        self._placer.release(attempt.placement)
+
+    def _too_long(self, kind: TooLong, silent_s: float) -> None:
+        """A limit was reached: cancel the legs, and the read that meets their end reports why."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        if kind is TooLong.REQUEST:
+            limit_s = self._patience.request_s
+            self._time_is_up(attempt, f"the request took longer than {limit_s:g} s", limit_s)
+        elif kind is TooLong.PREFILL:
+            limit_s = self._patience.prefill_s
+            self._time_is_up(attempt, f"no prefill within {limit_s:g} s", limit_s)
+        elif kind is TooLong.FIRST_TOKEN:
+            limit_s = self._patience.first_token_s
+            self._time_is_up(attempt, f"no first token within {limit_s:g} s", limit_s)
+        else:
+            self._silence = f"no token for {silent_s:.3g} s"
+        for stream in (attempt.decode, attempt.prefill):
+            if stream is not None:
+                stream.cancel(self._silence or "the request's time is up")
+
+    def _time_is_up(self, attempt: Attempt, why: str, limit_s: float) -> None:
+        """The request fails. A worker that had a good part of its time, and brought nothing, is silent."""
+        self.error = DeadlineExceeded(why)
+        state = self.journey.state
+        if state is not State.STREAMING:
+            before_s = time.monotonic() - SILENT_SHARE * limit_s
+            heard_s = self.watch.heard_s
+            blame_silence(self._placer.circuits, attempt, state, heard_s=heard_s, before_s=before_s)
+
+
+FINISHED = "finished"
+ANSWERED = "answered"
+"""Reasons to close that are no failure: the engine's last chunk, or a stop string of the client's."""
+
+
+class Generation:
+    """The answer to one request, as an async iterator of chunks; use it as a context manager.
+
+    An error is raised by the read that meets it. Leaving the context cancels what still runs and closes every
+    lease.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        placer: Placer,
+        plane: RequestPlane,
+        *,
+        patience: Timeouts,
+        redispatches_max: int,
+        observed: ServiceInstrumentation,
+        retry_bodies: ByteBudget,
+        on_end: Callable[["Generation"], None],
+        received_s: float | None = None,
+    ) -> None:
+        self.request = request
+        self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
+        self._dispatch = Dispatch(
+            request,
+            placer,
+            plane,
+            patience=patience,
+            redispatches_max=redispatches_max,
+            observed=observed,
+            times=self.times,
+        )
+        self._journey = self._dispatch.journey
+        self._watch = self._dispatch.watch
+        self._output = self._dispatch.output
+        self._observed = observed
+        self._retry_bodies = retry_bodies
+        self._on_end = on_end
+        self._closed = False
+        self._counted_tokens = 0
+        self._has_raised = False
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the current (or last) attempt went; None before the first decision."""
+        return self._dispatch.placement
+
+    @property
+    def error(self) -> KvrouterError | None:
+        """What the request ended with, when it failed."""
+        return self._dispatch.error
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """The tokens so far, over all attempts."""
+        return self._journey.generated
+
+    @property
+    def attempts(self) -> int:
+        """How many times the request was placed."""
+        return self._journey.attempt + 1
+
+    @property
+    def resumes(self) -> int:
+        """How many times a stream went on at another worker."""
+        return self._journey.resumes
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far, counted once, however many workers served them."""
+        return Usage(
+            prompt_tokens=len(self.request.token_ids),
+            completion_tokens=self._completion_tokens,
+            cached_tokens=self._dispatch.cached_tokens,
+        )
+
+    @property
+    def _completion_tokens(self) -> int:
+        """The tokens so far; where the engine does not report them, as many as it counts."""
+        return len(self._journey.generated) or self._counted_tokens
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self.close("client left")
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        dispatch = self._dispatch
+        if dispatch.attempt is None and not self._closed:
+            await dispatch.begin()
+        while True:
+            attempt = dispatch.attempt
+            if dispatch.error is not None or dispatch.finish is not None or attempt is None:
+                return self._end()
+            if attempt.decode is None:
+                raise RuntimeError("a generation without a decode stream was read")
+            try:
+                chunk = await self._read(attempt.decode)
+            except (StreamBroken, WorkerUnreachable) as error:
+                await dispatch.lose(attempt, error.message, full=isinstance(error, WorkerFull))
+                continue
+            except InvalidRequest as error:
+                dispatch.handle(LegRefused(error))
+                continue
+            except StopAsyncIteration:
+                await dispatch.lose(attempt, "the stream ended without a last chunk")
+                continue
+            if chunk.kv_lost is not None:
+                await dispatch.lose_kv(attempt, chunk.kv_lost, chunk.error or "it did not say why")
+                continue
+            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+                await dispatch.prefill_worker_leaves(attempt)
+                await dispatch.lose(attempt, chunk.error or "the engine cancelled the request")
+                continue
+            if chunk.finish is not None and not await dispatch.heard_prefill(attempt):
+                continue
+            self._take(attempt, chunk)
+            return chunk
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Give ``sink`` tokens in the turn of the loop in which they arrive, where the plane can do that.
+
+        Returns when ``sink`` returned False, or when the next read brings something else: an end, an error,
+        another worker's tokens. Raises what ``sink`` raises.
+        """
+        attempt = self._dispatch.attempt
+        if (
+            attempt is None
+            or self.error is not None
+            or self._journey.state is not State.STREAMING
+            or not isinstance(attempt.decode, HandingStream)
+        ):
+            return
+        watch = self._watch
+        watch.heard_s = time.monotonic()
+        watch.is_reading = True
+        try:
+            await attempt.decode.hand_over(self._output.noting(sink))
+        finally:
+            watch.is_reading = False
+
+    def keep_call(self) -> None:
+        """Count the body of the client's call in the budget, for as long as a leg may be made of it."""
+        if self.request.call is not None:
+            self._retry_bodies.hold(self, len(self.request.call.body))
+
+    def shed(self) -> None:
+        """Drop the body of the client's call: it is the largest of a full budget. A request that is sent is
+        not sent again; one that is not ends.
+        """
+        self._observed.retry_body_dropped(self.request)
+        if not self._dispatch.is_sent:
+            self.abort(
+                RetryBodiesFull("the bodies of running requests hold too many bytes; this one had most")
+            )
+        self._drop_call()
+
+    def abort(self, error: KvrouterError) -> None:
+        """End now, with ``error`` for the reader."""
+        if not self._closed:
+            self._dispatch.error = error
+            self.close(error.code)
+
+    def close(self, reason: str) -> None:
+        """End now, whatever runs: streams are cancelled, leases closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._dispatch.stop(reason)
+        self._drop_call()
+        self.times.ended_s = time.monotonic()
+        self._observed.request_ended(
+            self.request,
+            error=self.error,
+            finished=reason in {ANSWERED, FINISHED},
+            times=self.times,
+            gaps_s=self._output.gaps_s,
+            prompt_tokens=len(self.request.token_ids),
+            completion_tokens=self._completion_tokens,
+        )
+        self._on_end(self)
+
+    async def _read(self, stream: EngineStream) -> EngineChunk:
+        watch = self._watch
+        watch.heard_s = time.monotonic()  # the time that the client took is nobody's silence
+        watch.is_reading = True
+        try:
+            return await stream.__anext__()
+        finally:
+            watch.is_reading = False
+
+    def _take(self, attempt: Attempt, chunk: EngineChunk) -> None:
+        """Note what a chunk of the last leg brings."""
+        if chunk.cached_tokens is not None and attempt.placement.decision.prefill is None:
+            self._dispatch.note_cached(attempt, chunk.cached_tokens, chunk.prompt_tokens)
+        if chunk.completion_tokens is not None:
+            self._counted_tokens = chunk.completion_tokens
+        if chunk.raw and chunk.text_chars is None:
+            self._journey.is_plain = False
+        if chunk.token_ids or chunk.raw:
+            if self._journey.state is State.DECODING:
+                self._dispatch.handle(FirstTokens())
+                if not self._journey.may_resume:
+                    self._drop_call()
+                self._output.first(chunk.token_ids)
+            else:
+                self._output.more(chunk.token_ids)
+        if chunk.finish is not None:
+            attempt.decode = None
+            self._dispatch.handle(Finished(chunk.finish))
+            self.close(FINISHED)
+
+    def _drop_call(self) -> None:
+        self._dispatch.drop_call()
+        self._retry_bodies.hold(self, 0)
+
+    def _end(self) -> EngineChunk:
+        """There is nothing more to read: raise the error once, or return the end that no engine sent."""
+        error, finish = self._dispatch.error, self._dispatch.finish
+        if error is not None and not self._has_raised:
+            self._has_raised = True
+            self.close(error.code)
+            raise error
+        if finish is not None and not self._closed:
+            self.close(FINISHED)
+            return EngineChunk(finish=finish)
+        raise StopAsyncIteration

@@ -1,0 +1,1 @@
+"""Transports between processes: requests, KV events, discovery, replica sync."""

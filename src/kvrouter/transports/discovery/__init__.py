@@ -1,0 +1,1 @@
+"""Discovery: a port and its adapters."""

@@ -1,0 +1,210 @@
+"""Publishes the cards of one process to a store, by compare-and-set alone.
+
+Shared by the stores whose every write names what it writes over. When a card is renewed is the store's own
+business: how often it may be asked, and how it reports that it is back.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from kvrouter.core.errors import ConfigError, KvrouterError
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.transports.discovery.card_tracker import TroubleSink, claim, lost_why, still_claims
+from kvrouter.transports.discovery.port import Gone, GoneSink
+from kvrouter.transports.discovery.wire import RECORD_MAX_BYTES, CardRecord, encode_record
+
+WRITES_AT_ONCE = 64
+WRITE_TRIES = 4
+"""How often a write is tried again because somebody else wrote meanwhile."""
+
+Version = TypeVar("Version")
+
+
+class OtherWrote(KvrouterError):
+    """The store holds another version than the one to be written over."""
+
+
+class CardStore(Protocol[Version]):
+    """Keeps one record a worker id. Its methods raise one of ``errors`` when they cannot do what is asked."""
+
+    errors: tuple[type[Exception], ...]
+
+    def reason(self, error: Exception) -> str:
+        """What one of ``errors`` says, in a line that a person can act on."""
+
+    async def read(self, worker_id: WorkerId) -> tuple[CardRecord | None, Version | None]:
+        """Return what is there and its version; no version where nothing is.
+
+        What is no record is as good as none: the place is the worker's.
+        """
+
+    async def write(self, record: CardRecord, over: Version | None, *, number: int) -> Version:
+        """Write over a version, or where nothing is; return the new version. ``number`` distinguishes a
+        renewal from the one before it.
+
+        Raises OtherWrote when something else is there.
+        """
+
+
+@dataclass(slots=True)
+class _Held(Generic[Version]):
+    """A card that is kept alive. ``version`` is what the store holds, as far as this process knows."""
+
+    record: CardRecord
+    version: Version | None = None
+    writes: int = 0
+    was_written: bool = False
+    """So was the card that this one updates."""
+
+    is_written: bool = False
+    is_over: bool = False
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class HeldCards(Generic[Version]):
+    """The cards that this process published and did not withdraw.
+
+    ``on_trouble`` hears of cards that cannot be written, once until they all can. ``on_lost`` hears of a card
+    that lost its place for ever: to a newer incarnation, or because somebody else withdrew it.
+    """
+
+    def __init__(
+        self,
+        store: CardStore[Version],
+        *,
+        lease_s: float,
+        on_trouble: TroubleSink,
+        on_lost: GoneSink | None,
+    ) -> None:
+        self._store = store
+        self._errors: tuple[type[Exception], ...] = (*store.errors, OtherWrote)
+        self._lease_s = lease_s
+        self._on_trouble = on_trouble
+        self._on_lost = on_lost
+        self._held: dict[WorkerId, _Held[Version]] = {}
+        self._is_failing = False
+
+    async def publish(self, card: WorkerCard) -> None:
+        """Write the card, and hold it from now on. An incarnation that was replaced is let go.
+
+        Raises ConfigError for a card that is too large.
+        """
+        known = self._held.get(card.worker_id)
+        record = claim(card, self._lease_s, None if known is None else known.record)
+        if record is None:
+            return
+        held: _Held[Version] = _Held(_checked(record))
+        if known is not None:
+            held.version, held.writes = known.version, known.writes
+            is_update = known.record.card.incarnation == card.incarnation
+            held.was_written = is_update and (known.is_written or known.was_written)
+            known.is_over = True
+        self._held[card.worker_id] = held
+        failure = await self._write(held)
+        if failure is not None and known is None:
+            self._is_failing = True
+            self._on_trouble(f"worker {card.worker_id}", f"not announced yet: {self._store.reason(failure)}")
+        else:
+            self._note([failure])
+
+    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        """Hold the card no more, and mark it as withdrawn, no matter which process published it."""
+        held = self._held.get(worker_id)
+        writing = asyncio.Lock()
+        if held is not None and held.record.card.incarnation == incarnation:
+            held.is_over = True
+            writing = held.writing
+            del self._held[worker_id]
+        try:
+            async with writing:  # a write that is under way would undo it
+                await self._mark_withdrawn(worker_id, incarnation)
+        except self._errors as error:
+            self._on_trouble(f"worker {worker_id}", f"not withdrawn: {self._store.reason(error)}")
+
+    async def renew(self) -> list[Exception]:
+        """Write every card once more; return what went wrong."""
+        held = tuple(self._held.values())
+        outcomes: list[Exception | None] = []
+        for first in range(0, len(held), WRITES_AT_ONCE):
+            outcomes += await asyncio.gather(*map(self._write, held[first : first + WRITES_AT_ONCE]))
+        return self._note(outcomes)
+
+    def let_go(self) -> None:
+        """Hold no card any more: their leases run out."""
+        self._held.clear()
+
+    async def _write(self, held: _Held[Version]) -> Exception | None:
+        """Write the card; return what went wrong. A card that lost its place is not held any more."""
+        async with held.writing:
+            try:
+                lost = await self._write_over(held)
+            except self._errors as error:
+                return error
+        worker_id = held.record.card.worker_id
+        if lost is not None and self._held.get(worker_id) is held:
+            del self._held[worker_id]
+            if held.is_written or held.was_written:
+                self._on_trouble(f"worker {worker_id}", lost_why(lost))
+                if self._on_lost is not None:
+                    self._on_lost(worker_id, held.record.card.incarnation, lost)
+        return None
+
+    async def _write_over(self, held: _Held[Version]) -> Gone | None:
+        """Write over what is there; return how the card lost its place, None if it has it."""
+        worker_id = held.record.card.worker_id
+        for _ in range(WRITE_TRIES):
+            if held.is_over:
+                return None
+            held.writes += 1
+            try:
+                held.version = await self._store.write(held.record, held.version, number=held.writes)
+            except OtherWrote:
+                current, held.version = await self._store.read(worker_id)
+                mine = held.record
+                record = (
+                    still_claims(mine, current)
+                    if held.is_written
+                    else claim(mine.card, mine.lease_s, current, mine) or Gone.REPLACED
+                )
+                if isinstance(record, Gone):
+                    return record
+                held.record = record
+            else:
+                held.is_written = True
+                return None
+        raise _somebody_else(worker_id)
+
+    async def _mark_withdrawn(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        for _ in range(WRITE_TRIES):
+            current, version = await self._store.read(worker_id)
+            if current is None or current.card.incarnation != incarnation or current.withdrawn:
+                return
+            gone = CardRecord(current.card, current.lease_s, current.replaced, withdrawn=True)
+            try:
+                await self._store.write(gone, version, number=0)
+            except OtherWrote:
+                continue
+            return
+        raise _somebody_else(worker_id)
+
+    def _note(self, outcomes: list[Exception | None]) -> list[Exception]:
+        """Report once that cards cannot be written, until they all can; return what went wrong."""
+        failures = [failure for failure in outcomes if failure is not None]
+        if failures and not self._is_failing:
+            what = f"cards of {len(failures)} workers"
+            self._on_trouble(what, f"not written: {self._store.reason(failures[0])}")
+        self._is_failing = bool(failures)
+        return failures
+
+
+def _somebody_else(worker_id: WorkerId) -> OtherWrote:
+    return OtherWrote(f"somebody else writes the card of worker {worker_id} all the time")
+
+
+def _checked(record: CardRecord) -> CardRecord:
+    size_bytes = len(encode_record(record))
+    if size_bytes > RECORD_MAX_BYTES:
+        raise ConfigError(f"the card has {size_bytes} bytes, more than {RECORD_MAX_BYTES}", param="card")
+    return record

@@ -1,0 +1,5 @@
+"""Discovery by the files of one directory, without any server."""
+
+from kvrouter.transports.discovery.file.discovery import FileDiscovery
+
+__all__ = ["FileDiscovery"]

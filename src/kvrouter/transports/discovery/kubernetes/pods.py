@@ -1,0 +1,261 @@
+"""Pods that are labelled as engines: listed, watched, and checked."""
+
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from datetime import UTC, datetime
+
+import msgspec
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.workers import EnginePod, PodPort
+from kvrouter.transports.discovery.card_tracker import TroubleSink
+from kvrouter.transports.discovery.kubernetes.account import Account
+from kvrouter.transports.discovery.kubernetes.follow import Follow
+from kvrouter.transports.discovery.kubernetes.objects import WatchEvent
+from kvrouter.transports.discovery.kubernetes.server import ApiError, ApiServer, decoded, why
+from kvrouter.transports.discovery.port import StoreSink
+
+PODS_MAX = 1024
+"""How many pods are followed; those beyond are reported, and let in as others leave."""
+
+TICK_S = 1.0
+QUIET_S = 150.0
+"""For how long an API server is believed from which nothing is heard: it sends bookmarks once a minute."""
+
+MESSAGE_CHARS_MAX = 1024
+NAME_CHARS_MAX = 230
+"""What the API server takes of an event's message, and of its name before the digest."""
+
+PodSink = Callable[[EnginePod], None]
+"""Hears of a pod as it is now."""
+
+GoneSink = Callable[[str], None]
+"""Hears the uid of a pod that is gone, has ended, or is no engine any more."""
+
+
+class _Port(msgspec.Struct, frozen=True, rename="camel"):
+    container_port: int = 0
+    name: str = ""
+    protocol: str = "TCP"
+
+
+class _Container(msgspec.Struct, frozen=True):
+    name: str = ""
+    ports: tuple[_Port, ...] | None = ()
+
+
+class _Spec(msgspec.Struct, frozen=True):
+    containers: tuple[_Container, ...] | None = ()
+
+
+class _Condition(msgspec.Struct, frozen=True):
+    type: str = ""
+    status: str = ""
+
+
+class _Started(
+    msgspec.Struct, frozen=True, rename={"restarts": "restartCount", "container_id": "containerID"}
+):
+    name: str = ""
+    restarts: int = 0
+    container_id: str = ""
+
+
+class _Status(msgspec.Struct, frozen=True, rename={"pod_ip": "podIP", "containers": "containerStatuses"}):
+    phase: str = ""
+    pod_ip: str = ""
+    conditions: tuple[_Condition, ...] | None = ()
+    containers: tuple[_Started, ...] | None = ()
+
+
+class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
+    labels: dict[str, str] | None = None
+    annotations: dict[str, str] | None = None
+
+
+class _Pod(msgspec.Struct, frozen=True):
+    metadata: _Metadata
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+
+def pod_of(text: bytes) -> EnginePod:
+    """Read a pod as the API server writes it. Raises ProtocolError for what is none."""
+    pod = decoded(text, _Pod)
+    metadata, status = pod.metadata, pod.status
+    if not metadata.uid or not metadata.name:
+        raise ProtocolError("the API server's answer: a pod without a name or uid", param="metadata")
+    ports = [
+        PodPort(port.name, port.container_port, container.name)
+        for container in pod.spec.containers or ()
+        for port in container.ports or ()
+        if port.protocol == "TCP"
+    ]
+    conditions = {each.type: each.status for each in status.conditions or ()}
+    return EnginePod(
+        namespace=metadata.namespace,
+        name=metadata.name,
+        uid=metadata.uid,
+        labels=metadata.labels or {},
+        annotations=metadata.annotations or {},
+        ip=status.pod_ip,
+        ports=tuple(ports),
+        starts={each.name: f"{each.restarts} {each.container_id}" for each in status.containers or ()},
+        is_ready=conditions.get("Ready") == "True" and bool(status.pod_ip),
+        is_leaving=metadata.deletion_timestamp is not None,
+        is_over=status.phase in ("Succeeded", "Failed"),
+    )
+
+
+class PodsApi:
+    """The pods of ``namespace`` that the labels select. Every method raises one of STORE_ERRORS.
+
+    ``answer_s`` is how long the API server may take for an answer.
+    """
+
+    def __init__(self, account: Account, *, namespace: str, selector: str, answer_s: float) -> None:
+        self._namespace = namespace
+        self._selector = selector
+        self._path = f"/api/v1/namespaces/{namespace}/pods"
+        self._server = ApiServer(account, answer_s=answer_s)
+
+    async def close(self) -> None:
+        """Close every connection; idempotent."""
+        await self._server.close()
+
+    async def everything(self) -> tuple[list[msgspec.Raw], str]:
+        """Return every pod, unread, and the version as of which they are all."""
+        return await self._server.everything(self._path, selector=self._selector)
+
+    def watch(self, version: str) -> AbstractAsyncContextManager[AsyncIterator[list[WatchEvent]]]:
+        """Hear what happens after ``version``, as it comes; open when this is entered, it ends some time."""
+        return self._server.watch(self._path, version, selector=self._selector)
+
+    async def tell(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
+        """Write an event about a pod. An event written before is not written again while it is kept."""
+        digest = hashlib.sha256("\0".join((pod.uid, reason, message)).encode()).hexdigest()[:16]
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        body = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"namespace": self._namespace, "name": f"{pod.name[:NAME_CHARS_MAX]}.{digest}"},
+            "involvedObject": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "namespace": self._namespace,
+                "name": pod.name,
+                "uid": pod.uid,
+            },
+            "type": "Warning" if warns else "Normal",
+            "reason": reason,
+            "message": message[:MESSAGE_CHARS_MAX],
+            "count": 1,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "source": {"component": "kvrouter"},
+            "reportingComponent": "kvrouter",
+            "reportingInstance": "kvrouter",
+        }
+        path = f"/api/v1/namespaces/{self._namespace}/events"
+        try:
+            await self._server.ask("POST", path, body=msgspec.json.encode(body))
+        except ApiError as error:
+            if error.code != 409:
+                raise
+
+
+def pods_reason(error: Exception, *, needs: str = "list and watch on pods") -> str:
+    """What ``error`` says, in a line that a person can act on; ``needs`` are the rights that were used."""
+    if isinstance(error, ApiError) and error.code == 403:
+        return f"{why(error)} (bind a Role with {needs} to this pod's service account)"
+    return why(error)
+
+
+class PodsWatch(Follow[msgspec.Raw]):
+    """Delivers every pod that has not ended, and each change of one. Losing the API server takes nobody away.
+
+    ``on_refused`` hears of what cannot be read or followed: which, and why.
+    """
+
+    def __init__(
+        self,
+        api: PodsApi,
+        *,
+        on_pod: PodSink,
+        on_gone: GoneSink,
+        on_store: StoreSink,
+        on_refused: TroubleSink,
+        pods_max: int = PODS_MAX,
+    ) -> None:
+        super().__init__(api, name="discovery: watch pods", tick_s=TICK_S, quiet_s=QUIET_S)
+        self._on_pod = on_pod
+        self._on_gone = on_gone
+        self._on_store = on_store
+        self._on_refused = on_refused
+        self._pods_max = pods_max
+        self._uids: set[str] = set()
+        self._is_lost = False
+        self._has_left_out = False
+
+    def is_in_doubt(self, now: float) -> bool:  # noqa: ARG002 - time changes nothing here
+        """Whether there is room for pods that were left out."""
+        return self._has_left_out and len(self._uids) < self._pods_max
+
+    def lose(self, error: Exception) -> None:
+        """The API server cannot be asked: everybody stays."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._on_store(False, pods_reason(error))
+
+    def take_list(self, items: list[msgspec.Raw], asked_at: float) -> None:  # noqa: ARG002 - as above
+        """Take all pods: who is not among them is gone, where all of them can be read."""
+        if self._is_lost:
+            self._is_lost = False
+            self._on_store(True, "")
+        pods: list[EnginePod] = []
+        for item in items:
+            try:
+                pods.append(pod_of(bytes(item)))
+            except ProtocolError as error:
+                self._on_refused("a pod", error.message)
+        if len(pods) == len(items):
+            for uid in self._uids - {pod.uid for pod in pods}:
+                self._let_go(uid)
+        self._has_left_out = False
+        for pod in pods:
+            self._take(pod)
+
+    def take_event(self, event: WatchEvent) -> str:
+        """Take one change; return its version."""
+        text = bytes(event.object)
+        version = decoded(text, _Pod).metadata.resource_version
+        if event.type == "DELETED":
+            self._let_go(pod_of(text).uid)
+        elif event.type != "BOOKMARK":
+            self._take(pod_of(text))
+        return version
+
+    def _take(self, pod: EnginePod) -> None:
+        if pod.is_over:  # pods that were evicted stay there for long, and hold nobody's place
+            self._let_go(pod.uid)
+            return
+        if pod.uid not in self._uids:
+            if len(self._uids) >= self._pods_max:
+                self._has_left_out = True
+                self._on_refused(
+                    f"pod {pod.name}", f"more than {self._pods_max} pods are labelled as engines"
+                )
+                return
+            self._uids.add(pod.uid)
+        self._on_pod(pod)
+
+    def _let_go(self, uid: str) -> None:
+        if uid in self._uids:
+            self._uids.discard(uid)
+            self._on_gone(uid)

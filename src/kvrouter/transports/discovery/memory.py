@@ -1,0 +1,68 @@
+"""Discovery within one process."""
+
+from collections import deque
+from collections.abc import Callable
+
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.transports.discovery.port import CardSink, Gone, GoneSink, StoreSink
+
+REPLACED_MAX = 1024
+"""How many replaced incarnations are remembered, over all workers."""
+
+
+class MemoryDiscovery:
+    """Holds the cards of one process; a change reaches every watcher before the call that made it returns.
+
+    A card with another incarnation of a known worker id replaces the known one: watchers hear that the old
+    one is gone, then the new card. What the replaced incarnation still publishes or withdraws is let go.
+    """
+
+    def __init__(self) -> None:
+        self._cards: dict[WorkerId, WorkerCard] = {}
+        self._replaced: deque[tuple[WorkerId, Epoch]] = deque(maxlen=REPLACED_MAX)
+        self._watchers: dict[object, tuple[CardSink, GoneSink]] = {}
+
+    async def publish(self, card: WorkerCard) -> None:
+        """Add the card or replace it: a card published again with the same incarnation is an update."""
+        if (card.worker_id, card.incarnation) in self._replaced:
+            return
+        known = self._cards.get(card.worker_id)
+        if known is not None and known.incarnation != card.incarnation:
+            self._replaced.append((known.worker_id, known.incarnation))
+            self._remove(known, Gone.REPLACED)
+        self._cards[card.worker_id] = card
+        for on_card, _ in tuple(self._watchers.values()):
+            on_card(card)
+
+    async def withdraw(self, worker_id: WorkerId, incarnation: Epoch) -> None:
+        """Remove the card; idempotent; a newer incarnation's card stays."""
+        known = self._cards.get(worker_id)
+        if known is not None and known.incarnation == incarnation:
+            self._remove(known, Gone.WITHDRAWN)
+
+    async def watch(
+        self,
+        on_card: CardSink,
+        on_gone: GoneSink,
+        on_store: StoreSink | None = None,  # noqa: ARG002 - this store is never lost
+    ) -> Callable[[], None]:
+        """Deliver every present card, then every change, in order; return the function that ends it."""
+        for card in tuple(self._cards.values()):
+            on_card(card)
+        key = object()
+        self._watchers[key] = (on_card, on_gone)
+
+        def end() -> None:
+            self._watchers.pop(key, None)
+
+        return end
+
+    async def close(self) -> None:
+        """Watch nothing any more."""
+        self._watchers.clear()
+
+    def _remove(self, card: WorkerCard, why: Gone) -> None:
+        del self._cards[card.worker_id]
+        for _, on_gone in tuple(self._watchers.values()):
+            on_gone(card.worker_id, card.incarnation, why)

@@ -1,0 +1,108 @@
+"""A worker's card as stores keep it: JSON."""
+
+import re
+import reprlib
+
+import msgspec
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.ids import WORKER_IDS, Epoch
+from kvrouter.core.workers import ModelType, WorkerCard
+
+RECORD_MAX_BYTES = 260 * 1024
+"""The largest record that is read: a card and what is kept with it."""
+
+LEASE_MAX_S = 3600.0
+"""The longest lease that a record may ask for."""
+
+DP_RANKS_MAX = 4096
+"""The most data-parallel ranks of one card, so that no card makes a router allocate without limit."""
+
+INTEGERS = 2**63
+"""Integers of a card stay below this: stores and readers keep them in signed 64 bits."""
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class CardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a store keeps for one worker id.
+
+    ``lease_s`` is how long the card is good without being renewed. ``replaced`` are the incarnations that
+    came before, newest first: a worker that finds itself there has been replaced for good. ``withdrawn``
+    says that the worker left; the record stays a while, so that absence is never taken for a goodbye.
+    """
+
+    card: WorkerCard
+    lease_s: float
+    replaced: tuple[Epoch, ...] = ()
+    withdrawn: bool = False
+
+
+def checked_namespace(namespace: str) -> str:
+    """Return ``namespace``; raise ConfigError for one that cannot be a folder, a subject and a bucket."""
+    if not _NAMESPACE.fullmatch(namespace):
+        raise ConfigError(
+            f"namespace: 1 to 64 letters, digits, '_' and '-', not {namespace[:80]!r}", param="namespace"
+        )
+    return namespace
+
+
+def checked_lease(lease_s: float) -> float:
+    """Return ``lease_s``, in seconds; raise ConfigError for a lease that no record may ask for."""
+    if not 0 < lease_s <= LEASE_MAX_S:
+        raise ConfigError(f"lease_s: more than 0 and at most {LEASE_MAX_S:g}, not {lease_s}", param="lease_s")
+    return lease_s
+
+
+def encode_record(record: CardRecord) -> bytes:
+    """Return ``record`` as JSON."""
+    return _encoder.encode(record)
+
+
+def decode_record(text: bytes) -> CardRecord:
+    """Return the record in ``text``; raise ProtocolError that names the field."""
+    if len(text) > RECORD_MAX_BYTES:
+        raise ProtocolError(f"record: {len(text)} bytes are more than {RECORD_MAX_BYTES}", param="record")
+    try:
+        record = _decoder.decode(text)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"record: {error}", param="record") from error
+    if not 0 < record.lease_s <= LEASE_MAX_S:
+        raise ProtocolError(f"lease_s: at most {LEASE_MAX_S:g}, not {record.lease_s}", param="lease_s")
+    _check(record.card)
+    return record
+
+
+def _check(card: WorkerCard) -> None:
+    """Refuse numbers that no worker may have: what reads a card counts on them."""
+    config = card.runtime_config
+    for name, number, least, most in (
+        ("worker_id", card.worker_id, 0, WORKER_IDS - 1),
+        ("dp_size", card.dp_size, 1, DP_RANKS_MAX),
+        ("dp_start", card.dp_start, 0, INTEGERS - DP_RANKS_MAX),
+        ("block_size", card.block_size, 1, INTEGERS - 1),
+        ("context_length", card.context_length, 1, INTEGERS - 1),
+        ("total_kv_blocks", config.total_kv_blocks, 0, INTEGERS - 1),
+        ("kv_bytes_per_token", config.kv_bytes_per_token, 0, INTEGERS - 1),
+        ("max_num_seqs", config.max_num_seqs, 0, INTEGERS - 1),
+        ("max_num_batched_tokens", config.max_num_batched_tokens, 0, INTEGERS - 1),
+        ("bootstrap_port", config.bootstrap_port, 0, 65535),
+    ):
+        if number is not None and not least <= number <= most:
+            raise ProtocolError(f"{name}: {least} to {most}, not {reprlib.repr(number)}", param=name)
+
+
+def _pack(value: object) -> object:
+    if isinstance(value, ModelType):
+        return value.value
+    raise NotImplementedError(f"a {type(value).__name__} does not travel")
+
+
+def _unpack(kind: type, value: object) -> object:
+    if kind is ModelType and isinstance(value, int) and not isinstance(value, bool):
+        return ModelType(value)
+    raise ValueError(f"{value!r} is no {kind.__name__}")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_pack)
+_decoder = msgspec.json.Decoder(CardRecord, dec_hook=_unpack)

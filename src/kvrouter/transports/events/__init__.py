@@ -1,0 +1,1 @@
+"""KV events: a port and its adapters."""

@@ -1,0 +1,321 @@
+"""Publishes a worker's batches to the stream, acknowledged, many at a time, in order."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.js import api
+
+from kvrouter.core.events import KvBatch, KvEvent
+from kvrouter.core.ids import WorkerRank
+from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.transports.background import go_on
+from kvrouter.transports.events.jetstream.stream import (
+    CLIENT_ERRORS,
+    EventStream,
+    LaneNames,
+    LaneObserver,
+    StreamLimits,
+    Unobserved,
+)
+from kvrouter.transports.events.loads import Drops, LatestLoads, SealedLoads
+from kvrouter.transports.events.subjects import seal_of
+from kvrouter.transports.events.wire import encode_parts
+from kvrouter.transports.message_auth import SEAL_BYTES
+from kvrouter.transports.nats_client import reason
+
+QUEUE_BATCHES_MAX = 8192
+"""Batches that wait to be sent, over all ranks of the process."""
+
+IN_FLIGHT_MAX = 256
+"""Messages sent and not acknowledged yet."""
+
+MERGED_EVENTS_MAX = 1024
+"""Waiting batches of one rank become one message up to so many events."""
+
+ACK_TIMEOUT_S = 2.0
+"""A message without an acknowledgement for so long is sent again, and so are all after it."""
+
+TRIES_MAX = 5
+"""A message that was sent so often without an acknowledgement is given up."""
+
+RETRY_S = 0.25
+"""Between two tries to make the stream, and between two checks of a connection that is down."""
+
+ENVELOPE_BYTES = 512
+"""What NATS needs of a message's largest size besides the payload."""
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message whose acknowledgement is awaited."""
+
+    subject: str
+    payload: bytes
+    sent_s: float
+    tries: int = 1
+
+
+class JetStreamPublisher:
+    """Publishes for every worker of one component in this process; use it from one event loop.
+
+    Waiting batches of a rank are merged. Up to ``in_flight_max`` messages are under way without an
+    acknowledgement; what stays without one is sent again, in order, so a broker that comes back soon misses
+    nothing, and routers drop what they had already. A full queue drops the batch and counts it: routers see
+    the gap. Loads do not go through the stream: only the newest matters.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        component: str,
+        token: str,
+        limits: StreamLimits | None = None,
+        observer: LaneObserver | None = None,
+        queue_batches_max: int = QUEUE_BATCHES_MAX,
+        in_flight_max: int = IN_FLIGHT_MAX,
+        merged_events_max: int = MERGED_EVENTS_MAX,
+        ack_timeout_s: float = ACK_TIMEOUT_S,
+    ) -> None:
+        self._client = client
+        self._names = LaneNames(namespace, component)
+        self._seal = seal_of(token, namespace)
+        self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
+        self._stream = EventStream(client.jetstream(), self._names, limits or StreamLimits())
+        self._observer = observer or Unobserved()
+        self._drops = Drops(self._observer.dropped)
+        self._refusal = ""
+        self._queue_batches_max = queue_batches_max
+        self._in_flight_max = in_flight_max
+        self._merged_events_max = merged_events_max
+        self._ack_timeout_s = ack_timeout_s
+        self._waiting: dict[WorkerRank, list[KvBatch]] = {}
+        self._n_waiting = 0
+        self._window: dict[int, _Sent] = {}
+        self._n_sent = 0
+        self._loads: dict[WorkerRank, LoadReport] = {}
+        self._latest_loads = LatestLoads(self._queue_load)
+        self._inbox = client.new_inbox()
+        self._acks: Subscription | None = None
+        self._has_stream = False
+        self._reconnects = 0
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._is_over = False
+
+    @property
+    def source(self) -> EventSource:
+        """What a card says: routers know the stream by namespace and component."""
+        return EventSource(EventLane.JETSTREAM)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything was sent and acknowledged, or given up."""
+        return self._idle.is_set()
+
+    def publish(self, batch: KvBatch) -> None:
+        """Queue a batch; never waits."""
+        if self._is_closed:
+            return
+        if self._n_waiting >= self._queue_batches_max:
+            self._drops.add(1, "the queue to NATS is full")
+            return
+        self._waiting.setdefault(batch.rank, []).append(batch)
+        self._n_waiting += 1
+        self._stir()
+
+    def publish_load(self, report: LoadReport) -> None:
+        """Send the newest load of a rank, soon."""
+        if not self._is_closed:
+            self._latest_loads.publish(report)
+
+    async def close(self, *, limit_s: float = 2.0) -> None:
+        """Send what waits, for ``limit_s`` at most, and end; idempotent."""
+        self._is_closed = True
+        self._latest_loads.close()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            n_left = self._n_waiting + len(self._window)
+            self._drops.add(n_left, "the worker ends before NATS took them")
+        self._drops.close()
+        if self._task is not None:
+            self._is_over = True  # a task's cancellation can get lost in the client's own waiting
+            self._wake.set()
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._acks is not None and not self._client.is_closed:
+            acks, self._acks = self._acks, None
+            await acks.unsubscribe()
+
+    # What waits
+
+    def _queue_load(self, report: LoadReport) -> None:
+        self._loads[report.rank] = report
+        self._stir()
+
+    def _stir(self) -> None:
+        self._wake.set()
+        self._idle.clear()
+        if self._task is None:
+            self._task = go_on(self._run(), name="events: publish to the stream")
+
+    def _take(self, now_s: float) -> list[tuple[int, _Sent]]:
+        """Take out the batches of the rank that waits for longest; return the messages that they make.
+
+        Each of them awaits its acknowledgement from now on, so that none is lost when sending it fails.
+        """
+        rank = next(iter(self._waiting))
+        batches = self._waiting.pop(rank)
+        self._n_waiting -= len(batches)
+        subject = self._names.events(rank)
+        max_bytes = self._client.max_payload - ENVELOPE_BYTES - SEAL_BYTES
+        taken = []
+        for batch in merged(batches, events_max=self._merged_events_max):
+            for body, _ in encode_parts(batch, max_bytes=max_bytes):
+                if len(body) > max_bytes:
+                    self._drops.add(1, f"an event of {len(body)} bytes is too large for NATS")
+                    continue
+                self._n_sent += 1
+                taken.append((self._n_sent, _Sent(subject, self._seal.seal(subject, body), now_s)))
+        self._window.update(taken)
+        return taken
+
+    # What is sent
+
+    async def _run(self) -> None:
+        while not self._is_over:
+            try:
+                await self._prepare()
+                await self._send()
+            except CLIENT_ERRORS as error:
+                if self._client.is_closed:
+                    return
+                self._observer.disturbed(self._names.component, f"publishing: {reason(error)}")
+            await asyncio.sleep(RETRY_S)
+
+    async def _prepare(self) -> None:
+        """Have a stream, and an inbox for its acknowledgements."""
+        if self._acks is None:
+            self._acks = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_ack)
+        if not self._has_stream:
+            await self._stream.ensure()
+            self._has_stream = True
+
+    async def _send(self) -> None:
+        """Send until the connection is lost or the stream is gone."""
+        loop = asyncio.get_running_loop()
+        if self._window:
+            await self._send_again(loop.time())
+        while self._has_stream and self._client.is_connected and not self._is_over:
+            self._wake.clear()
+            await self._send_loads()
+            while self._waiting and len(self._window) < self._in_flight_max:
+                for number, sent in self._take(loop.time()):
+                    await self._client.publish(sent.subject, sent.payload, reply=f"{self._inbox}.{number}")
+            if not (self._waiting or self._window or self._loads):
+                self._idle.set()
+            await self._wait()
+            if self._is_overdue(loop.time()):
+                await self._send_again(loop.time())
+
+    async def _send_loads(self) -> None:
+        while self._loads:
+            _, report = self._loads.popitem()
+            await self._client.publish(*self._sealed_loads.seal(report))
+
+    async def _wait(self) -> None:
+        """Wait for a batch, a load or an acknowledgement; while some are awaited, not for long."""
+        if self._wake.is_set():
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(RETRY_S if self._window else None):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    def _is_overdue(self, now_s: float) -> bool:
+        """Whether the oldest message waits for too long, or was sent over a connection that is gone."""
+        oldest = next(iter(self._window.values()), None)
+        if oldest is None:
+            return False
+        is_elsewhere = self._client.stats["reconnects"] != self._reconnects
+        return is_elsewhere or now_s - oldest.sent_s > self._ack_timeout_s
+
+    async def _send_again(self, now_s: float) -> None:
+        """Send everything that was not acknowledged once more, in order; give up what was sent too often."""
+        self._reconnects = self._client.stats["reconnects"]
+        for number, sent in list(self._window.items()):
+            if sent.tries >= TRIES_MAX:
+                del self._window[number]
+                self._drops.add(1, self._refusal or "NATS did not acknowledge it")
+                continue
+            sent.tries += 1
+            sent.sent_s = now_s
+            await self._client.publish(sent.subject, sent.payload, reply=f"{self._inbox}.{number}")
+
+    async def _on_ack(self, message: Msg) -> None:
+        number = message.subject.rpartition(".")[2]
+        if message.headers is not None and message.headers.get(api.Header.STATUS) is not None:
+            self._has_stream = False  # nobody took it: the stream is gone
+            self._wake.set()
+            return
+        try:
+            ack = _ack.decode(message.data)
+        except msgspec.MsgspecError as error:
+            self._observer.refused(f"acknowledgement: {error}")
+            return
+        if ack.error is not None:
+            self._refusal = ack.error.description
+            return  # it is sent again
+        if self._window.pop(int(number), None) is not None:
+            self._wake.set()
+
+
+class _AckError(msgspec.Struct):
+    description: str = ""
+
+
+class _Ack(msgspec.Struct):
+    error: _AckError | None = None
+
+
+_ack = msgspec.json.Decoder(_Ack)
+
+
+def merged(batches: Sequence[KvBatch], *, events_max: int) -> Iterator[KvBatch]:
+    """Yield ``batches`` of one rank, those that follow each other as one of up to ``events_max`` events."""
+    first: KvBatch | None = None
+    events: list[KvEvent] = []
+    for batch in batches:
+        if first is not None:
+            follows = (
+                batch.epoch == first.epoch
+                and batch.first_event_id == first.first_event_id + len(events)
+                and len(events) + len(batch.events) <= events_max
+            )
+            if follows:
+                events.extend(batch.events)
+                continue
+            yield _with_events(first, events)
+        first, events = batch, list(batch.events)
+    if first is not None:
+        yield _with_events(first, events)
+
+
+def _with_events(first: KvBatch, events: list[KvEvent]) -> KvBatch:
+    if len(events) == len(first.events):
+        return first
+    return msgspec.structs.replace(first, events=tuple(events))

@@ -1,0 +1,197 @@
+"""Writes a snapshot: claim the key, store the ranks, commit, purge, clean up.
+
+::
+
+    claim ──▶ parts ──▶ list of ranks ──▶ commit ──▶ purge the stream ──▶ remove the old objects
+      └────────── the old snapshot is valid ──┘└──────────── the new one is ──────────────┘
+
+A replica may die between any two of these. What it stored without committing is removed by the next one that
+claims the key; a stream that was not purged is purged then.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.events import KvSnapshot
+from kvrouter.core.ids import WorkerRank
+from kvrouter.transports.background import go_on
+from kvrouter.transports.events.jetstream.snapshot_store import (
+    Claim,
+    HeldRank,
+    Overtaken,
+    Revised,
+    encode_ranks,
+    is_of,
+    part_name,
+    ranks_name,
+)
+from kvrouter.transports.events.jetstream.stream import CLIENT_ERRORS
+from kvrouter.transports.events.jetstream.stream_subscriber import ComponentLane
+from kvrouter.transports.events.port import SnapshotFailed
+from kvrouter.transports.events.wire import encode_snapshot
+from kvrouter.transports.nats_client import reason
+
+LEASE_S = 30.0
+"""A claim that its holder did not renew for so long may be taken over."""
+
+PART_MAX_BYTES = 4 * 1024 * 1024
+"""Ranks are stored together up to this size; a larger one is a part of its own."""
+
+
+class SnapshotWriter:
+    """Begins the snapshots of one replica of one component."""
+
+    def __init__(
+        self, lane: ComponentLane, *, replica_name: str, name: Callable[[], str], lease_s: float
+    ) -> None:
+        self._lane = lane
+        self._replica_name = replica_name
+        self._name = name
+        self._seen = Revised(Claim(), -1)
+        self._seen_s = 0.0
+        self._lease_s = lease_s
+
+    async def take(self) -> "SnapshotWrite | None":
+        """Claim the key and begin; None when another replica holds it, or nothing new would be covered."""
+        lane = self._lane
+        try:
+            revised = await lane.shelf.claim()
+            if self._is_held(revised):
+                return None
+            claim, sequence, made = revised.claim, lane.position, lane.made
+            if not made or (claim.snapshot and claim.stream == made and sequence <= claim.sequence):
+                return None
+            mine = msgspec.structs.replace(claim, holder=self._replica_name)
+            try:
+                revision = await lane.shelf.write(mine, over=revised.revision)
+            except Overtaken:
+                return None
+            left_over = [name for name in await lane.shelf.objects() if not is_of(claim.snapshot, name)]
+            await lane.shelf.remove(left_over)
+        except CLIENT_ERRORS as error:
+            raise SnapshotFailed(f"{lane.names.component}: {reason(error)}") from error
+        done = Claim(f"{sequence}-{self._name()}", made, sequence)
+        return SnapshotWrite(lane, done, held=Revised(mine, revision), renew_s=self._lease_s / 3)
+
+    def _is_held(self, revised: Revised) -> bool:
+        """Whether a replica holds the key and renewed its claim in time, by this replica's own clock."""
+        now_s = asyncio.get_running_loop().time()
+        if revised.revision != self._seen.revision:
+            self._seen, self._seen_s = revised, now_s
+        return bool(revised.claim.holder) and now_s - self._seen_s < self._lease_s
+
+
+class SnapshotWrite:
+    """One snapshot being written; ``done`` is what the key will say."""
+
+    def __init__(self, lane: ComponentLane, done: Claim, *, held: Revised, renew_s: float) -> None:
+        self._lane = lane
+        self._store = lane.shelf
+        self._done = done
+        self._claim = held.claim
+        self._revision = held.revision
+        self._writing = asyncio.Lock()
+        self._ranks: list[HeldRank] = []
+        self._part: list[bytes] = []
+        self._part_bytes = 0
+        self._n_parts = 0
+        self._trouble = ""
+        self._is_over = False
+        self._renewal = go_on(self._renew(renew_s), name="index: hold the claim")
+
+    def covers(self, rank: WorkerRank) -> bool:
+        """Whether all that the rank published before the beginning was handed over here."""
+        return self._lane.made == self._done.stream and self._lane.covers(rank)
+
+    async def add(self, snapshot: KvSnapshot) -> None:
+        """Store one rank; raise SnapshotFailed."""
+        body = encode_snapshot(snapshot)
+        self._ranks.append(
+            HeldRank(
+                rank=snapshot.rank,
+                epoch=snapshot.epoch,
+                next_event_id=snapshot.next_event_id,
+                part=self._n_parts,
+                start=self._part_bytes,
+                size=len(body),
+            )
+        )
+        self._part.append(body)
+        self._part_bytes += len(body)
+        if self._part_bytes >= PART_MAX_BYTES:
+            await self._put_part()
+
+    async def commit(self) -> None:
+        """Make it valid; then purge the stream and remove the snapshot before it. Raises SnapshotFailed."""
+        await self._put_part()
+        await self._put(ranks_name(self._done.snapshot), encode_ranks(self._ranks))
+        self._end_renewal()
+        try:
+            async with self._writing:
+                await self._store.write(self._done, over=self._revision)
+        except (*CLIENT_ERRORS, Overtaken) as error:
+            raise self._failed(error) from error
+        try:
+            await self._let_go()
+        except (*CLIENT_ERRORS, KvrouterError) as error:
+            raise self._failed(error) from error
+
+    async def abandon(self) -> None:
+        """Free the key and remove what was stored."""
+        self._end_renewal()
+        free = msgspec.structs.replace(self._claim, holder="")
+        with suppress(*CLIENT_ERRORS, KvrouterError):
+            async with self._writing:
+                with suppress(Overtaken):
+                    await self._store.write(free, over=self._revision)
+            if (await self._store.claim()).claim.snapshot == self._done.snapshot:
+                return  # the commit did succeed: only its answer was lost
+            mine = [name for name in await self._store.objects() if is_of(self._done.snapshot, name)]
+            await self._store.remove(mine)
+
+    async def _let_go(self) -> None:
+        reading = await self._lane.stream.read()
+        if reading.made == self._done.stream:
+            await self._lane.stream.purge(through=self._done.sequence)
+        if self._claim.snapshot:
+            old = [name for name in await self._store.objects() if is_of(self._claim.snapshot, name)]
+            await self._store.remove(old)
+
+    async def _put_part(self) -> None:
+        if not self._part:
+            return
+        await self._put(part_name(self._done.snapshot, self._n_parts), b"".join(self._part))
+        self._part.clear()
+        self._part_bytes = 0
+        self._n_parts += 1
+
+    async def _put(self, name: str, body: bytes) -> None:
+        if self._trouble:
+            raise SnapshotFailed(f"{self._lane.names.component}: {self._trouble}")
+        try:
+            await self._store.put(name, body)
+        except CLIENT_ERRORS as error:
+            raise self._failed(error) from error
+
+    def _end_renewal(self) -> None:
+        self._is_over = True  # a task's cancellation can get lost in the client's own waiting
+        self._renewal.cancel()
+
+    async def _renew(self, every_s: float) -> None:
+        while not self._is_over:
+            await asyncio.sleep(every_s)
+            try:
+                async with self._writing:
+                    self._revision = await self._store.write(self._claim, over=self._revision)
+            except Overtaken as error:
+                self._trouble = str(error)
+                return
+            except CLIENT_ERRORS:
+                continue  # the next try, or the commit, shows whether it is still ours
+
+    def _failed(self, error: BaseException) -> SnapshotFailed:
+        return SnapshotFailed(f"{self._lane.names.component}: {reason(error)}")

@@ -1,0 +1,188 @@
+"""The stream of one component: created, read, purged; names and limits."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import nats.errors
+from nats.js import JetStreamContext, api
+from nats.js.errors import BadRequestError, NotFoundError
+
+from kvrouter.core.ids import WorkerRank
+from kvrouter.transports.events.port import ForeignRank
+from kvrouter.transports.nats_client import subject_name
+
+CLIENT_ERRORS = (nats.errors.Error, OSError)
+"""What a call to NATS may end with: its own errors, and those of the socket; a timeout is among both."""
+
+STREAM_MAX_BYTES = 1 << 30
+"""How much one component's stream keeps; beyond it the oldest messages go, and routers ask workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """What one component's stream keeps; the oldest messages go first.
+
+    ``max_age_s`` None: as long as there is room. ``replicas``: copies in a NATS cluster. The limits are those
+    of the process that makes the stream; later ones leave it as it is.
+    """
+
+    max_bytes: int = STREAM_MAX_BYTES
+    max_age_s: float | None = None
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LaneNames:
+    """What one component's stream, subjects and snapshots are called on NATS."""
+
+    namespace: str
+    component: str
+
+    @property
+    def stream(self) -> str:
+        """The persistent stream."""
+        return f"kvrouter-{subject_name(self.namespace)}-{subject_name(self.component)}-kv-events"
+
+    @property
+    def bucket(self) -> str:
+        """The key-value bucket and the object store of the snapshots."""
+        return f"kvrouter-{subject_name(self.namespace)}-{subject_name(self.component)}-index"
+
+    @property
+    def all_events(self) -> str:
+        """The subjects of the stream."""
+        return f"{self._prefix}.kv.*.*"
+
+    @property
+    def all_loads(self) -> str:
+        """The loads of the component's workers."""
+        return f"{self._prefix}.loads.*.*"
+
+    def events(self, rank: WorkerRank) -> str:
+        """Where one worker rank publishes its KV events."""
+        return f"{self._prefix}.kv.{rank.worker_id}.{rank.dp_rank}"
+
+    @property
+    def _prefix(self) -> str:
+        return f"kvrouter.{subject_name(self.namespace)}.{subject_name(self.component)}"
+
+
+class LaneObserver(Protocol):
+    """Receives what happens on the event transport. Called on the event loop; must not block or raise."""
+
+    def dropped(self, n_batches: int, why: str) -> None:
+        """A worker's batches were not published; routers will see the gap and ask."""
+
+    def refused(self, why: str) -> None:
+        """A message that is no batch or load was let go."""
+
+    def spoke_for_another(self, error: ForeignRank) -> None:
+        """A message that names a rank of another worker than its subject was let go."""
+
+    def disturbed(self, component: str, why: str) -> None:
+        """The event transport could not do what it wanted, and tries again."""
+
+    def was_reset(self, component: str) -> None:
+        """The stream and the snapshots of the component were cleared, as asked."""
+
+
+class Unobserved:
+    """Reports nothing."""
+
+    def dropped(self, n_batches: int, why: str) -> None:
+        """Nobody counts."""
+
+    def refused(self, why: str) -> None:
+        """Nobody counts."""
+
+    def spoke_for_another(self, error: ForeignRank) -> None:
+        """Nobody counts."""
+
+    def disturbed(self, component: str, why: str) -> None:
+        """Nobody reads."""
+
+    def was_reset(self, component: str) -> None:
+        """Nobody reads."""
+
+
+STREAM_NAME_IN_USE = 10058
+"""The server's code for a stream that exists with other limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReading:
+    """The position of a stream: the sequences it holds, and how many messages.
+
+    ``made`` distinguishes one stream of a name from the next: sequences begin again with it. An empty stream
+    has ``first`` = ``last`` + 1.
+    """
+
+    first: int
+    last: int
+    messages: int
+    made: str
+
+
+class FirstMessage(NamedTuple):
+    """The oldest message of one rank."""
+
+    payload: bytes
+    sequence: int
+
+
+class EventStream:
+    """One component's stream. Every method raises what the client does, in bounded time."""
+
+    def __init__(self, jetstream: JetStreamContext, names: LaneNames, limits: StreamLimits) -> None:
+        self.names = names
+        self._jetstream = jetstream
+        self._limits = limits
+
+    async def ensure(self) -> StreamReading:
+        """Make the stream unless it is there; return its position."""
+        limits = self._limits
+        try:
+            return await self.read()
+        except NotFoundError:
+            pass
+        try:
+            info = await self._jetstream.add_stream(
+                api.StreamConfig(
+                    name=self.names.stream,
+                    subjects=[self.names.all_events],
+                    storage=api.StorageType.FILE,
+                    discard=api.DiscardPolicy.OLD,
+                    max_bytes=limits.max_bytes,
+                    max_age=limits.max_age_s,
+                    num_replicas=limits.replicas,
+                )
+            )
+        except BadRequestError as error:
+            if error.err_code != STREAM_NAME_IN_USE:
+                raise
+            return await self.read()  # another process made it a moment ago, with other limits
+        return _reading(info)
+
+    async def read(self) -> StreamReading:
+        """Return the position of the stream; raises NotFoundError when there is none."""
+        return _reading(await self._jetstream.stream_info(self.names.stream))
+
+    async def first_of(self, rank: WorkerRank) -> FirstMessage | None:
+        """The oldest message of the rank that the stream has."""
+        try:
+            message = await self._jetstream.get_msg(
+                self.names.stream, seq=1, subject=self.names.events(rank), next=True
+            )
+        except NotFoundError:
+            return None
+        return FirstMessage(message.data or b"", message.seq or 0)
+
+    async def purge(self, *, through: int | None = None) -> None:
+        """Remove the messages up to the sequence ``through``, or all."""
+        await self._jetstream.purge_stream(self.names.stream, seq=None if through is None else through + 1)
+
+
+def _reading(info: api.StreamInfo) -> StreamReading:
+    state = info.state
+    # The server says 0 for the first sequence of a stream that never had a message.
+    return StreamReading(max(1, state.first_seq), state.last_seq, state.messages, str(info.created))

@@ -1,0 +1,268 @@
+"""KV events over NATS Core: a lost batch shows as a gap, and the worker is asked for it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
+from kvrouter.transports.background import go_on
+from kvrouter.transports.events.loads import (
+    LOADS_INTERVAL_S,
+    TELL_EVERY_S,
+    Drops,
+    LatestLoads,
+    OpenedLoads,
+    SealedLoads,
+)
+from kvrouter.transports.events.port import (
+    BLOCKS_MAX,
+    BatchSink,
+    DropReason,
+    DropSink,
+    ForeignRank,
+    ForeignSink,
+    LoadSink,
+    MalformedSink,
+    RecoveryClient,
+    foreign,
+)
+from kvrouter.transports.events.subjects import (
+    all_events,
+    all_loads,
+    events_subject,
+    is_of_component,
+    is_said_by,
+    seal_of,
+)
+from kvrouter.transports.events.wire import decode_batch, encode_parts
+from kvrouter.transports.message_auth import SEAL_BYTES
+from kvrouter.transports.nats_client import reason
+
+QUEUE_MAX_BYTES = 16 * 1024 * 1024
+"""How much of what was published may wait to be sent."""
+
+UNREAD_MAX_BYTES = 64 * 1024 * 1024
+UNREAD_MAX_MESSAGES = 65_536
+"""How much may wait in a router to be read; what comes then is let go, and feeds see the gap."""
+
+
+class NatsEventPublisher:
+    """Publishes for the workers of one component. Make it on the event loop.
+
+    Publishing never waits: while the connection is down, or ``queue_max_bytes`` wait to be sent, events are
+    let go, and ``on_dropped`` is called, once a minute at most.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        component: str,
+        token: str,
+        on_dropped: DropSink = lambda _n_batches, _why: None,
+        queue_max_bytes: int = QUEUE_MAX_BYTES,
+        loads_interval_s: float = LOADS_INTERVAL_S,
+        drops_told_each_s: float = TELL_EVERY_S,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._component = component
+        self._seal = seal_of(token, namespace)
+        self._sealed_loads = SealedLoads(self._seal, namespace=namespace, component=component)
+        self._queue_max_bytes = queue_max_bytes
+        self._drops = Drops(on_dropped, every_s=drops_told_each_s)
+        self._queue: deque[tuple[str, bytes, bool]] = deque()
+        self._queued_bytes = 0
+        self._more = asyncio.Event()
+        self._loads = LatestLoads(self._send_load, interval_s=loads_interval_s)
+        self._sender = go_on(self._send(), name="events: send")
+
+    @property
+    def source(self) -> EventSource:
+        """What a card says."""
+        return EventSource(EventLane.NATS)
+
+    def publish(self, batch: KvBatch) -> None:
+        """Send a batch, in parts when it is larger than the server takes."""
+        subject = events_subject(self._namespace, self._component, batch.rank)
+        for body, _ in encode_parts(batch, max_bytes=self._client.max_payload - SEAL_BYTES):
+            self._enqueue(subject, self._seal.seal(subject, body), is_batch=True)
+
+    def publish_load(self, report: LoadReport) -> None:
+        """Send the latest load of one rank; only the newest matters."""
+        self._loads.publish(report)
+
+    async def close(self) -> None:
+        """Publish nothing any more."""
+        self._loads.close()
+        self._sender.cancel()
+        await asyncio.gather(self._sender, return_exceptions=True)
+        self._drops.close()
+
+    def _send_load(self, report: LoadReport) -> None:
+        subject, frame = self._sealed_loads.seal(report)
+        self._enqueue(subject, frame, is_batch=False)
+
+    def _enqueue(self, subject: str, frame: bytes, *, is_batch: bool) -> None:
+        waiting = self._queued_bytes + len(frame)
+        why: str | None = None
+        if not self._client.is_connected:
+            why = "not connected to NATS"
+        elif len(frame) > self._client.max_payload:
+            why = f"an event of {len(frame)} bytes is too large for NATS"
+        elif waiting > self._queue_max_bytes:
+            why = "the queue to NATS is full"
+        if why is not None:
+            self._let_go(why, is_batch=is_batch)
+            return
+        self._queue.append((subject, frame, is_batch))
+        self._queued_bytes = waiting
+        self._more.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._more.wait()
+            while self._queue:
+                subject, frame, is_batch = self._queue.popleft()
+                try:
+                    await self._client.publish(subject, frame)
+                except (NatsError, OSError) as error:
+                    self._let_go(reason(error), is_batch=is_batch)
+                self._queued_bytes -= len(frame)
+            self._more.clear()
+
+    def _let_go(self, why: str, *, is_batch: bool) -> None:
+        """Only batches are missed: of loads the next one counts."""
+        if is_batch:
+            self._drops.add(1, why)
+
+
+class NatsEventSubscriber:
+    """Hears every worker of a namespace; questions go to ``recovery``. :meth:`start` before anything arrives.
+
+    ``on_malformed`` hears of strangers' messages too, which are not read; ``on_foreign`` of those that speak
+    for a rank on the subject of another one, or of another component.
+    The client subscribes again by itself after its connection broke; what was missed meanwhile shows as a
+    gap at the latest with a worker's next heartbeat.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        recovery: RecoveryClient,
+        *,
+        namespace: str,
+        token: str,
+        on_malformed: MalformedSink,
+        on_foreign: ForeignSink,
+    ) -> None:
+        self._client = client
+        self._recovery = recovery
+        self._namespace = namespace
+        self._seal = seal_of(token, namespace)
+        self._opened_loads = OpenedLoads(self._seal)
+        self._on_malformed = on_malformed
+        self._on_foreign = on_foreign
+        self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
+        self._subscriptions: list[Subscription] = []
+        self._followed: dict[WorkerId, WorkerCard] = {}
+
+    async def start(self) -> None:
+        """Begin to hear the workers."""
+        for subject, on_message in (
+            (all_events(self._namespace), self._on_events),
+            (all_loads(self._namespace), self._on_load),
+        ):
+            self._subscriptions.append(
+                await self._client.subscribe(
+                    subject,
+                    cb=on_message,
+                    pending_msgs_limit=UNREAD_MAX_MESSAGES,
+                    pending_bytes_limit=UNREAD_MAX_BYTES,
+                )
+            )
+
+    async def close(self) -> None:
+        """Hear nothing any more."""
+        for subscription in self._subscriptions:
+            try:
+                await subscription.unsubscribe()
+            except NatsError:
+                continue  # the connection is closed, and the subscription with it
+        self._subscriptions.clear()
+        self._sinks.clear()
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        """Begin to deliver; return the function that ends it."""
+        key = object()
+        self._sinks[key] = (on_batch, on_load)
+
+        def end() -> None:
+            self._sinks.pop(key, None)
+
+        return end
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:
+        """Every worker of the namespace is heard; of this one only what its component's subjects bring."""
+        worker_id = card.worker_id
+        self._followed[worker_id] = card
+
+        def end() -> None:
+            if self._followed.get(worker_id) is card:
+                del self._followed[worker_id]
+
+        return end
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
+        return await self._recovery.recover_range(rank, first, last)
+
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
+        """The rank's whole state, or None when its worker does not answer."""
+        return await self._recovery.recover_snapshot(rank, blocks_max=blocks_max)
+
+    def _check_component(self, subject: str, rank: WorkerRank) -> None:
+        """Raise ForeignRank where the rank's worker is followed, and is of another component."""
+        card = self._followed.get(rank.worker_id)
+        if card is not None and not is_of_component(subject, card.component):
+            raise foreign(rank, subject, DropReason.OTHER_COMPONENT)
+
+    async def _on_events(self, message: Msg) -> None:
+        try:
+            batch = decode_batch(self._seal.opened(message.subject, message.data))
+            if not is_said_by(message.subject, batch.rank):
+                raise foreign(batch.rank, message.subject)
+            self._check_component(message.subject, batch.rank)
+        except ForeignRank as error:
+            self._on_foreign(error)
+            return
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            return
+        for on_batch, _ in tuple(self._sinks.values()):
+            on_batch(batch)
+
+    async def _on_load(self, message: Msg) -> None:
+        try:
+            report = self._opened_loads.opened(message.subject, message.data)
+            if report is not None:
+                self._check_component(message.subject, report.rank)
+        except ForeignRank as error:
+            self._on_foreign(error)
+            return
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            return
+        if report is None:
+            return
+        for _, on_load in tuple(self._sinks.values()):
+            on_load(report)

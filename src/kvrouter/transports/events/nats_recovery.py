@@ -1,0 +1,193 @@
+"""Recovery over NATS: questions to workers about lost events, and their answers.
+
+A question is a nonce (16 bytes) and what is asked; its answer is sealed for the nonce, and opens for nothing
+else. A worker answers a nonce once.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.transports.events.port import BLOCKS_MAX, MalformedSink, RecoverySource
+from kvrouter.transports.events.recovery import (
+    ANSWER_TIMEOUT_S,
+    QUESTION_MAX_BYTES,
+    Ask,
+    RecoveryAnswers,
+    recover_range,
+    recover_snapshot,
+)
+from kvrouter.transports.events.subjects import recovery_subject, seal_of
+from kvrouter.transports.message_auth import SEAL_BYTES, Newest
+
+QUESTIONS_UNREAD_MAX = 1_024
+
+NONCE_BYTES = 16
+
+ANSWERED_MAX = 16_384
+"""Questions that are remembered: one that comes again is answered again after so many others."""
+
+NOBODY_RETRY_S = 0.2
+"""When nobody answers for a worker, it may be about to: its card can be faster than its subscription."""
+
+
+class NatsRecovery:
+    """Both ends of one process: it answers for its own workers and asks others. Make it on the event loop."""
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        token: str,
+        on_malformed: MalformedSink,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._seal = seal_of(token, namespace)
+        self._answered = Newest(remembered_max=ANSWERED_MAX)
+        self._on_malformed = on_malformed
+        self._answer_timeout_s = answer_timeout_s
+        self._recovery_answers = RecoveryAnswers()
+        self._subscribing: dict[WorkerId, asyncio.Task[Subscription | None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
+        """Let ``source`` answer for the worker; return the function that ends it."""
+        end_source = self._recovery_answers.serve(worker_id, source)
+        if worker_id not in self._subscribing:
+            self._subscribing[worker_id] = asyncio.get_running_loop().create_task(self._subscribe(worker_id))
+
+        def end() -> None:
+            end_source()
+            if not self._recovery_answers.serves(worker_id) and worker_id in self._subscribing:
+                ending = asyncio.get_running_loop().create_task(
+                    _unsubscribe(self._subscribing.pop(worker_id))
+                )
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+
+        return end
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
+        return await recover_range(self._ask(rank), rank, first, last, timeout_s=self._answer_timeout_s)
+
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
+        """The rank's whole state, or None when its worker does not answer."""
+        return await recover_snapshot(
+            self._ask(rank), rank, blocks_max=blocks_max, timeout_s=self._answer_timeout_s
+        )
+
+    async def close(self) -> None:
+        """Answer nothing any more."""
+        for ending in self._ending:
+            ending.cancel()
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        subscribing = list(self._subscribing.values())
+        self._subscribing.clear()
+        await asyncio.gather(*map(_unsubscribe, subscribing))
+
+    def _ask(self, rank: WorkerRank) -> Ask:
+        subject = recovery_subject(self._namespace, rank.worker_id)
+
+        async def ask(question: bytes) -> bytes | None:
+            try:
+                return await self._request(subject, question)
+            except NoRespondersError:
+                await asyncio.sleep(NOBODY_RETRY_S)
+            try:
+                return await self._request(subject, question)
+            except NoRespondersError:
+                return None
+
+        return ask
+
+    async def _request(self, subject: str, question: bytes) -> bytes | None:
+        if not self._client.is_connected:
+            return None
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        message = self._seal.seal(subject, nonce + question)
+        try:
+            answer = await self._client.request(subject, message, timeout=self._answer_timeout_s)
+        except NoRespondersError:
+            raise
+        except (NatsError, OSError):  # the connection broke, or it takes too long
+            return None
+        try:
+            return bytes(self._seal.opened(_answer_place(subject, nonce), answer.data))
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            raise
+
+    async def _subscribe(self, worker_id: WorkerId) -> Subscription | None:
+        try:
+            return await self._client.subscribe(
+                recovery_subject(self._namespace, worker_id),
+                cb=self._asked,
+                pending_msgs_limit=QUESTIONS_UNREAD_MAX,
+            )
+        except NatsError:
+            return None  # the connection is closed for good: there is nobody to answer
+
+    async def _asked(self, message: Msg) -> None:
+        if len(message.data) > SEAL_BYTES + NONCE_BYTES + QUESTION_MAX_BYTES or not message.reply:
+            self._on_malformed(f"question: {len(message.data)} bytes, to be answered at {message.reply!r}")
+            return
+        try:
+            answer = self._answer(message.subject, message.data)
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            return
+        try:
+            await message.respond(answer)
+        except (NatsError, OSError):
+            return  # the connection broke; the router asks again
+
+    def _answer(self, subject: str, message: bytes) -> bytes:
+        opened = self._seal.opened(subject, message)
+        nonce, question = bytes(opened[:NONCE_BYTES]), opened[NONCE_BYTES:]
+        if not self._answered.takes(nonce, 1):
+            raise ProtocolError("a router's question came again", param="nonce")
+        answer = self._recovery_answers.answer(
+            question,
+            frame_max_bytes=self._client.max_payload - SEAL_BYTES,
+            now_s=asyncio.get_running_loop().time(),
+        )
+        return self._seal.seal(_answer_place(subject, nonce), answer)
+
+
+def _answer_place(subject: str, nonce: bytes) -> str:
+    """What the answer to a question is sealed for, wherever NATS carries it."""
+    return f"{subject} {nonce.hex()}"
+
+
+async def _drain(subscribing: "asyncio.Task[Subscription | None]") -> None:
+    """End a subscription; questions that come before the server hears of its end are still answered."""
+    subscription = await subscribing
+    if subscription is None:
+        return
+    try:
+        await subscription.drain()  # type: ignore[no-untyped-call]
+    except NatsError:
+        return  # the connection broke or was closed: no question is under way
+
+
+async def _unsubscribe(subscribing: "asyncio.Task[Subscription | None]") -> None:
+    subscription = await subscribing
+    if subscription is None:
+        return
+    try:
+        await subscription.unsubscribe()
+    except NatsError:
+        return  # the connection is closed, and the subscription with it

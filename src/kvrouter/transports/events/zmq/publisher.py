@@ -1,0 +1,149 @@
+"""The worker's end of ZeroMQ: a socket that publishes, and one that answers recovery."""
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.events import KvBatch
+from kvrouter.core.hosts import bracketed, told_host
+from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import EventLane, EventSource, LoadReport
+from kvrouter.transports.events.loads import LOADS_INTERVAL_S, Drops, LatestLoads
+from kvrouter.transports.events.port import DropSink, MalformedSink, RecoverySource
+from kvrouter.transports.events.recovery import QUESTION_MAX_BYTES, RecoveryAnswers
+from kvrouter.transports.events.wire import BATCH_MAX_BYTES, encode_load, encode_parts
+from kvrouter.transports.events.zmq.sockets import (
+    BATCH,
+    LOAD,
+    TOPIC_BYTES,
+    Inlet,
+    TokenKeys,
+    Turns,
+    new_socket,
+    worker_topic,
+)
+
+ANSWER_FRAME_MAX_BYTES = 1024 * 1024
+"""The largest piece of an answer."""
+
+
+class ZmqEventPublisher:
+    """Publishes for every worker of one process, and answers for their past. Make it on the event loop.
+
+    It listens at once, on ports of its own choice where ``port`` and ``recovery_port`` are 0. Publishing
+    never waits: of a router that does not read, messages are let go once 4,096 wait, and its feeds see the
+    gap. With ``token`` only routers that have it connect, and all is encrypted; without one anybody may
+    listen and ask. ``on_dropped`` is called for batches that no router could have read. Raises ConfigError
+    when it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        *,
+        on_malformed: MalformedSink,
+        on_dropped: DropSink = lambda _n_batches, _why: None,
+        recovery_port: int = 0,
+        advertise_host: str | None = None,
+        token: str | None = None,
+        batch_max_bytes: int = BATCH_MAX_BYTES,
+        loads_interval_s: float = LOADS_INTERVAL_S,
+    ) -> None:
+        at = told_host(host, advertise_host)
+        self._drops = Drops(on_dropped)
+        self._on_malformed = on_malformed
+        self._batch_max_bytes = batch_max_bytes - TOPIC_BYTES
+        self._recovery_answers = RecoveryAnswers()
+        self._loads = LatestLoads(self._send_load, interval_s=loads_interval_s)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._out = new_socket(self._context, zmq.PUB, message_max_bytes=QUESTION_MAX_BYTES)
+        self._answers = new_socket(self._context, zmq.ROUTER, message_max_bytes=QUESTION_MAX_BYTES)
+        try:
+            keys = None if token is None else TokenKeys(token)
+            self._source = EventSource(
+                EventLane.ZMQ,
+                events=_listen(self._out, host, port, at, keys),
+                recovery=_listen(self._answers, host, recovery_port, at, keys),
+            )
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self._questions = Inlet(self._answers, self._asked, Turns())
+
+    @property
+    def source(self) -> EventSource:
+        """Where routers connect to."""
+        return self._source
+
+    def publish(self, batch: KvBatch) -> None:
+        """Send a batch; one that is too large for a router to read goes in parts."""
+        topic = worker_topic(batch.rank.worker_id) + BATCH
+        for frame, _ in encode_parts(batch, max_bytes=self._batch_max_bytes):
+            if len(frame) > self._batch_max_bytes:
+                self._drops.add(1, f"an event of {len(frame)} bytes is too large for routers to read")
+            elif not self._send(topic + frame):
+                self._drops.add(1, "ZeroMQ did not take it")
+
+    def publish_load(self, report: LoadReport) -> None:
+        """Send the latest load of one rank; only the newest matters."""
+        self._loads.publish(report)
+
+    def serve_recovery(self, worker_id: WorkerId, source: RecoverySource) -> Callable[[], None]:
+        """Let ``source`` answer for the worker; return the function that ends it."""
+        return self._recovery_answers.serve(worker_id, source)
+
+    async def close(self) -> None:
+        """Publish and answer nothing any more."""
+        self._loads.close()
+        self._drops.close()
+        self._questions.close()
+        self._context.destroy(linger=0)
+
+    def _send_load(self, report: LoadReport) -> None:
+        self._send(worker_topic(report.rank.worker_id) + LOAD + encode_load(report))
+
+    def _send(self, message: bytes) -> bool:
+        try:
+            self._out.send(message, zmq.NOBLOCK)
+        except zmq.ZMQError:  # no room, or closed
+            return False
+        return True
+
+    def _asked(self, frames: list[bytes]) -> None:
+        if len(frames) != 3:
+            self._on_malformed(f"question: {len(frames)} frames instead of 3")
+            return
+        router, number, question = frames
+        now_s = asyncio.get_running_loop().time()
+        try:
+            answer = self._recovery_answers.answer(
+                question, frame_max_bytes=ANSWER_FRAME_MAX_BYTES, now_s=now_s
+            )
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+            return
+        try:
+            self._answers.send_multipart([router, number, answer], zmq.NOBLOCK)
+        except zmq.Again:
+            return  # the router does not read; it gives up by its own clock
+        finally:
+            self._questions.look()
+
+
+def _listen(
+    socket: "zmq.Socket[bytes]", host: str, port: int, advertise_host: str, keys: TokenKeys | None
+) -> str:
+    """Listen at ``host``; return the endpoint at ``advertise_host`` to connect to."""
+    if keys is not None:
+        keys.serve(socket)
+    socket.ipv6 = ":" in host
+    try:
+        socket.bind(f"tcp://{bracketed(host)}:{port or '*'}")
+    except zmq.ZMQError as error:
+        why = OSError(error.errno, error.strerror)
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}", param="port") from why
+    bound = str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    return f"tcp://{bracketed(advertise_host)}:{bound.rpartition(':')[2]}"

@@ -1,0 +1,301 @@
+"""The router's end of ZeroMQ: for each worker process a socket for events and one for recovery.
+
+A process is heard on a socket of its own, so that it speaks for nobody but the workers whose cards name it.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+
+import zmq
+
+from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, WorkerId, WorkerRank
+from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.transports.events.port import (
+    BLOCKS_MAX,
+    BatchSink,
+    ForeignRank,
+    ForeignSink,
+    LoadSink,
+    MalformedSink,
+    foreign,
+)
+from kvrouter.transports.events.recovery import ANSWER_TIMEOUT_S, recover_range, recover_snapshot
+from kvrouter.transports.events.wire import BATCH_MAX_BYTES, decode_batch, decode_load
+from kvrouter.transports.events.zmq.sockets import (
+    BATCH,
+    LOAD,
+    TOPIC_BYTES,
+    Inlet,
+    TokenKeys,
+    Turns,
+    new_socket,
+    topic_of,
+    worker_topic,
+)
+
+ANSWER_MAX_BYTES = 2 * 1024 * 1024
+"""The largest frame of an answer that is read."""
+
+NUMBER_BYTES = 8
+
+SOCKETS_MAX = 32_768
+"""Two for each worker process that one router hears, with a few to spare; libzmq's own limit is 1,023."""
+
+
+class _Questions:
+    """The questions to one worker process: each has a number, and its answer carries that number back."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", on_malformed: MalformedSink, turns: Turns) -> None:
+        self.followers = 0
+        self._socket = socket
+        self._on_malformed = on_malformed
+        self._numbers = count()
+        self._open: dict[bytes, asyncio.Future[bytes | None]] = {}
+        self._inlet = Inlet(socket, self._answered, turns)
+
+    async def ask(self, question: bytes) -> bytes | None:
+        """Return the answer; None when it is certain that none will come."""
+        number = next(self._numbers).to_bytes(NUMBER_BYTES, "big")
+        future = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._socket.send_multipart([number, question], zmq.NOBLOCK)
+            self._inlet.look()
+            answer: bytes | None = await future
+            return answer
+        except zmq.ZMQError:  # no room for more questions to a process that does not answer, or closed
+            return None
+        finally:
+            del self._open[number]
+
+    def close(self) -> None:
+        """Ask nothing any more; open questions have no answer."""
+        self._inlet.close()
+        for future in self._open.values():
+            if not future.done():
+                future.set_result(None)
+
+    def _answered(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            self._on_malformed(f"answer: {len(frames)} frames instead of 2")
+            return
+        future = self._open.get(frames[0])
+        if future is not None and not future.done():  # else it was given up
+            future.set_result(frames[1])
+
+
+class _Heard:
+    """What one worker process publishes, for the workers that are followed there."""
+
+    def __init__(
+        self, socket: "zmq.Socket[bytes]", on_message: Callable[[bytes], None], turns: Turns
+    ) -> None:
+        self.topics: Counter[bytes] = Counter()
+        self._socket = socket
+        self._inlet = Inlet(socket, lambda frames: on_message(frames[0]), turns)
+
+    def follow(self, topic: bytes) -> None:
+        """Hear the worker from now on."""
+        self.topics[topic] += 1
+        if self.topics[topic] == 1:
+            self._socket.subscribe(topic)
+            self._inlet.look()
+
+    def unfollow(self, topic: bytes) -> None:
+        """Take back one :meth:`follow`."""
+        self.topics[topic] -= 1
+        if not self.topics[topic]:
+            del self.topics[topic]
+            self._socket.unsubscribe(topic)
+            self._inlet.look()
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        self._inlet.close()
+
+
+class ZmqEventSubscriber:
+    """Hears the workers that it follows, and asks them. Make it on the event loop.
+
+    ``token`` must be that of the workers. A connection that breaks is made again by itself; what was missed
+    meanwhile shows as a gap at the latest with a worker's next heartbeat.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_malformed: MalformedSink,
+        on_foreign: ForeignSink,
+        token: str | None = None,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+        batch_max_bytes: int = BATCH_MAX_BYTES,
+        sockets_max: int = SOCKETS_MAX,
+    ) -> None:
+        self._on_malformed = on_malformed
+        self._on_foreign = on_foreign
+        self._batch_max_bytes = batch_max_bytes
+        self._answer_timeout_s = answer_timeout_s
+        self._keys = None if token is None else TokenKeys(token)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, sockets_max)
+        self._turns = Turns()
+        self._sinks: dict[object, tuple[BatchSink, LoadSink]] = {}
+        self._heard: dict[str, _Heard] = {}
+        self._is_closed = False
+        self._questions: dict[str, _Questions] = {}
+        self._asked_at: dict[WorkerId, str] = {}
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        """Begin to deliver; return the function that ends it."""
+        key = object()
+        self._sinks[key] = (on_batch, on_load)
+
+        def end() -> None:
+            self._sinks.pop(key, None)
+
+        return end
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:
+        """Connect to the worker; return the function that ends it.
+
+        Raises ConfigError when its card does not say where to.
+        """
+        source, worker_id = card.event_source, card.worker_id
+        if source.lane is not EventLane.ZMQ or not source.events or not source.recovery:
+            raise ConfigError(
+                f"event_source: worker {worker_id} names no endpoints to connect to", param="event_source"
+            )
+        self._begin_hearing(source.events, worker_topic(worker_id))
+        try:
+            self._begin_questions(source.recovery)
+        except ConfigError:
+            self._end_hearing(source.events, worker_topic(worker_id))
+            raise
+        self._asked_at[worker_id] = source.recovery
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if is_over or self._is_closed:
+                return
+            is_over = True
+            self._unfollow(card)
+
+        return end
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last``; None when it is gone, or its worker does not answer."""
+        questions = self._questions_to(rank)
+        if questions is None:
+            return None
+        return await recover_range(questions.ask, rank, first, last, timeout_s=self._answer_timeout_s)
+
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
+        """The rank's whole state, or None when its worker does not answer."""
+        questions = self._questions_to(rank)
+        if questions is None:
+            return None
+        return await recover_snapshot(
+            questions.ask, rank, blocks_max=blocks_max, timeout_s=self._answer_timeout_s
+        )
+
+    async def close(self) -> None:
+        """Hear and ask nothing any more."""
+        self._is_closed = True
+        for heard in self._heard.values():
+            heard.close()
+        self._heard.clear()
+        for questions in self._questions.values():
+            questions.close()
+        self._questions.clear()
+        self._sinks.clear()
+        self._context.destroy(linger=0)
+
+    def _new_socket(self, kind: int, message_max_bytes: int) -> "zmq.Socket[bytes]":
+        socket = new_socket(self._context, kind, message_max_bytes=message_max_bytes)
+        socket.ipv6 = True
+        if self._keys is not None:
+            self._keys.join(socket)
+        return socket
+
+    def _connected(self, kind: int, endpoint: str, message_max_bytes: int) -> "zmq.Socket[bytes]":
+        """Return a socket that is connected to the worker process; raise ConfigError."""
+        try:
+            socket = self._new_socket(kind, message_max_bytes)
+        except zmq.ZMQError as error:  # no more sockets, or no more open files
+            raise ConfigError(
+                f"event_source: {endpoint} cannot be connected to: {error}", param="event_source"
+            ) from error
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"event_source: {endpoint!r}: {error}", param="event_source") from None
+        return socket
+
+    def _begin_hearing(self, endpoint: str, topic: bytes) -> None:
+        heard = self._heard.get(endpoint)
+        if heard is None:
+            socket = self._connected(zmq.SUB, endpoint, self._batch_max_bytes)
+            heard = self._heard[endpoint] = _Heard(socket, self._arrived, self._turns)
+        heard.follow(topic)
+
+    def _end_hearing(self, endpoint: str, topic: bytes) -> None:
+        heard = self._heard[endpoint]
+        heard.unfollow(topic)
+        if not heard.topics:
+            del self._heard[endpoint]
+            heard.close()
+
+    def _begin_questions(self, endpoint: str) -> None:
+        questions = self._questions.get(endpoint)
+        if questions is None:
+            socket = self._connected(zmq.DEALER, endpoint, ANSWER_MAX_BYTES)
+            questions = self._questions[endpoint] = _Questions(socket, self._on_malformed, self._turns)
+        questions.followers += 1
+
+    def _unfollow(self, card: WorkerCard) -> None:
+        source, topic = card.event_source, worker_topic(card.worker_id)
+        self._end_hearing(source.events, topic)
+        questions = self._questions[source.recovery]
+        questions.followers -= 1
+        if not questions.followers:
+            del self._questions[source.recovery]
+            questions.close()
+        is_followed = any(topic in heard.topics for heard in self._heard.values())
+        if not is_followed and self._asked_at.get(card.worker_id) == source.recovery:
+            del self._asked_at[card.worker_id]
+
+    def _questions_to(self, rank: WorkerRank) -> _Questions | None:
+        endpoint = self._asked_at.get(rank.worker_id)
+        return None if endpoint is None else self._questions.get(endpoint)
+
+    def _arrived(self, message: bytes) -> None:
+        worker_id, kind = topic_of(message)
+        body = memoryview(message)[TOPIC_BYTES:]
+        try:
+            if kind == BATCH:
+                batch = decode_batch(body)
+                _check_speaker(batch.rank, worker_id)
+                for on_batch, _ in tuple(self._sinks.values()):
+                    on_batch(batch)
+            elif kind == LOAD:
+                report = decode_load(body)
+                _check_speaker(report.rank, worker_id)
+                for _, on_load in tuple(self._sinks.values()):
+                    on_load(report)
+            else:
+                raise ProtocolError(f"topic: unknown kind {kind!r}", param="topic")
+        except ForeignRank as error:
+            self._on_foreign(error)
+        except ProtocolError as error:
+            self._on_malformed(error.message)
+
+
+def _check_speaker(rank: WorkerRank, worker_id: int) -> None:
+    """Raise ForeignRank where the topic is another worker's than the rank's."""
+    if rank.worker_id != worker_id:
+        raise foreign(rank, f"worker {worker_id}")

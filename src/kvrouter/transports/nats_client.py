@@ -1,0 +1,54 @@
+"""What every user of NATS shares: names in subjects, flush, error messages.
+
+The client's own ``flush``, when it is cancelled, leaves a cancelled future for the server's answer. The
+answer ends the client's reading, and the connection receives nothing until it is found to be stale.
+"""
+
+import asyncio
+import re
+
+from nats.aio.client import Client
+from nats.js.errors import APIError, ServiceUnavailableError
+
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def subject_name(name: str) -> str:
+    """Return ``name`` as one word of a subject; whatever has a meaning there becomes ``_``."""
+    return _NOT_IN_A_NAME.sub("_", name)
+
+
+async def flush(client: Client) -> None:
+    """Return once the server has handled what was sent; raises what the client's ``flush`` does.
+
+    One that is cancelled goes on in the background.
+    """
+    await asyncio.shield(asyncio.create_task(client.flush()))
+
+
+async def flush_subscriptions(client: Client) -> None:
+    """Return once the server knows every subscription; raises what the client's ``flush`` does."""
+    for _ in range(2):  # the client's first ping may overtake a subscription; the second cannot
+        await flush(client)
+
+
+NO_JETSTREAM = "this NATS server has no JetStream: start nats-server with -js"
+NO_ANSWER = "NATS did not answer in time"
+NO_ROOM = "JetStream has no room for it: free its disk, or give it more (max_file_store)"
+
+_NO_ROOM_CODES = frozenset({10002, 10023, 10047})
+"""The server's codes for too little storage: of an account, of the cluster, of the server."""
+
+
+def reason(error: BaseException) -> str:
+    """What ``error`` says, in a line; some errors of the client say nothing, or nothing that helps."""
+    if isinstance(error, ServiceUnavailableError) and error.code is None:
+        # The client's own: nobody listens where JetStream answers. One of the server has a code.
+        return NO_JETSTREAM
+    if isinstance(error, APIError) and error.description:
+        if error.err_code in _NO_ROOM_CODES:
+            return f"{NO_ROOM} ({error.description})"
+        return f"{error.description} (NATS error {error.err_code})"
+    if isinstance(error, TimeoutError) and str(error) in ("", "nats: timeout"):
+        return NO_ANSWER
+    return str(error) or type(error).__name__

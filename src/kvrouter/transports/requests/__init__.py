@@ -1,0 +1,1 @@
+"""Requests: a port and its adapters."""

@@ -1,0 +1,341 @@
+"""The worker's end of requests over HTTP."""
+
+import asyncio
+import hmac
+import socket
+import ssl as tls
+import sys
+from collections.abc import Callable
+
+from aiohttp import ClientError, web
+
+from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.hosts import bracketed, told_host
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk
+from kvrouter.transports.background import go_on
+from kvrouter.transports.listener import HELLO_WITHIN_S, NO_DESCRIPTOR, UNAUTHENTICATED_MAX, TcpServer
+from kvrouter.transports.requests.http.connections import (
+    CONNECTIONS_MAX,
+    HttpConnections,
+    last_answer,
+    service_unavailable,
+)
+from kvrouter.transports.requests.http.frames import (
+    ALIVE,
+    FRAMES,
+    LEG_HEADER,
+    MSGPACK,
+    REASON_MAX_BYTES,
+    ROUTER_HEADER,
+    chunk_frame,
+    failure_frame,
+)
+from kvrouter.transports.requests.legs import AwakeClock, LegName, LegServer, RouterGone
+from kvrouter.transports.requests.port import RequestServer, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.stream import (
+    REQUEST_MAX_BYTES,
+    decode_request,
+    encode_refusal,
+    refusal_of,
+)
+
+BODIES_MAX_BYTES = 512 * 1024 * 1024
+"""Requests that are being read, over all connections; one more is refused as WorkerFull."""
+
+CUT_OFF_S = 0.05
+"""How long idle connections are waited for when the listener closes."""
+
+GOODBYE_S = 1.0
+"""How long the readers of a listener that closes have to hear of it."""
+
+SEND_BUFFER_BYTES = 16 * 1024
+"""What waits for one reader, in the kernel and above it: small, so that a slow reader is felt soon."""
+
+
+class _Answer:
+    """One leg's answer: nothing, or a refusal, or a stream of frames."""
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+        self._loop = asyncio.get_running_loop()
+        self._sent_s = 0.0
+        self._is_over = False
+        self.response: web.StreamResponse | None = None
+
+    async def accept(self) -> None:
+        """Answer 200."""
+        transport = self._request.transport
+        if transport is None:
+            raise RouterGone
+        transport.set_write_buffer_limits(high=SEND_BUFFER_BYTES)
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        response = self.response = web.StreamResponse(headers={"content-type": FRAMES})
+        response.enable_chunked_encoding()
+        self._sent_s = self._loop.time()
+        try:
+            await response.prepare(self._request)
+            await self._request.writer.drain()
+        except ConnectionError as error:
+            raise RouterGone from error
+
+    def take(self, _chunk: EngineChunk) -> bool:
+        """A write is always awaited."""
+        return False
+
+    async def send(self, chunk: EngineChunk) -> None:
+        """Send; return once there is room for another."""
+        response = self._response()
+        self._sent_s = self._loop.time()
+        try:
+            await response.write(chunk_frame(chunk))
+            await self._request.writer.drain()
+        except ConnectionError as error:
+            raise RouterGone from error
+
+    async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
+        """Send, and end the answer."""
+        response = self._response()
+        self._is_over = True
+        over()
+        try:
+            await response.write_eof(chunk_frame(chunk))
+        except ConnectionError as error:
+            raise RouterGone from error
+
+    async def end(self, error: Exception) -> None:
+        """Refuse, or end the stream with what went wrong."""
+        refusal = refusal_of(error)
+        if self.response is None:
+            status = error.status_hint if isinstance(error, KvrouterError) else 502
+            self.response = web.Response(status=status, body=encode_refusal(refusal), content_type=MSGPACK)
+            return
+        self._is_over = True
+        try:
+            await self.response.write_eof(failure_frame(refusal))
+        except ConnectionError:
+            return
+
+    def _response(self) -> web.StreamResponse:
+        if self.response is None:
+            raise RouterGone
+        return self.response
+
+    async def beat(self, silent_for_s: float) -> None:
+        """Give a sign of life when nothing else was sent for a while and nothing waits to be read."""
+        transport = self._request.transport
+        response = self.response
+        now_s = self._loop.time()
+        if response is None or not response.prepared or self._is_over or transport is None:
+            return
+        if now_s - self._sent_s < silent_for_s or transport.get_write_buffer_size():
+            return
+        self._sent_s = now_s
+        try:
+            await response.write(ALIVE)
+        except ConnectionError:
+            return
+
+
+class _Refused(Exception):
+    """A request that is answered with an error, and the status of that answer."""
+
+    def __init__(self, status: int, error: KvrouterError) -> None:
+        super().__init__(error.message)
+        self.status = status
+        self.error = error
+
+
+class HttpRequestAcceptor:
+    """A listener that serves any number of workers of this process.
+
+    ``advertise_host`` is what routers connect to: by default ``host``. Port 0 takes a free one.
+    ``on_refused`` hears why a stranger, or a peer that does not keep to the protocol, was refused. A
+    connection has ``hello_within_s`` to show the token in a request; of those that have not yet there are
+    ``unauthenticated_max``: where one more comes the oldest is dropped. File descriptors from the number
+    ``descriptors_max`` on are not for connections.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        token: str,
+        ssl: tls.SSLContext | None = None,
+        advertise_host: str | None = None,
+        heartbeat_s: float | None = None,
+        dead_after_s: float = 5.0,
+        request_timeout_s: float = 30.0,
+        connections_max: int = CONNECTIONS_MAX,
+        descriptors_max: int = sys.maxsize,
+        unauthenticated_max: int = UNAUTHENTICATED_MAX,
+        hello_within_s: float = HELLO_WITHIN_S,
+        on_refused: Callable[[str], None] = lambda _why: None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._credentials = f"Bearer {token}".strip().encode()
+        self._ssl = ssl
+        self._advertise_host = told_host(host, advertise_host)
+        self._heartbeat_s = dead_after_s / 3 if heartbeat_s is None else heartbeat_s
+        self._dead_after_s = dead_after_s
+        self._request_timeout_s = request_timeout_s
+        self._on_refused = on_refused
+        self._places: dict[str, LegServer] = {}
+        self._answers: set[_Answer] = set()
+        self._reading_bytes = 0
+        self._clock = AwakeClock(self._heartbeat_s / 2)
+        self._hello_within_s = hello_within_s
+        self._connections = HttpConnections(
+            self._handle,
+            connections_max=connections_max,
+            unauthenticated_max=unauthenticated_max,
+            on_dropped=on_refused,
+            clock=self._clock,
+        )
+        self._server = TcpServer(
+            self._connections,
+            answer=lambda: service_unavailable(
+                MSGPACK, encode_refusal(refusal_of(WorkerFull(NO_DESCRIPTOR)))
+            ),
+            on_refused=on_refused,
+            ssl=ssl,
+            handshake_timeout_s=hello_within_s,
+            descriptors_max=descriptors_max,
+        )
+        self._beating: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the address cannot be had."""
+        try:
+            self._port = await self._server.start(self._host, self._port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}", param="port") from error
+        self._beating = go_on(self._beat(), name="requests: look after routers")
+
+    async def close(self) -> None:
+        """Listen no longer; every worker leaves, and every connection is closed."""
+        places = tuple(self._places.values())
+        for place in places:
+            place.leave("the listener was closed")
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.gather(self._beating, return_exceptions=True)
+        self._connections.take_no_more()
+        self._server.close()
+        await self._server.wait_closed()
+        await asyncio.gather(*(place.wait_idle(GOODBYE_S) for place in places))
+        await self._connections.shutdown(CUT_OFF_S)
+
+    def address_of(self, worker_id: WorkerId, incarnation: Epoch) -> str:
+        """Return what the card of a worker served here says. The listener must have started."""
+        scheme = "http" if self._ssl is None else "https"
+        return f"{scheme}://{bracketed(self._advertise_host)}:{self._port}/{worker_id}/{incarnation}"
+
+    def serve(self, address: str, server: RequestServer) -> LegServer:
+        """Make ``server`` reachable under an address that :meth:`address_of` gave, until it leaves."""
+        path = "/" + "/".join(address.split("/")[3:])
+        if path in self._places:
+            raise ConfigError(f"{address} is served already", param="address")
+
+        def forget(_why: str) -> None:
+            self._places.pop(path, None)
+
+        place = self._places[path] = LegServer(address, server, self._clock, forget)
+        return place
+
+    async def _beat(self) -> None:
+        """Show that this worker lives, and find out which routers and strangers do not."""
+        while True:
+            await self._clock.tick()
+            for answer in tuple(self._answers):
+                await answer.beat(self._heartbeat_s)
+            for place in tuple(self._places.values()):
+                place.cancel_silent(self._dead_after_s)
+            self._connections.close_unauthenticated(self._clock.now_s - self._hello_within_s)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "GET" and request.path == "/health":
+            return last_answer(web.Response(status=204))
+        try:
+            return await self._answer_to(request)
+        except _Refused as refused:
+            # The connection ends with the answer: what follows is never read.
+            self._on_refused(f"{request.remote}: {refused.error.message}")
+            body = encode_refusal(refusal_of(refused.error))
+            return last_answer(web.Response(status=refused.status, body=body, content_type=MSGPACK))
+
+    async def _answer_to(self, request: web.BaseRequest) -> web.StreamResponse:
+        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._credentials):
+            raise _Refused(401, WorkerUnreachable("the worker's token is another one"))
+        if not self._connections.admit(request.protocol):
+            raise _Refused(503, WorkerFull("as many connections are open as may be"))
+        root, *rest = request.path.removeprefix("/").split("/")
+        router = request.headers.get(ROUTER_HEADER, "")
+        if (request.method, root, len(rest)) == ("GET", "health", 2):
+            return self._health("/" + "/".join(rest), router)
+        if root != "v1" or rest[:1] != ["legs"] or not router:
+            raise _Refused(404, ProtocolError(f"{request.path}: no such path", param="path"))
+        place = self._places.get("/" + "/".join(rest[1:3]))
+        if place is None:
+            raise _Refused(404, WorkerUnreachable(f"nobody serves {request.path} here"))
+        number = rest[3] if len(rest) > 3 else request.headers.get(LEG_HEADER, "")
+        if not number.isdecimal():
+            raise _Refused(400, ProtocolError(f"{number!r} is no leg", param="leg"))
+        name = LegName(router, int(number))
+        if (request.method, len(rest)) == ("DELETE", 4):
+            return await self._cancel(place, name, request)
+        if (request.method, len(rest)) == ("POST", 3):
+            return await self._leg(place, name, request)
+        raise _Refused(405, ProtocolError(f"{request.method}: not here", param="method"))
+
+    def _health(self, path: str, router: str) -> web.Response:
+        place = self._places.get(path)
+        if place is None:
+            return web.Response(status=404)
+        place.hear(router)
+        return web.Response(status=204)
+
+    async def _cancel(self, place: LegServer, name: LegName, request: web.BaseRequest) -> web.Response:
+        body = await self._body(request, REASON_MAX_BYTES, "reason")
+        place.cancel(name, body.decode("utf-8", "replace"))
+        return web.Response(status=204)
+
+    async def _leg(self, place: LegServer, name: LegName, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            decoded = decode_request(await self._body(request, REQUEST_MAX_BYTES, "token_ids"))
+        except ProtocolError as error:
+            raise _Refused(400, error) from error
+        answer = _Answer(request)
+        self._answers.add(answer)
+        try:
+            await place.run(name, decoded, answer)
+        finally:
+            self._answers.discard(answer)
+        return answer.response or web.Response(status=502)
+
+    async def _body(self, request: web.BaseRequest, max_bytes: int, param: str) -> bytes:
+        """Check the size, then read, in bounded time and memory."""
+        n_bytes = request.content_length
+        if n_bytes is None:
+            raise _Refused(411, ProtocolError("no content-length", param="content-length"))
+        if n_bytes > max_bytes:
+            raise _Refused(
+                413, InvalidRequest(f"{param}: {n_bytes} bytes are above {max_bytes}", param=param)
+            )
+        if self._reading_bytes + n_bytes > BODIES_MAX_BYTES:
+            raise _Refused(503, WorkerFull(f"{BODIES_MAX_BYTES} bytes of requests are being read"))
+        self._reading_bytes += n_bytes
+        try:
+            async with asyncio.timeout(self._request_timeout_s):
+                return await request.content.readexactly(n_bytes)
+        except TimeoutError:
+            late = WorkerUnreachable(f"the request did not arrive in {self._request_timeout_s} s")
+            raise _Refused(408, late) from None
+        except (asyncio.IncompleteReadError, ClientError) as error:
+            raise _Refused(400, ProtocolError("the request was cut off", param=param)) from error
+        finally:
+            self._reading_bytes -= n_bytes

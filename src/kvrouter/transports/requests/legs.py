@@ -1,0 +1,306 @@
+"""Legs at a worker, over any transport: which run, which are repeated, how each ends."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.ids import RequestId
+from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.transports.requests.port import (
+    EngineStream,
+    LegRepeated,
+    RequestServer,
+    StreamBroken,
+    WorkerFull,
+    WorkerUnreachable,
+)
+
+TICKS_COUNTED = 2
+"""How many ticks one tick counts for at most, however late it comes."""
+
+
+class AwakeClock:
+    """A clock that stops while its loop does. It advances by ticks, of about ``every_s`` seconds.
+
+    When a loop was held up for long, what its peers said meanwhile is not read yet when its timers go off: by
+    a common clock all of them would seem to be dead.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self.now_s = 0.0
+        self._every_s = every_s
+
+    async def tick(self) -> None:
+        """Wait for the next tick."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        await asyncio.sleep(self._every_s)
+        self.now_s += min(loop.time() - began_s, TICKS_COUNTED * self._every_s)
+
+
+LEGS_MAX = 16_384
+"""How many legs one worker runs at once; one more is refused as WorkerFull."""
+
+ENDED_MAX = 8192
+"""How many legs that have ended are still known, so that a request that arrives once more is not served once
+more: at a thousand legs a second, longer than any router waits for an acknowledgement."""
+
+PREFILLED_MAX = 4096
+"""How many prefill legs that have ended can still be cancelled; the engine's own clock frees older ones."""
+
+CONNECTION_CLOSED = "the router closed its connection"
+
+
+class LegKey(NamedTuple):
+    """What must not be served twice."""
+
+    request_id: RequestId
+    intake: str
+    attempt: int
+    leg: Leg
+
+
+def key_of(request: EngineRequest) -> LegKey:
+    """Return the key of a request's leg."""
+    return LegKey(request.request_id, request.intake, request.attempt, request.leg)
+
+
+class LegName(NamedTuple):
+    """What a router calls one leg, for as long as the router lives."""
+
+    router: str
+    number: int
+
+
+class RouterGone(Exception):
+    """Nobody hears what a leg answers any more."""
+
+
+class LegWriter(Protocol):
+    """How a wire carries what one leg answers. All but ``end`` raise :class:`RouterGone` when nobody hears
+    it, and may raise ProtocolError for a chunk that cannot travel.
+    """
+
+    async def accept(self) -> None:
+        """The worker took the leg."""
+
+    def take(self, chunk: EngineChunk) -> bool:
+        """Send ``chunk``, which is not the last, and return True; return False if that has to be awaited."""
+
+    async def send(self, chunk: EngineChunk) -> None:
+        """Send ``chunk``, which is not the last, when there is room."""
+
+    async def send_last(self, chunk: EngineChunk, over: Callable[[], None]) -> None:
+        """Send the last chunk when there is room. The leg is ``over`` just before the router can know it."""
+
+    async def end(self, error: Exception) -> None:
+        """The leg was refused or, once it was accepted, lost. Raises nothing."""
+
+
+class RunningLegs:
+    """Which legs run at one worker, and which ran lately: each is served once."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._running: set[LegKey] = set()
+        self._ended: OrderedDict[LegKey, None] = OrderedDict()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def served(self) -> None:
+        """Return once routers can reach the worker: at once, unless a subclass knows better."""
+
+    @property
+    def running_legs(self) -> int:
+        """How many legs run here: from the request to the last chunk, a failure or a cancellation."""
+        return len(self._running)
+
+    async def wait_idle(self, limit_s: float) -> bool:
+        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _begin(self, key: LegKey) -> None:
+        """Count a leg. Raises LegRepeated for one that runs or ran here, WorkerFull at :data:`LEGS_MAX`."""
+        if key in self._running or key in self._ended:
+            when = "runs here already" if key in self._running else "ran here before"
+            raise LegRepeated(f"{key.request_id}#{key.attempt}: this {key.leg} leg {when}")
+        if len(self._running) >= LEGS_MAX:
+            raise WorkerFull(f"{self.address}: {LEGS_MAX} legs run")
+        self._running.add(key)
+        self._idle.clear()
+
+    def _over(self, key: LegKey) -> None:
+        """A leg runs no longer, whether or not it ever came to its engine. Idempotent."""
+        if key not in self._running:
+            return
+        self._running.discard(key)
+        self._ended[key] = None
+        if len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+        if not self._running:
+            self._idle.set()
+
+
+class _ServedLeg:
+    """One leg from its request to its end, and the task that serves it."""
+
+    def __init__(self, name: LegName, key: LegKey) -> None:
+        self.name = name
+        self.key = key
+        self.inner: EngineStream | None = None
+        self.broken: str | None = None
+        self.task = asyncio.current_task()
+
+    def cancel(self, reason: str) -> None:
+        if self.inner is not None:
+            _cancel_soon(self.inner, reason)
+
+    def end_task(self) -> None:
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+
+    def lost(self, why: str) -> KvrouterError:
+        """What its router hears when it is no fault of the request."""
+        return WorkerUnreachable(why) if self.inner is None else StreamBroken(why)
+
+
+class LegServer(RunningLegs):
+    """One worker's place in a plane: the registration of its server, and the legs that run there.
+
+    ``on_leave`` hears why the worker left. A router is silent by ``clock``.
+    """
+
+    def __init__(
+        self, address: str, server: RequestServer, clock: AwakeClock, on_leave: Callable[[str], None]
+    ) -> None:
+        super().__init__(address)
+        self._server = server
+        self._on_leave = on_leave
+        self._clock = clock
+        self._legs: dict[LegName, _ServedLeg] = {}
+        self._prefilled: OrderedDict[LegName, EngineStream] = OrderedDict()
+        self._heard_s: dict[str, float] = {}
+        self._left: str | None = None
+
+    def leave(self, why: str) -> None:
+        """Open streams break, new ones are refused. Idempotent."""
+        if self._left is not None:
+            return
+        self._left = f"{self.address}: {why}"
+        self._on_leave(why)
+        for leg in tuple(self._legs.values()):
+            leg.broken = self._left
+            leg.cancel(why)
+            leg.end_task()
+
+    async def run(self, name: LegName, request: EngineRequest, answer: LegWriter) -> None:
+        """Serve one leg to its end, in the calling task. CancelledError when the leg was cancelled."""
+        leg = _ServedLeg(name, key_of(request))
+        try:
+            self._admit(leg)
+            leg.inner = await self._server.submit(request)
+            await answer.accept()
+            await self._answer(leg, leg.inner, answer)
+        except asyncio.CancelledError:
+            if leg.broken is None:
+                self._stop(leg, CONNECTION_CLOSED)
+                raise
+            if leg.task is not None:
+                leg.task.uncancel()
+            await answer.end(leg.lost(leg.broken))
+        except RouterGone:
+            self._stop(leg, CONNECTION_CLOSED)
+        except KvrouterError as error:
+            leg.cancel("its answer was lost")
+            is_lost = isinstance(error, WorkerUnreachable) and not isinstance(error, WorkerFull)
+            await answer.end(leg.lost(error.message) if is_lost and leg.inner is not None else error)
+        except Exception as error:  # noqa: BLE001 - a mistake of an engine ends its leg, not its worker
+            leg.cancel("its answer was lost")
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": f"leg {request.engine_key} failed", "exception": error}
+            )
+            await answer.end(leg.lost(f"the worker failed: {type(error).__name__}: {error}"))
+        finally:
+            self._forget(leg)
+
+    def cancel(self, name: LegName, reason: str) -> None:
+        """The router wants no more of a leg, or will not decode what it prefilled. Idempotent."""
+        leg = self._legs.get(name)
+        if leg is not None:
+            self._stop(leg, reason)
+        prefilled = self._prefilled.pop(name, None)
+        if prefilled is not None:
+            _cancel_soon(prefilled, reason)
+
+    def drop_router(self, router: str, why: str) -> None:
+        """Cancel the legs of a router that is gone, and what it prefilled."""
+        self._heard_s.pop(router, None)
+        for name in [name for name in (*self._legs, *self._prefilled) if name.router == router]:
+            self.cancel(name, why)
+
+    def hear(self, router: str) -> None:
+        """A router is alive."""
+        if router in self._heard_s:
+            self._heard_s[router] = self._clock.now_s
+
+    def keep_only(self, router: str, numbers: Collection[int]) -> None:
+        """Cancel the legs of ``router`` that it does not name: it gave them up, and the word was lost."""
+        for name in [name for name in self._legs if name.router == router and name.number not in numbers]:
+            self.cancel(name, "the router gave the leg up")
+
+    def cancel_silent(self, dead_after_s: float) -> None:
+        """Cancel the legs of every router that was not heard for ``dead_after_s``, and what it prefilled."""
+        now_s = self._clock.now_s
+        for router in [router for router, at_s in self._heard_s.items() if now_s - at_s > dead_after_s]:
+            self.drop_router(router, f"the router was not heard for {dead_after_s} s")
+
+    def _admit(self, leg: _ServedLeg) -> None:
+        if self._left is not None:
+            raise WorkerUnreachable(self._left)
+        if leg.name in self._legs:
+            raise LegRepeated(f"leg {leg.name.number} of this router runs here already")
+        self._begin(leg.key)
+        self._legs[leg.name] = leg
+        self._heard_s[leg.name.router] = self._clock.now_s
+
+    async def _answer(self, leg: _ServedLeg, inner: EngineStream, answer: LegWriter) -> None:
+        take = answer.take
+        async for chunk in inner:
+            if chunk.finish is not None:
+                await answer.send_last(chunk, partial(self._ended_well, leg, inner))
+                return
+            if not take(chunk):
+                await answer.send(chunk)
+        raise StreamBroken(f"{self.address}: the engine ended a leg without a last chunk")
+
+    def _ended_well(self, leg: _ServedLeg, inner: EngineStream) -> None:
+        self._forget(leg)
+        if leg.key.leg is Leg.PREFILL:
+            self._prefilled[leg.name] = inner
+            if len(self._prefilled) > PREFILLED_MAX:
+                self._prefilled.popitem(last=False)
+
+    def _stop(self, leg: _ServedLeg, reason: str) -> None:
+        """Cancel it in the engine, unless the leg has ended, and end the task."""
+        if self._legs.get(leg.name) is leg:
+            self._forget(leg)
+            leg.cancel(reason)
+            leg.end_task()
+
+    def _forget(self, leg: _ServedLeg) -> None:
+        if self._legs.get(leg.name) is leg:
+            del self._legs[leg.name]
+            self._over(leg.key)
+
+
+def _cancel_soon(inner: EngineStream, reason: str) -> None:
+    """Cancel an engine's stream in a turn of its own: a mistake there is shown, and hinders no other leg."""
+    asyncio.get_running_loop().call_soon(inner.cancel, reason)

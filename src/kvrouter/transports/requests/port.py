@@ -1,0 +1,129 @@
+"""The port of requests: how one leg reaches a worker, and how its tokens come back."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.core.requests import EngineChunk, EngineRequest
+
+AliveSink = Callable[[bool], None]
+"""Whether a worker answers."""
+
+TokenSink = Callable[[Sequence[int]], bool]
+"""Takes tokens in the turn of the loop in which they arrive; returns whether it wants more that way."""
+
+
+class WorkerUnreachable(KvrouterError):
+    """The worker never accepted the request: sending it elsewhere is safe."""
+
+    code = "worker_unreachable"
+
+
+class WorkerFull(WorkerUnreachable):
+    """The worker takes no more requests for now: its own queue is full."""
+
+    code = "worker_full"
+
+
+class LegRepeated(WorkerUnreachable):
+    """The worker runs this very leg, or ran it: it arrived twice. No fault of the worker's."""
+
+    code = "leg_repeated"
+    status_hint = 409
+
+
+class StreamBroken(KvrouterError):
+    """The worker accepted the request and was lost before its last chunk."""
+
+    code = "stream_broken"
+
+
+class ReaderTooSlow(KvrouterError):
+    """The leg was cancelled because its reader took nothing for too long: sending it again helps nobody."""
+
+    code = "reader_too_slow"
+
+
+class EngineStream(Protocol):
+    """The answer to one leg. Iterating raises :class:`StreamBroken` when the worker is lost, and
+    :class:`WorkerFull` where its engine says only later that it takes no more.
+
+    The stream holds a bounded number of chunks: a slow reader withholds its own credits and stops only its
+    own producer. Chunks that wait may be merged: tokens are never lost or reordered.
+    """
+
+    def __aiter__(self) -> AsyncIterator[EngineChunk]: ...
+
+    async def __anext__(self) -> EngineChunk: ...
+
+    def cancel(self, reason: str) -> None:
+        """Ask the worker to stop and free what it holds; idempotent, allowed at any time.
+
+        A pending or later read ends at once with a chunk whose finish is ``CANCELLED``. For a prefill leg
+        that has ended, the KV that still waits for its decode worker is freed.
+        """
+
+
+@runtime_checkable
+class HandingStream(EngineStream, Protocol):
+    """A stream that can call its reader, so that tokens of many streams cost no wake-up of a task each."""
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Give ``sink`` all tokens that arrive, until it returns False or anything else than bare tokens
+        comes (an end, a failure, a cancellation): the next read brings that. What ``sink`` raises is raised
+        here. Tokens that ``sink`` was given count as read.
+        """
+
+
+class RequestPlane(Protocol):
+    """Opens streams to workers by the address on their card."""
+
+    async def open(self, address: str, request: EngineRequest) -> EngineStream:
+        """Send ``request``; return once the worker accepted it.
+
+        Raises :class:`WorkerUnreachable` when it did not, in bounded time.
+        """
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        """Keep watch over the worker at ``address``; return the function that ends it, idempotent.
+
+        Until it is notified otherwise the caller may take the worker to be alive. ``on_alive(False)`` when it
+        is found not to answer, in bounded time, ``on_alive(True)`` when it answers again; never the same
+        twice in a row. The plane goes on trying for as long as it follows.
+
+        Raises :class:`WorkerUnreachable` for an address that this plane could never reach.
+        """
+
+    async def close(self) -> None:
+        """Close every connection; open streams break."""
+
+
+class RequestServer(Protocol):
+    """What a worker offers to its plane: take a leg, answer with chunks."""
+
+    async def submit(self, request: EngineRequest) -> EngineStream:
+        """Accept ``request`` and return its stream; raise an error of the core tree to refuse it."""
+
+
+class Registration(Protocol):
+    """A worker's place in the request plane."""
+
+    async def served(self) -> None:
+        """Return once routers can reach the worker. Raises ConfigError when that cannot be had."""
+
+    @property
+    def running_legs(self) -> int:
+        """How many legs run here: from the request to the last chunk, a failure or a cancellation."""
+
+    async def wait_idle(self, limit_s: float) -> bool:
+        """Wait until no leg runs, or ``limit_s`` seconds; return whether none does."""
+
+    def leave(self, why: str) -> None:
+        """Open streams break, new ones are refused. Idempotent."""
+
+
+class RequestAcceptor(Protocol):
+    """A worker's end of the request plane."""
+
+    def serve(self, address: str, server: RequestServer) -> Registration:
+        """Make ``server`` reachable under ``address`` until the registration leaves."""

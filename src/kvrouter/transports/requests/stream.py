@@ -1,0 +1,327 @@
+"""The router's end of one leg, over any transport, and the binary form of requests and chunks.
+
+Token ids travel as unsigned 32-bit little-endian integers in one run of bytes. Whatever cannot be read is a
+:class:`ProtocolError` that names the field; what a reader does not know is skipped, so that fields can be
+added.
+"""
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvrouter.core.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrouterError,
+    ProtocolError,
+    ShuttingDown,
+    UnknownModel,
+)
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, merge_chunks
+from kvrouter.transports.requests.port import (
+    LegRepeated,
+    StreamBroken,
+    TokenSink,
+    WorkerFull,
+    WorkerUnreachable,
+)
+
+VERSION = 1
+"""What both ends of a request plane must agree on; see ``docs/wire.md``."""
+
+REQUEST_MAX_BYTES = 64 * 1024 * 1024
+"""The largest request that a worker reads: 16 million tokens."""
+
+CHUNKS_MAX_BYTES = 16 * 1024 * 1024
+"""The largest run of chunks that a router reads in one frame."""
+
+_KINDS: dict[str, type[KvrouterError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidRequest,
+        ContextLengthExceeded,
+        UnknownModel,
+        ShuttingDown,
+        DeadlineExceeded,
+        ProtocolError,
+        WorkerUnreachable,
+        WorkerFull,
+        LegRepeated,
+        StreamBroken,
+    )
+}
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True):
+    """An error as it travels: the stable code of its class, its words, and the field it is about."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+def refusal_of(error: Exception) -> WireError:
+    """Return how ``error`` travels. One that is not of the core tree is a mistake at the worker."""
+    if isinstance(error, KvrouterError) and error.code in _KINDS:
+        return WireError(error.code, error.message, error.param)
+    return WireError(WorkerUnreachable.code, f"the worker failed: {type(error).__name__}: {error}")
+
+
+def error_of(refusal: WireError) -> KvrouterError:
+    """Return the error; a code that is not known here is a worker that did not take the request."""
+    return _KINDS.get(refusal.code, WorkerUnreachable)(refusal.message, param=refusal.param)
+
+
+def encode_request(request: EngineRequest) -> bytes:
+    """Return ``request`` as msgpack; raise InvalidRequest for an integer that no wire carries."""
+    try:
+        return _encoder.encode(request)
+    except OverflowError as error:
+        raise InvalidRequest(f"request: {error}", param="request") from error
+
+
+def decode_request(frame: bytes | memoryview) -> EngineRequest:
+    """Return the request in ``frame``; raise ProtocolError."""
+    try:
+        return _request.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _unreadable("request", error) from error
+
+
+def is_bare(chunk: EngineChunk) -> bool:
+    """Whether ``chunk`` has tokens and nothing else, as most have: those travel in a shorter form."""
+    return (
+        chunk.finish is None
+        and chunk.cached_tokens is None
+        and chunk.kv_transfer_params is None
+        and chunk.error is None
+        and not chunk.raw
+    )
+
+
+def weight_of(chunk: EngineChunk) -> int:
+    """Return how many tokens of credit ``chunk`` is worth, at least one. An engine's own bytes are worth one
+    and are never cut: its adapter sees to it that they are few.
+    """
+    return 1 if chunk.raw else len(chunk.token_ids) or 1
+
+
+def encode_chunk(chunk: EngineChunk) -> bytes:
+    """Return ``chunk`` as msgpack."""
+    return _encoder.encode(chunk)
+
+
+def decode_chunk(frame: bytes | memoryview) -> EngineChunk:
+    """Return the chunk in ``frame``; raise ProtocolError."""
+    try:
+        return _chunk.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _unreadable("chunk", error) from error
+
+
+def encode_refusal(refusal: WireError) -> bytes:
+    """Return ``refusal`` as msgpack."""
+    return _encoder.encode(refusal)
+
+
+def decode_refusal(frame: bytes | memoryview) -> WireError:
+    """Return the refusal in ``frame``; raise ProtocolError."""
+    try:
+        return _refusal.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _unreadable("refusal", error) from error
+
+
+def pack_tokens(tokens: object) -> bytes:
+    """msgspec's ``enc_hook``: token ids as bytes. Raises NotImplementedError for anything else."""
+    if not isinstance(tokens, array) or tokens.typecode != "I":
+        raise NotImplementedError(f"a {type(tokens).__name__} does not travel")
+    if sys.byteorder == "big":
+        tokens = array("I", tokens)
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def unpack_tokens(kind: type, value: object) -> object:
+    """msgspec's ``dec_hook``: the token ids in ``value``; what is opaque stays. Raises ValueError."""
+    if kind is object:
+        return value
+    if kind is not array or not isinstance(value, bytes) or len(value) % 4:
+        raise ValueError("token_ids: must be unsigned 32-bit integers, 4 bytes each")
+    tokens = array("I", value)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
+def _unreadable(what: str, error: Exception) -> ProtocolError:
+    return ProtocolError(f"{what}: {error}", param=what)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=pack_tokens)
+_request = msgspec.msgpack.Decoder(EngineRequest, dec_hook=unpack_tokens)
+_chunk = msgspec.msgpack.Decoder(EngineChunk)
+_refusal = msgspec.msgpack.Decoder(WireError)
+
+
+class LegStream:
+    """One open leg, as its wire fills it and its reader empties it.
+
+    Its wire calls :meth:`push`, :meth:`push_tokens` and :meth:`fail`, and gives two functions: ``on_read``
+    hears how many tokens the reader took, ``on_cancel`` asks the worker to stop. A chunk without tokens
+    counts as one token.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_cancelled",
+        "_chunks",
+        "_complete",
+        "_failure",
+        "_loop",
+        "_on_cancel",
+        "_on_read",
+        "_reader",
+        "_sink",
+        "_unread_since_s",
+        "is_over",
+        "waiting_tokens",
+    )
+
+    def __init__(self, *, on_read: Callable[[int], None], on_cancel: Callable[[str], None]) -> None:
+        self.is_over = False
+        """True once nothing more is expected of the wire: the last chunk came, it failed or was cancelled."""
+        self.waiting_tokens = 0
+        self._loop = asyncio.get_running_loop()
+        self._on_read = on_read
+        self._on_cancel = on_cancel
+        self._chunks: list[EngineChunk] = []
+        self._unread_since_s: float | None = None
+        self._reader: asyncio.Future[None] | None = None
+        self._sink: TokenSink | None = None
+        self._failure: KvrouterError | None = None
+        self._cancelled = False
+        self._complete = False
+
+    def unread_for_s(self, now_s: float) -> float:
+        """How long chunks have waited without any being read, as far as the caller has seen: it asks now
+        and then, by a clock of its own. 0 when none waits.
+        """
+        if not self._chunks:
+            return 0.0
+        if self._unread_since_s is None:
+            self._unread_since_s = now_s
+        return now_s - self._unread_since_s
+
+    def push_tokens(self, token_ids: tuple[int, ...]) -> None:
+        """The worker sent bare tokens. Nothing counts after the end."""
+        if self._sink is None:
+            self.push(EngineChunk(token_ids))
+        else:
+            self._on_read(len(token_ids) or 1)
+            self._hand(self._sink, token_ids)
+
+    def push(self, chunk: EngineChunk) -> None:
+        """The worker sent more. Nothing counts after the end."""
+        if self.is_over:
+            return
+        if self._sink is not None:
+            if is_bare(chunk):
+                self.push_tokens(chunk.token_ids)
+                return
+            self._sink = None
+        self._add(chunk, weight_of(chunk))
+
+    def fail(self, error: KvrouterError) -> None:
+        """The leg is lost: the reader gets what came before, then ``error``. Nothing counts after the end."""
+        if not self.is_over:
+            self.is_over = True
+            self._failure = error
+            self._sink = None
+            self._wake()
+
+    def break_off(self, why: str) -> None:
+        """The worker is lost: the reader gets what came before, then StreamBroken."""
+        self.fail(StreamBroken(why))
+
+    def __aiter__(self) -> "LegStream":
+        return self
+
+    async def __anext__(self) -> EngineChunk:
+        chunks = self._chunks
+        while not chunks:
+            if self._failure is not None:
+                raise type(self._failure)(self._failure.message, param=self._failure.param)
+            if self.is_over:
+                raise StopAsyncIteration
+            await self._wait()
+        chunk = chunks[0] if len(chunks) == 1 else merge_chunks(chunks)
+        chunks.clear()
+        self._unread_since_s = None
+        read_tokens, self.waiting_tokens = self.waiting_tokens, 0
+        self._on_read(read_tokens)
+        return chunk
+
+    async def hand_over(self, sink: TokenSink) -> None:
+        """Give ``sink`` bare tokens as they arrive, until it returns False or something else comes."""
+        if self._chunks or self.is_over:
+            return
+        self._sink = sink
+        try:
+            await self._wait()
+        finally:
+            self._sink = None
+
+    def cancel(self, reason: str) -> None:
+        """Ask the worker to stop and free what it holds; idempotent, allowed at any time."""
+        if self._cancelled or self._failure is not None:
+            return
+        self._cancelled = self.is_over = True
+        self._sink = None
+        if self._chunks or not self._complete:
+            self._chunks[:] = [EngineChunk(finish=FinishReason.CANCELLED)]
+            self._wake()
+        self._on_cancel(reason)
+
+    def _add(self, chunk: EngineChunk, n_tokens: int) -> None:
+        self._chunks.append(chunk)
+        self.waiting_tokens += n_tokens
+        if chunk.finish is not None:
+            self._complete = self.is_over = True
+        reader = self._reader  # as _wake does
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    def _hand(self, sink: TokenSink, token_ids: Sequence[int]) -> None:
+        """Call the reader. Its mistake is its own, not its wire's."""
+        try:
+            if sink(token_ids):
+                return
+        except Exception as error:  # noqa: BLE001 - whatever it is, the reader gets it
+            self._hand_failed(error)
+        self._end_handing()
+
+    def _hand_failed(self, error: Exception) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_exception(error)
+
+    def _end_handing(self) -> None:
+        self._sink = None
+        self._wake()
+
+    async def _wait(self) -> None:
+        if self._reader is not None:
+            raise RuntimeError("a stream has one reader")
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

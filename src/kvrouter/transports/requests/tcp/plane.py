@@ -1,0 +1,318 @@
+"""The router's end of requests over tcp: a connection to every worker that is used or watched."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from ssl import SSLContext, SSLError
+
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.requests import EngineRequest
+from kvrouter.transports.background import go_on
+from kvrouter.transports.requests.liveness import LivenessListeners
+from kvrouter.transports.requests.port import AliveSink, WorkerUnreachable
+from kvrouter.transports.requests.tcp.connection import CLOSE_WITHIN_S, UNREAD_MAX_BYTES
+from kvrouter.transports.requests.tcp.frames import Secret, TcpAddress, read_address
+from kvrouter.transports.requests.tcp.router_end import RouterEnd, RouterLimits, TcpStream
+
+COMES_BACK_WITHIN_S = 0.1
+"""How long a worker whose connection broke is still taken for alive, while a new one is made."""
+
+Connect = Callable[[], Awaitable[RouterEnd]]
+"""Return a connection on which the worker welcomed us; raise WorkerUnreachable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """How long to wait before trying again: ``first_s``, twice that, up to ``most_s``; each cut by chance."""
+
+    first_s: float
+    most_s: float
+
+    def wait_s(self, n_failed: int) -> float:
+        """Return the seconds to wait after ``n_failed`` tries, 1 or more."""
+        longest_s: float = min(self.most_s, self.first_s * 2.0 ** min(n_failed - 1, 30))
+        return longest_s * random.uniform(0.5, 1.0)
+
+
+class TcpLink:
+    """One worker address, and at most one connection to it."""
+
+    def __init__(self, connect: Connect, backoff: Backoff, *, on_unused: Callable[[], None]) -> None:
+        self._connect = connect
+        self._backoff = backoff
+        self._on_unused = on_unused
+        self._end: RouterEnd | None = None
+        self._attempt: asyncio.Task[RouterEnd] | None = None
+        self._followers = LivenessListeners()
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_alive = True
+        self._came_up = asyncio.Event()
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the connection is kept though nothing is sent."""
+        return bool(self._followers)
+
+    async def connected(self) -> RouterEnd:
+        """Return the open connection, or the one that is being made; raise WorkerUnreachable."""
+        if self._end is not None and not self._end.is_closed:
+            return self._end
+        if self._attempt is None:
+            self._attempt = asyncio.create_task(self._try())
+            self._attempt.add_done_callback(self._tried)
+        attempt = self._attempt
+        try:
+            return await asyncio.shield(attempt)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if attempt.cancelled() and (task is None or not task.cancelling()):
+                raise WorkerUnreachable("the plane was closed") from None
+            raise
+
+    def follow(self, sink: AliveSink) -> Callable[[], None]:
+        """Keep the connection for ``sink``; return the function that ends it."""
+        forget = self._followers.add(sink)
+        if self._keeper is None:
+            self._keeper = go_on(self._keep(), name="requests: stay connected")
+        elif not self._is_alive:
+            asyncio.get_running_loop().call_soon(self._notify_late)
+
+        def end() -> None:
+            forget()
+            if not self._followers and self._keeper is not None:
+                self._keeper.cancel()
+                self._keeper = None
+                self._is_alive = True
+                self._drop_if_unused()
+
+        return end
+
+    def close(self, reason: str) -> RouterEnd | None:
+        """End everything; return the connection that is closing, for its last bytes to be awaited."""
+        self._followers = LivenessListeners()
+        for task in (self._keeper, self._attempt):
+            if task is not None:
+                task.cancel()
+        self._keeper = None
+        if self._end is not None:
+            self._end.close(reason)
+        return self._end
+
+    async def _try(self) -> RouterEnd:
+        end = await self._connect()
+        end.lost.add_done_callback(lambda _: self._lost(end))
+        self._end = end
+        self._came_up.set()
+        return end
+
+    def _tried(self, attempt: asyncio.Task[RouterEnd]) -> None:
+        self._attempt = None
+        if attempt.cancelled() or attempt.exception() is not None:  # the caller has had the error
+            self._drop_if_unused()
+
+    def _lost(self, end: RouterEnd) -> None:
+        if self._end is end:
+            self._end = None
+            self._came_up.clear()
+            self._drop_if_unused()
+
+    def _drop_if_unused(self) -> None:
+        if not self._followers and self._end is None and self._attempt is None:
+            self._on_unused()
+
+    async def _keep(self) -> None:
+        n_failed = 0
+        while True:
+            try:
+                end = await self.connected()
+            except WorkerUnreachable:
+                self._notify(is_alive=False)
+                n_failed += 1
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self._backoff.wait_s(n_failed)):
+                        await self._came_up.wait()
+                continue
+            n_failed = 0
+            self._notify(is_alive=True)
+            await asyncio.wait([end.lost])
+            if not await self._comes_back():
+                self._notify(is_alive=False)
+
+    async def _comes_back(self) -> bool:
+        """Whether the worker takes a new connection at once: then only the old one died, not the worker."""
+        try:
+            async with asyncio.timeout(COMES_BACK_WITHIN_S):
+                await self.connected()
+        except (WorkerUnreachable, TimeoutError):
+            return False
+        return True
+
+    def _notify(self, *, is_alive: bool) -> None:
+        self._is_alive = is_alive
+        self._followers.tell(is_alive=is_alive)
+
+    def _notify_late(self) -> None:
+        self._followers.tell(is_alive=self._is_alive)
+
+
+HUNG_UP = "the router closed its connection"
+
+
+class TcpRequestPlane:
+    """Reaches workers over tcp: one connection each, however many streams.
+
+    ``token`` is shared with the workers, ``ssl`` a client's context; ``open_timeout_s`` is the time in which
+    a worker must have taken a leg, ``connect_timeout_s`` that of one try to connect, hello included. A peer
+    that was not heard for ``dead_after_s`` is lost; one that has nothing to say is asked every
+    ``heartbeat_s``. A stream holds ``stream_credit_tokens`` at most, and is cancelled when its reader took
+    nothing for ``slow_stream_limit_s``. A connection has ``streams_max`` streams; while requests wait there
+    that fill half of ``write_max_bytes``, the worker counts as full. A connection that nobody watches or uses
+    is closed after ``idle_close_s``. ``on_refused`` is given a text for every peer that could not be talked
+    to though it answers.
+    """
+
+    def __init__(
+        self,
+        *,
+        token: str | None,
+        ssl: SSLContext | None = None,
+        open_timeout_s: float = 5.0,
+        connect_timeout_s: float = 2.0,
+        heartbeat_s: float = 2.0,
+        dead_after_s: float = 6.0,
+        slow_stream_limit_s: float = 60.0,
+        idle_close_s: float = 60.0,
+        retry_first_s: float = 0.1,
+        retry_most_s: float = 5.0,
+        stream_credit_tokens: int = 1024,
+        streams_max: int = 8192,
+        write_max_bytes: int = UNREAD_MAX_BYTES,
+        on_refused: Callable[[str], None] = lambda _why: None,
+    ) -> None:
+        if stream_credit_tokens < 1:
+            raise ConfigError("stream_credit_tokens: must be at least 1", param="stream_credit_tokens")
+        self._secret = Secret(token)
+        self._ssl = ssl
+        self._open_timeout_s = open_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._backoff = Backoff(retry_first_s, retry_most_s)
+        self._limits = RouterLimits(
+            heartbeat_s=heartbeat_s,
+            dead_after_s=dead_after_s,
+            slow_stream_limit_s=slow_stream_limit_s,
+            idle_close_s=idle_close_s,
+            stream_credit_tokens=stream_credit_tokens,
+            streams_max=streams_max,
+            write_max_bytes=write_max_bytes,
+        )
+        self._on_refused = on_refused
+        self._links: dict[str, TcpLink] = {}
+        self._is_closed = False
+
+    async def open(self, address: str, request: EngineRequest) -> TcpStream:
+        """Send ``request``; return once the worker accepted it.
+
+        Raises WorkerUnreachable when it did not in time, and then the worker is asked to forget it; whatever
+        else the worker says is raised as it was there.
+        """
+        stream: TcpStream | None = None
+        try:
+            async with asyncio.timeout(self._open_timeout_s):
+                end = await self._link(address).connected()
+                stream = end.open(request)
+                await stream.accepted
+        except TimeoutError:
+            if stream is not None:
+                stream.cancel("the request was not acknowledged in time")
+            raise WorkerUnreachable(f"{address} did not answer in {self._open_timeout_s} s") from None
+        except asyncio.CancelledError:
+            if stream is not None:
+                stream.cancel("the request was given up while it was sent")
+            raise
+        return stream
+
+    def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
+        """Keep a connection to the worker at ``address``, and notify when it is lost and when it is back."""
+        return self._link(address).follow(on_alive)
+
+    async def close(self) -> None:
+        """Close every connection; open streams break, and the workers are notified."""
+        self._is_closed = True
+        closing = [link.close(HUNG_UP) for link in tuple(self._links.values())]
+        lost = [end.lost for end in closing if end is not None]
+        if lost:
+            await asyncio.wait(lost, timeout=2 * CLOSE_WITHIN_S)
+
+    def _link(self, address: str) -> TcpLink:
+        if self._is_closed:
+            raise WorkerUnreachable("the plane was closed")
+        link = self._links.get(address)
+        if link is None:
+            try:
+                where = read_address(address)
+            except ConfigError as error:
+                raise WorkerUnreachable(error.message) from error
+
+            def forget() -> None:
+                if self._links.get(address) is link:
+                    del self._links[address]
+
+            link = self._links[address] = TcpLink(
+                lambda: self._connect(address, where), self._backoff, on_unused=forget
+            )
+        return link
+
+    async def _connect(self, address: str, where: TcpAddress) -> RouterEnd:
+        """Connect and be welcomed; raise WorkerUnreachable."""
+        ends: list[RouterEnd] = []
+
+        def new_end() -> RouterEnd:
+            end = RouterEnd(
+                where,
+                self._secret,
+                self._limits,
+                is_wanted=lambda: self._wants(address),
+                on_refused=self._on_refused,
+            )
+            ends.append(end)
+            return end
+
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                await asyncio.get_running_loop().create_connection(
+                    new_end,
+                    where.host,
+                    where.port,
+                    ssl=self._ssl,
+                    server_hostname=None if self._ssl is None else where.host,
+                )
+                await ends[-1].welcomed
+        except (TimeoutError, OSError) as error:
+            why = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+            unreachable = self._unreachable(ends, f"{address}: cannot connect: {why}")
+            if isinstance(error, SSLError):
+                self._on_refused(unreachable.message)
+            elif isinstance(error, TimeoutError) and ends and self._ssl is None:
+                self._on_refused(f"{address}: connected, and heard nothing: it stands still, or wants TLS")
+            raise unreachable from error
+        except WorkerUnreachable as refused:
+            if ends[-1].was_refused:
+                self._on_refused(refused.message)
+            raise
+        except BaseException:
+            self._unreachable(ends, "the attempt was given up")
+            raise
+        return ends[-1]
+
+    def _unreachable(self, ends: list[RouterEnd], why: str) -> WorkerUnreachable:
+        for end in ends:
+            end.abort(why)
+            if end.welcomed.done() and not end.welcomed.cancelled():
+                end.welcomed.exception()
+        return WorkerUnreachable(why)
+
+    def _wants(self, address: str) -> bool:
+        link = self._links.get(address)
+        return link is not None and link.is_followed

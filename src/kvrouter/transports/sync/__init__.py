@@ -1,0 +1,1 @@
+"""Replica sync: a port and its adapter."""

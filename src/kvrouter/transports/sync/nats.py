@@ -1,0 +1,170 @@
+"""Replica sync over NATS: each message is published once, best effort.
+
+Subjects: ``kvrouter.<namespace>.sync.v<version>.all.<from>`` for every router, and
+``kvrouter.<namespace>.sync.v<version>.to.<router>.<from>`` for one. The broker's own credentials keep
+strangers from listening. Every message is sealed and numbered (:mod:`kvrouter.transports.message_auth`): a
+stranger's is dropped unread, and so is one that came before.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from kvrouter.core.errors import ProtocolError
+from kvrouter.core.ids import RouterId
+from kvrouter.core.sync import SyncMessage
+from kvrouter.transports.background import go_on
+from kvrouter.transports.message_auth import SEAL_BYTES, Newest, Seal
+from kvrouter.transports.nats_client import flush, flush_subscriptions, subject_name
+from kvrouter.transports.sync.port import MessageSink
+
+VERSION = 1
+"""What all routers of a fleet must agree on; part of every subject."""
+
+MESSAGE_MAX_BYTES = 1024 * 1024
+"""The largest message that a router reads or sends."""
+
+
+def encode_message(message: SyncMessage) -> bytes:
+    """Return ``message`` as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_message(frame: bytes | memoryview) -> SyncMessage:
+    """Return the message in ``frame``; raise ProtocolError."""
+    if len(frame) > MESSAGE_MAX_BYTES:
+        raise ProtocolError(f"message: {len(frame)} bytes are more than {MESSAGE_MAX_BYTES}", param="message")
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"message: {error}", param="message") from error
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[SyncMessage] = msgspec.msgpack.Decoder(SyncMessage)
+
+
+OUTBOX_MAX_BYTES: Final = 16 * 1024 * 1024
+"""What may wait to be sent. When it is full messages are dropped; the others notice, and ask."""
+
+INBOX_MAX_MESSAGES: Final = 8_192
+INBOX_MAX_BYTES: Final = 64 * 1024 * 1024
+"""What may wait to be read; beyond that the client drops, and this router asks."""
+
+LAST_WORDS_S: Final = 1.0
+"""How long the end waits for what is still to be sent."""
+
+
+class NatsSyncPlane:
+    """One router's access to the others; the client is its owner's, who connects and closes it.
+
+    ``on_refused`` hears of each message that was dropped unread or unreadable.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        namespace: str,
+        token: str,
+        on_refused: Callable[[str], None] = lambda _why: None,
+        outbox_max_bytes: int = OUTBOX_MAX_BYTES,
+        inbox_max_messages: int = INBOX_MAX_MESSAGES,
+        inbox_max_bytes: int = INBOX_MAX_BYTES,
+    ) -> None:
+        self._client = client
+        self._subject = f"kvrouter.{subject_name(namespace)}.sync.v{VERSION}"
+        self._seal = Seal(token, f"sync {VERSION} {namespace}")
+        self._numbers = itertools.count(1)
+        self._newest = Newest()
+        self._on_refused = on_refused
+        self._outbox_max_bytes = outbox_max_bytes
+        self._inbox_max_messages = inbox_max_messages
+        self._inbox_max_bytes = inbox_max_bytes
+        self._outbox: deque[tuple[str, bytes]] = deque()
+        self._outbox_bytes = 0
+        self._sender: asyncio.Task[None] | None = None
+
+    def publish(self, message: SyncMessage, *, to: RouterId | None = None) -> bool:
+        """Send when the loop next turns; False when there is no connection, or too much waits already."""
+        if not self._client.is_connected:
+            return False
+        body = encode_message(message)
+        size_bytes = SEAL_BYTES + len(body)
+        size_max_bytes = min(self._client.max_payload, SEAL_BYTES + MESSAGE_MAX_BYTES)
+        if size_bytes > size_max_bytes or self._outbox_bytes + size_bytes > self._outbox_max_bytes:
+            return False
+        whom = "all" if to is None else f"to.{to}"
+        subject = f"{self._subject}.{whom}.{message.router_id}"
+        self._outbox.append((subject, self._seal.seal(subject, body, number=next(self._numbers))))
+        self._outbox_bytes += size_bytes
+        if self._sender is None or self._sender.done():
+            self._sender = go_on(self._send(), name="sync: send")
+        return True
+
+    async def subscribe(self, router_id: RouterId, on_message: MessageSink) -> Callable[[], Awaitable[None]]:
+        """Listen on both subjects; raises what the client raises when it is not connected."""
+        own = f".{router_id}"
+
+        async def on_frame(frame: Msg) -> None:
+            if frame.subject.endswith(own):  # our own words come back, and are not worth a reading
+                return
+            message = self._read(frame)
+            if message is not None and frame.subject.endswith(f".{message.router_id}"):
+                on_message(message)
+
+        subscriptions: list[Subscription] = []
+
+        async def end() -> None:
+            try:
+                async with asyncio.timeout(LAST_WORDS_S):
+                    if self._sender is not None:
+                        await self._sender
+                    for subscription in subscriptions:
+                        await subscription.unsubscribe()
+                    await flush(self._client)
+            except (TimeoutError, nats.errors.Error, OSError):
+                pass  # the connection is gone, and with it the subscriptions and those we could notify
+
+        try:
+            for whom in ("all", f"to.{router_id}"):
+                subscription = await self._client.subscribe(
+                    f"{self._subject}.{whom}.*",
+                    cb=on_frame,
+                    pending_msgs_limit=self._inbox_max_messages,
+                    pending_bytes_limit=self._inbox_max_bytes,
+                )
+                subscriptions.append(subscription)
+            await flush_subscriptions(self._client)
+        except BaseException:
+            await end()
+            raise
+        return end
+
+    def _read(self, frame: Msg) -> SyncMessage | None:
+        try:
+            number, body = self._seal.numbered(frame.subject, frame.data)
+            if not self._newest.takes(frame.subject, number):
+                raise ProtocolError("a router's message came again", param="number")
+            return decode_message(body)
+        except ProtocolError as error:
+            self._on_refused(error.message)
+            return None
+
+    async def _send(self) -> None:
+        while self._outbox:
+            subject, frame = self._outbox.popleft()
+            self._outbox_bytes -= len(frame)
+            try:
+                await self._client.publish(subject, frame)
+            except (nats.errors.Error, OSError):
+                self._outbox.clear()  # the connection was lost meanwhile: the others will see the gap
+                self._outbox_bytes = 0

@@ -1,0 +1,119 @@
+"""A router from its settings and transports."""
+
+import random
+from uuid import uuid4
+
+from msgspec import structs
+
+from kvrouter.config import KvRouterConfig
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.ids import ModelName, RouterId
+from kvrouter.fleet import Fleet
+from kvrouter.index.native import ApproximateIndex, BlockIndex
+from kvrouter.ledger.native import Ledger
+from kvrouter.routing.request import RoutingSettings
+from kvrouter.service.cache_view import CacheView, EventCacheView, NoCacheView, PredictedCacheView
+from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.instrumentation import ModelInstrumentation, ServiceInstrumentation
+from kvrouter.service.model_router import DecisionLog, ModelRouter
+from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.service.router import RouterService, ServiceParts
+from kvrouter.telemetry import Telemetry
+from kvrouter.topology import LinkTable, RouterTopologyDefault
+from kvrouter.transports.discovery.port import Discovery
+from kvrouter.transports.events.port import EventSubscriber
+from kvrouter.transports.requests.port import RequestPlane
+
+
+def build_service(
+    config: KvRouterConfig,
+    *,
+    plane: RequestPlane,
+    discovery: Discovery,
+    subscriber: EventSubscriber,
+    telemetry: Telemetry | None = None,
+    links: LinkTable | None = None,
+    router_id: RouterId | None = None,
+    sync: ReplicaSync | None = None,
+    prefill_alone: bool = False,
+) -> RouterService:
+    """Put a router together; it follows the fleet once it is started.
+
+    ``sync``, where the requests of other routers count, gets this router's ``router_id`` from its maker and
+    is started and stopped by its maker. ``prefill_alone``: it decides the prefill leg, and nothing else.
+    """
+    observed = ServiceInstrumentation(telemetry or Telemetry())
+    decisions = DecisionLog(requests_max=config.decisions_kept)
+    own_id = router_id or new_router_id()
+    settings = routing_settings(config, links)
+    if prefill_alone:  # a prefill worker holds no block of a running answer
+        settings = structs.replace(settings, prefill_alone=True, track_active_blocks=False)
+
+    def make_model(model: ModelName, block_size: int) -> ModelRouter:
+        of_model = observed.of_model(model)
+        return ModelRouter(
+            fleet=Fleet(model, block_size),
+            cache=_cache_view(config, subscriber, of_model),
+            ledger=Ledger(),
+            router_id=own_id,
+            config=config,
+            settings=settings,
+            decisions=decisions,
+            observed=of_model,
+            seed=random.getrandbits(64),
+            sync=sync,
+        )
+
+    return RouterService(
+        ServiceParts(
+            config=config,
+            plane=plane,
+            discovery=discovery,
+            subscriber=subscriber,
+            make_model=make_model,
+            decisions=decisions,
+            observed=observed,
+        )
+    )
+
+
+def new_router_id() -> RouterId:
+    """Return the id of one life of a router."""
+    return RouterId(uuid4().hex)
+
+
+def routing_settings(config: KvRouterConfig, links: LinkTable | None) -> RoutingSettings:
+    """What the decision reads of the router's settings."""
+    default = None
+    if config.kv_transfer_topology_level is not None:
+        default = RouterTopologyDefault(config.kv_transfer_topology_level, config.kv_transfer_mismatch_policy)
+    return RoutingSettings(
+        mode=config.router_mode,
+        overlap_score_weight=config.overlap_score_weight,
+        temperature=config.router_temperature,
+        track_active_blocks=config.track_active_blocks,
+        track_prefill_tokens=config.track_prefill_tokens,
+        active_decode_blocks_threshold=config.active_decode_blocks_threshold,
+        active_prefill_tokens_threshold=config.active_prefill_tokens_threshold,
+        kv_transfer_weight=config.kv_transfer_weight,
+        links=links if config.kv_transfer_weight > 0.0 else None,
+        topology_default=default,
+    )
+
+
+def _cache_view(
+    config: KvRouterConfig, subscriber: EventSubscriber, observed: ModelInstrumentation
+) -> CacheView:
+    """No index where overlap weighs nothing or no cost is asked for; else events, or predictions."""
+    if config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV:
+        return NoCacheView()
+    predicted = ApproximateIndex(
+        ttl_s=config.router_ttl_s,
+        max_blocks=config.router_max_tree_size,
+        prune_target_ratio=config.router_prune_target_ratio,
+    )
+    if config.kv_events:
+        index = BlockIndex()
+        pump = EventIngest(index, subscriber, observed, rank_blocks_max=config.router_rank_blocks_max)
+        return EventCacheView(index, pump, predicted)
+    return PredictedCacheView(predicted)

@@ -1,0 +1,304 @@
+"""A router's transports, from the settings."""
+
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from nats.aio.client import Client
+
+from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.ids import RouterId
+from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.service.event_mux import LaneSubscriber
+from kvrouter.service.replica_sync import ReplicaSync
+from kvrouter.telemetry import Event, Telemetry, log_event
+from kvrouter.transports.discovery.file import FileDiscovery
+from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod, account_of_pod
+from kvrouter.transports.discovery.nats import NatsDiscovery
+from kvrouter.transports.discovery.port import Discovery, GoneSink
+from kvrouter.transports.discovery.static import StaticDiscovery
+from kvrouter.transports.events.jetstream import JetStreamSubscriber, StreamLimits
+from kvrouter.transports.events.nats import NatsEventSubscriber
+from kvrouter.transports.events.nats_recovery import NatsRecovery
+from kvrouter.transports.events.port import EventSubscriber, SnapshotStore
+from kvrouter.transports.events.zmq import ZmqEventSubscriber
+from kvrouter.transports.requests.http import HttpRequestPlane
+from kvrouter.transports.requests.nats import NatsRequestPlane
+from kvrouter.transports.requests.port import RequestPlane
+from kvrouter.transports.requests.tcp import TcpRequestPlane
+from kvrouter.transports.sync.nats import NatsSyncPlane
+from kvrouter.transports.sync.port import SyncPlane
+from kvrouter.wiring.nats import nats_connection, revealed
+from kvrouter.wiring.telemetry_hooks import StreamHooks, foreign_on, malformed_on, refusals_on, troubles_on
+from kvrouter.wiring.tls import Tls, tls_of
+
+_log = logging.getLogger("kvrouter.planes")  # as log lines name it
+
+START_BYTES = 4
+"""What distinguishes one start of a router from every other in the names of its consumers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWires:
+    """The transports of a router. ``nats`` is there where something needs it."""
+
+    discovery: Discovery
+    requests: RequestPlane
+    events: EventSubscriber
+    snapshots: SnapshotStore | None
+    """Where the index is saved; None without JetStream."""
+
+    new_sync: Callable[[], SyncPlane] | None
+    """Makes the sync plane of one router; None without replica sync."""
+
+    def replica_sync(self, router_id: RouterId) -> ReplicaSync | None:
+        """Return a router's part in replica sync; None without."""
+        return None if self.new_sync is None else ReplicaSync(self.new_sync(), router_id)
+
+
+@asynccontextmanager
+async def router_wires(
+    settings: Settings, telemetry: Telemetry, *, http_port: int, static: Sequence[WorkerCard] = ()
+) -> AsyncIterator[RouterWires]:
+    """Connect everything that the settings ask for; it is closed at the end.
+
+    ``static`` are workers that were named by hand: with any, they are all that is there.
+    Raises NatsUnreachable, or ConfigError that names the setting.
+    """
+    router = settings.router
+    if not static:
+        settings = settled(settings, kv_events=router.kv_events, replica_sync=router.replica_sync)
+    planes = settings.planes
+    tls = tls_of(planes)
+    async with AsyncExitStack() as stack:
+        nats: Client | None = None
+        needs = nats_needs(settings, discovers=not static)
+        if needs:
+            nats = await stack.enter_async_context(
+                nats_connection(planes, name=f"kvrouter-frontend-{http_port}", tls=tls.client, needs=needs)
+            )
+        discovery = StaticDiscovery(static) if static else make_discovery(planes, nats, telemetry)
+        stack.push_async_callback(discovery.close)
+        requests = _requests(planes, nats, tls, telemetry)
+        stack.push_async_callback(requests.close)
+        subscribers = await _subscribers(settings, nats, telemetry, stack)
+        stream: JetStreamSubscriber | None = None
+        if nats is not None:
+            stream = _stream(settings, nats, telemetry, stack, http_port=http_port)
+            subscribers[EventLane.JETSTREAM] = stream
+        new_sync: Callable[[], SyncPlane] | None = None
+        if settings.router.replica_sync:
+            new_sync = partial(
+                NatsSyncPlane,
+                wanted(nats),
+                namespace=planes.namespace,
+                token=token_of(planes),
+                on_refused=refusals_on("sync", telemetry),
+            )
+        yield RouterWires(discovery, requests, _all_events(subscribers, telemetry), stream, new_sync)
+
+
+def settled(settings: Settings, *, kv_events: bool, replica_sync: bool = False) -> Settings:
+    """Return the settings with the discovery that ``auto`` stands for. A directory of this host is logged:
+    nobody on another host reads it.
+    """
+    planes = settings.planes.settled(kv_events=kv_events, replica_sync=replica_sync)
+    if planes.discovery is DiscoveryBackend.FILE and settings.planes.discovery is DiscoveryBackend.AUTO:
+        log_event(
+            _log,
+            Event.DISCOVERY_CHOSEN,
+            address=str(planes.discovery_path),
+            reason="--discovery auto: nothing else needs NATS",
+        )
+    return settings.model_copy(update={"planes": planes})
+
+
+def nats_needs(settings: Settings, *, discovers: bool = True) -> list[str]:
+    """Return what of this router cannot do without NATS; one that does not discover its workers has
+    no discovery.
+    """
+    planes, router = settings.planes, settings.router
+    lanes_of_nats = {EventPlaneKind.NATS, EventPlaneKind.JETSTREAM}
+    if discovers and planes.discovery is DiscoveryBackend.KUBERNETES:
+        lanes_of_nats.add(EventPlaneKind.AUTO)
+    hears_nats = router.kv_events and planes.event_plane in lanes_of_nats
+    needs = {
+        "--discovery nats": discovers and planes.discovery is DiscoveryBackend.NATS,
+        "--request-plane nats": planes.request_plane is RequestPlaneKind.NATS,
+        f"KV events (--event-plane {planes.event_plane})": hears_nats and router.router_mode is RouterMode.KV,
+        "--router-replica-sync": router.replica_sync,
+    }
+    return [what for what, is_needed in needs.items() if is_needed]
+
+
+def make_discovery(
+    planes: PlaneSettings,
+    nats: Client | None,
+    telemetry: Telemetry | None = None,
+    *,
+    on_lost: GoneSink | None = None,
+) -> Discovery:
+    """Discovery as the settings choose it; ``on_lost`` hears of own cards that lost their place."""
+    on_trouble, refuse = troubles_on("discovery"), refusals_on("discovery", telemetry)
+
+    def on_refused(what: str, why: str) -> None:
+        refuse(f"{what}: {why}")
+
+    if planes.discovery is DiscoveryBackend.FILE:
+        return FileDiscovery(
+            planes.discovery_path,
+            namespace=planes.namespace,
+            lease_s=planes.card_lease_s,
+            on_lost=on_lost,
+            on_trouble=on_trouble,
+            on_refused=on_refused,
+        )
+    if planes.discovery is DiscoveryBackend.KUBERNETES:
+        folder = Path(planes.kubernetes_account)
+        pod = None
+        if planes.pod_name and planes.pod_uid:
+            pod = OwnerPod(planes.pod_name, planes.pod_uid)
+        return KubernetesDiscovery(
+            account_of_pod(folder, host=planes.kubernetes_host, port=planes.kubernetes_port),
+            namespace=planes.namespace,
+            lease_s=planes.card_lease_s,
+            pod=pod,
+            on_lost=on_lost,
+            on_trouble=on_trouble,
+            on_refused=on_refused,
+        )
+    return NatsDiscovery(
+        wanted(nats),
+        namespace=planes.namespace,
+        token=token_of(planes),
+        lease_s=planes.card_lease_s,
+        replicas=planes.nats_replicas,
+        on_lost=on_lost,
+        on_trouble=on_trouble,
+        on_refused=on_refused,
+    )
+
+
+def stream_limits(planes: PlaneSettings) -> StreamLimits:
+    """What a stream of KV events is made with."""
+    return StreamLimits(replicas=planes.nats_replicas)
+
+
+def token_of(planes: PlaneSettings) -> str:
+    """What everything over NATS is sealed with; without a token the seal keeps only other planes out."""
+    return revealed(planes.plane_token) or ""
+
+
+def wanted(nats: Client | None) -> Client:
+    """The connection that the settings need; a mistake of ours when it was not made."""
+    if nats is None:
+        raise RuntimeError("these settings need NATS, and it was not connected")
+    return nats
+
+
+def _requests(planes: PlaneSettings, nats: Client | None, tls: Tls, telemetry: Telemetry) -> RequestPlane:
+    token = revealed(planes.plane_token)
+    on_refused = refusals_on(planes.request_plane.value, telemetry)
+    if planes.request_plane is RequestPlaneKind.TCP:
+        return TcpRequestPlane(
+            token=token,
+            ssl=tls.client,
+            open_timeout_s=planes.open_timeout_s,
+            heartbeat_s=planes.dead_after_s / 3,
+            dead_after_s=planes.dead_after_s,
+            on_refused=on_refused,
+        )
+    if planes.request_plane is RequestPlaneKind.HTTP:
+        return HttpRequestPlane(
+            token=token or "",
+            ssl=tls.client,
+            open_timeout_s=planes.open_timeout_s,
+            dead_after_s=planes.dead_after_s,
+            on_refused=on_refused,
+        )
+    return NatsRequestPlane(
+        wanted(nats),
+        namespace=planes.namespace,
+        token=token_of(planes),
+        open_timeout_s=planes.open_timeout_s,
+        dead_after_s=planes.dead_after_s,
+        on_refused=on_refused,
+    )
+
+
+async def _subscribers(
+    settings: Settings,
+    nats: Client | None,
+    telemetry: Telemetry,
+    stack: AsyncExitStack,
+) -> dict[EventLane, EventSubscriber]:
+    """Every event transport without replay on which the fleet's workers may publish: the router hears all."""
+    planes = settings.planes
+    subscribers: dict[EventLane, EventSubscriber] = {}
+    zmq = ZmqEventSubscriber(
+        token=revealed(planes.plane_token),
+        on_malformed=malformed_on("zmq", telemetry),
+        on_foreign=foreign_on("zmq", telemetry),
+    )
+    stack.push_async_callback(zmq.close)
+    subscribers[EventLane.ZMQ] = zmq
+    if nats is None:
+        return subscribers
+    on_malformed = malformed_on("nats", telemetry)
+    namespace, token = planes.namespace, token_of(planes)
+    recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
+    stack.push_async_callback(recovery.close)
+    core = NatsEventSubscriber(
+        nats,
+        recovery,
+        namespace=namespace,
+        token=token,
+        on_malformed=on_malformed,
+        on_foreign=foreign_on("nats", telemetry),
+    )
+    stack.push_async_callback(core.close)
+    await core.start()
+    subscribers[EventLane.NATS] = core
+    return subscribers
+
+
+def _all_events(subscribers: Mapping[EventLane, EventSubscriber], telemetry: Telemetry) -> LaneSubscriber:
+    foreign = {lane: foreign_on(lane.value, telemetry) for lane in subscribers}
+    return LaneSubscriber(subscribers, on_foreign=lambda lane, error: foreign[lane](error))
+
+
+def _stream(
+    settings: Settings, nats: Client, telemetry: Telemetry, stack: AsyncExitStack, *, http_port: int
+) -> JetStreamSubscriber:
+    namespace, token = settings.planes.namespace, token_of(settings.planes)
+    on_malformed = malformed_on("jetstream", telemetry)
+    recovery = NatsRecovery(nats, namespace=namespace, token=token, on_malformed=on_malformed)
+    stack.push_async_callback(recovery.close)
+    stream = JetStreamSubscriber(
+        nats,
+        recovery,
+        namespace=namespace,
+        token=token,
+        replica_name=replica_name(settings, http_port=http_port),
+        limits=stream_limits(settings.planes),
+        observer=StreamHooks(telemetry),
+        resets_states=settings.router.reset_states,
+    )
+    stack.push_async_callback(stream.close)
+    return stream
+
+
+def replica_name(settings: Settings, *, http_port: int) -> str:
+    """What this start of the router is called among its replicas: no two routers take each other's consumers,
+    whatever their settings call them."""
+    named = settings.router.replica_name
+    if named is None:
+        host = "".join(letter if letter.isalnum() else "-" for letter in socket.gethostname())
+        named = f"{host}-{http_port}"
+    return f"{named}-{secrets.token_hex(START_BYTES)}"
