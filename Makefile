@@ -4,19 +4,20 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE := $(shell find native -name '*.rs' -o -name 'Cargo.toml' -o -name 'Cargo.lock' 2>/dev/null | grep -v /target/)
 JOBS   ?= 2
+PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-room docs docs-check clean
+.PHONY: help setup serve test test-chaos test-cluster test-engines test-hostile test-nightly test-soak lint types format bench bench-peers bench-recovery bench-herd bench-limits bench-hostile replay-sample request-path test-unit test-room test-pythons lock docs docs-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## Build the native core and install everything into .venv
 
-$(VENV)/.ready: pyproject.toml $(NATIVE)
+$(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@command -v cargo >/dev/null || { echo "make setup: needs Rust (cargo) on PATH: https://rustup.rs"; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	cargo build --quiet --release --manifest-path native/Cargo.toml -p kvrouter-c
 	@touch $@
 
@@ -30,6 +31,19 @@ test: setup ## Run every test that needs no network
 test-room: setup ## Run the tests of one package: make test-room ROOM=routing
 	@test -n "$(ROOM)" -a -d "src/kvrouter/$(ROOM)" || { echo "make test-room: ROOM names a package of src/kvrouter"; exit 1; }
 	$(BIN)/python -m pytest -q -m "not nightly" $$(grep -lE "kvrouter\.$(ROOM)\b" tests/unit/*.py tests/contract/*.py tests/property/*.py tests/scenario/*.py)
+
+test-unit: setup ## Run the unit and property tests
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not nightly" tests/unit tests/property
+
+test-pythons: ## Run the unit and property tests on every Python of PYTHONS that is installed
+	@for python in $(PYTHONS); do \
+		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) \
+			|| { echo "make test-pythons: no $$python here"; continue; }; \
+		$(MAKE) --no-print-directory VENV=.venv-$$version PYTHON=$$python test-unit || exit 1; \
+	done
+
+lock: setup ## Write the versions of the development environment into constraints.txt
+	@{ head -1 constraints.txt; $(BIN)/python -m pip freeze --exclude-editable; } > constraints.new && mv constraints.new constraints.txt
 
 test-chaos: setup ## Kill and cut off real processes in mid-work, and a real nats-server: minutes
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=600 tests/chaos
