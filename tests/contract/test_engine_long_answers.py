@@ -7,7 +7,7 @@ import pytest
 from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.vllm.events import decode
-from tests.support.engine_facts import vllm_ways
+from tests.support.engine_answers import vllm_ways
 from tests.support.engine_laws import ends_once, read
 from tests.support.engine_legs import written
 from tests.support.engine_server import JSON, Answer, event_of, scripted_engine, sse

@@ -23,11 +23,11 @@ from kvrouter.engines.vllm.attach import VllmClient
 from kvrouter.engines.vllm.events import decode as decode_vllm
 from kvrouter.engines.vllm.introspect import ask_facts as ask_vllm
 from kvrouter.mock import MockConfig
+from tests.support.engine_event_sources import EngineTold
 from tests.support.engine_small import SmallEngine, Tongue, small_engine, timing
 from tests.support.engine_small_sglang import SglangTongue
 from tests.support.engine_small_trtllm import TrtllmTongue
 from tests.support.engine_small_vllm import VllmTongue
-from tests.support.engine_told import EngineTold
 from tests.support.waits import until
 
 W = WorkerId(7)

@@ -9,6 +9,7 @@ from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.engines.port import TellingEngine
 from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_attached import RUNNING_MAX, WAITING_MAX, AttachedEngine, PairOfEngines
+from tests.support.engine_event_sources import R0, R1, HeldBlocks
 from tests.support.engine_laws import (
     LONG_TOKENS,
     answer,
@@ -21,7 +22,6 @@ from tests.support.engine_laws import (
     tokens_of,
 )
 from tests.support.engine_legs import leg
-from tests.support.engine_told import R0, R1, HeldBlocks
 from tests.support.waits import until
 
 

@@ -9,8 +9,8 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_legs import said_hi
+from tests.support.engine_probed import attached
 from tests.support.engine_server import JSON, Answer, Ends, event_of, page, scripted_engine
-from tests.support.engine_watched import attached
 
 
 async def test_a_streamed_leg_passes_the_engines_bytes() -> None:

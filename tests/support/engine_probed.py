@@ -13,7 +13,7 @@ from kvrouter.engines.openai.engine import ServedEngine, ZmqEvents
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.engines.port import EngineState, WatchedEngine
 from kvrouter.engines.vllm.events import decode
-from tests.support.engine_facts import STARTED_S, vllm_ways
+from tests.support.engine_answers import STARTED_S, vllm_ways
 from tests.support.engine_heard import Heard
 from tests.support.engine_server import ScriptedEngine
 from tests.support.waits import until

@@ -9,11 +9,11 @@ from kvrouter.core.ids import DpRank
 from kvrouter.engines.openai.engine import SILENT_AFTER_LOOKS, Probe
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.support.engine_facts import STARTED_S
+from tests.support.engine_answers import STARTED_S
 from tests.support.engine_legs import said_hi
+from tests.support.engine_probed import METRICS, attached, looks
 from tests.support.engine_publisher import Publisher, stored_event, vllm_batch
 from tests.support.engine_server import page, scripted_engine
-from tests.support.engine_watched import METRICS, attached, looks
 from tests.support.waits import until
 
 R0 = DpRank(0)

@@ -13,7 +13,7 @@ from kvrouter.service import event_ingest, index_work, rank_ingest
 from kvrouter.service.index_work import STEP_BLOCKS, STEP_EVENTS, Steps
 from kvrouter.transports.events.port import AnswerTooLarge
 from tests.support.waits import until
-from tests.unit.test_service_event_pump import (
+from tests.unit.test_event_ingest import (
     EPOCH,
     OTHER,
     OTHER_SLOT,
