@@ -41,10 +41,11 @@ async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None
         assert await losses.get() is None
 
 
-async def test_an_object_of_any_depth_hides_no_other() -> None:
+@pytest.mark.parametrize("depth", [1_000, 5_000, 9_990])
+async def test_an_object_of_any_depth_hides_no_other(depth: int) -> None:
     listed = b'{"metadata": {"name": "deep", "resourceVersion": "1"}, "spec": %b1%b}' % (
-        b'{"a":' * 5000,
-        b"}" * 5000,
+        b'{"a":' * depth,
+        b"}" * depth,
     )
 
     async def watching(told: web.StreamResponse) -> None:

@@ -25,6 +25,8 @@ ANSWER_QUIET_S = 20.0
 """How much longer than asked for a watch may be silent before its connection counts as lost."""
 NESTED_MAX = 12_000
 """The API server takes objects whose parts are up to 10,000 inside each other."""
+FRAMES_A_LEVEL = 3
+"""Python's own decoder needs two frames for each part inside another."""
 
 JSON = "application/json"
 JSON_OF_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
@@ -287,12 +289,23 @@ def _hang_up(response: aiohttp.ClientResponse) -> None:
     response.close()
 
 
+class _DeepDecoder(json.JSONDecoder):
+    """The decoder in Python: in C, Python 3.12 fails from a depth of about 1,500, whatever the limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]  # stubs lack it
+
+
 def _loaded(text: bytes) -> JsonValue:
     """JSON of any depth that an API server stores: one such object must not hide all others of its kind."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(NESTED_MAX)
     try:
         found: JsonValue = json.loads(text)
+    except RecursionError:
+        sys.setrecursionlimit(FRAMES_A_LEVEL * NESTED_MAX)
+        found = _DeepDecoder().decode(text.decode())
     finally:
         sys.setrecursionlimit(limit)
     return found
