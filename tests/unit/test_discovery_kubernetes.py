@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvrouter.config import load_settings
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.operator.plan import fleet_name
 from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
@@ -16,7 +17,7 @@ from kvrouter.transports.discovery.kubernetes import Account, KubernetesDiscover
 from kvrouter.transports.discovery.kubernetes.account import Token
 from kvrouter.transports.discovery.kubernetes.api import reason
 from kvrouter.transports.discovery.kubernetes.discovery import LEASE_S
-from kvrouter.transports.discovery.kubernetes.follow import Backoff
+from kvrouter.transports.discovery.kubernetes.follow import wait_after
 from kvrouter.transports.discovery.kubernetes.objects import (
     FLEET_LABEL,
     Status,
@@ -147,13 +148,13 @@ def test_what_the_api_server_refuses_is_told_with_the_mend(code: int, mend: str)
 
 
 def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None:
-    backoff = Backoff(most_s=1.0)
-    waits = [backoff.after(TimeoutError()) for _ in range(6)]
+    failures = Failures(Backoff(0.1, 1.0))
+    waits = [wait_after(failures, TimeoutError()) for _ in range(6)]
     for least_s, wait_s in zip((0.1, 0.2, 0.4, 0.8, 1.0, 1.0), waits, strict=True):
         assert least_s <= wait_s <= 1.5 * least_s
-    assert backoff.after(ApiError(Status(429), wait_s=30.0)) >= 30.0
-    backoff.reset()
-    assert backoff.after(TimeoutError()) <= 0.15
+    assert wait_after(failures, ApiError(Status(429), wait_s=30.0)) >= 30.0
+    failures.reset()
+    assert wait_after(failures, TimeoutError()) <= 0.15
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvrouter.core.backoff import Failures
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.discovery.card_tracker import StoreRefusals, WatcherSinks
@@ -17,7 +18,7 @@ from kvrouter.transports.discovery.kubernetes import follow
 from kvrouter.transports.discovery.kubernetes.account import Account
 from kvrouter.transports.discovery.kubernetes.api import WorkersApi
 from kvrouter.transports.discovery.kubernetes.discovery import WorkersWatch
-from kvrouter.transports.discovery.kubernetes.follow import Backoff
+from kvrouter.transports.discovery.kubernetes.follow import wait_after
 from kvrouter.transports.discovery.kubernetes.objects import (
     Status,
     WatchEvent,
@@ -168,17 +169,16 @@ async def test_a_watch_that_ends_goes_on_from_the_last_version_that_it_heard(
     assert scene.ear.heard == [card(1)]
 
 
-async def test_watches_that_end_at_once_are_asked_for_ever_more_seldom(
+async def test_watches_that_end_at_once_are_asked_for_ever_later(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
 
-    class Told(Backoff):
-        def after(self, error: Exception) -> float:
-            waits.append(super().after(error))
-            return 0.0
+    def no_wait_after(failures: Failures, error: Exception) -> float:
+        waits.append(wait_after(failures, error))
+        return 0.0
 
-    monkeypatch.setattr(follow, "Backoff", Told)
+    monkeypatch.setattr(follow, "wait_after", no_wait_after)
     await scene.listen()
     for n_ends in range(1, 9):
         scene.api.tell(None)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.processes import supervisor as room
 from kvrouter.processes.lifetime import LOST_PLACE
-from kvrouter.processes.supervisor import RestartBackoff, Supervisor
+from kvrouter.processes.supervisor import Supervisor, pause_after
 from tests.support.logged import event_of, events_of
 from tests.support.processes import eventually
 
@@ -49,11 +50,10 @@ def told(log: pytest.LogCaptureFixture, event: str) -> list[str]:
     return [record["kvrouter_fields"]["reason"] for record in records]
 
 
-def test_pauses_grow_to_a_limit_and_begin_anew_after_a_good_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "RESTART_AFTER_S", 1.0)
-    pauses = RestartBackoff()
-    assert [pauses.after(0.5) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert [pauses.after(room.RUNS_WELL_S), pauses.after(0.5)] == [1, 2]
+def test_pauses_grow_to_a_limit_and_begin_again_after_a_good_run() -> None:
+    failures = Failures(Backoff(1.0, room.RESTART_MAX_S))
+    assert [pause_after(failures, 0.5) for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert [pause_after(failures, room.RUNS_WELL_S), pause_after(failures, 0.5)] == [1, 2]
 
 
 async def test_what_cannot_be_started_is_tried_again(

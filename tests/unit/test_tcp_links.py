@@ -9,6 +9,7 @@ import pytest
 import trustme
 import uvloop
 
+from kvrouter.core.backoff import Backoff
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
@@ -160,7 +161,7 @@ async def test_an_address_that_nobody_uses_is_forgotten() -> None:
 
     def new_link() -> plane_module.TcpLink:
         unused.clear()
-        return plane_module.TcpLink(connect, plane_module.Backoff(60.0, 60.0), on_unused=unused.set)
+        return plane_module.TcpLink(connect, Backoff(60.0, 60.0), on_unused=unused.set)
 
     asked = new_link()
     await asked.connected()

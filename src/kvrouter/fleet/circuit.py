@@ -16,13 +16,12 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple
 
+from kvrouter.core.backoff import Backoff
 from kvrouter.core.ids import WorkerId
 from kvrouter.fleet.columns import mix64
 
 JITTER = 0.25
 """By how much of its time a circuit may close earlier, so that routers do not try a worker all at once."""
-
-_DOUBLED_MAX = 32
 
 
 class CircuitState(StrEnum):
@@ -150,8 +149,8 @@ class Circuit:
 
     def _open(self, now_s: float) -> None:
         settings = self._settings
-        open_s = min(settings.open_max_s, settings.open_s * 2.0 ** min(self._opened, _DOUBLED_MAX))
         self._opened += 1
+        open_s = Backoff(settings.open_s, settings.open_max_s).delay_s(self._opened)
         share = (mix64(self._seed + self._opened) >> 11) * 2.0**-53
         self._opened_s = now_s
         self._open_until_s = now_s + open_s * (1.0 - JITTER * share)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.processes.lifetime import LOST_PLACE
 from kvrouter.telemetry import Event, log_event
 
@@ -30,18 +31,15 @@ LAST_LINES_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
-class RestartBackoff:
-    """How long to wait before a process is started again."""
+def pause_after(failures: Failures, ran_s: float) -> float:
+    """Return the pause, in seconds, after a process that ran for ``ran_s``; a good run begins a new row."""
+    if ran_s >= RUNS_WELL_S:
+        failures.reset()
+    return failures.next_s()
 
-    def __init__(self) -> None:
-        self._next_s = RESTART_AFTER_S
 
-    def after(self, ran_s: float) -> float:
-        """The pause, in seconds, after a process that ran for ``ran_s``."""
-        if ran_s >= RUNS_WELL_S:
-            self._next_s = RESTART_AFTER_S
-        pause_s, self._next_s = self._next_s, min(2 * self._next_s, RESTART_MAX_S)
-        return pause_s
+def _restarts() -> Failures:
+    return Failures(Backoff(RESTART_AFTER_S, RESTART_MAX_S))
 
 
 @dataclass(slots=True)
@@ -55,7 +53,7 @@ class ChildProcess:
     """What is added to its command once another process has its place."""
     is_quiet: bool
     process: Process | None = None
-    pauses: RestartBackoff = field(default_factory=RestartBackoff)
+    failures: Failures = field(default_factory=_restarts)
     keeping: asyncio.Task[None] | None = None
 
     @property
@@ -133,7 +131,7 @@ class Supervisor:
             code = None if child.process is None else await _ended(child.name, child.process)
             if self._stopping.is_set():
                 return
-            pause_s = child.pauses.after(loop.time() - began_s)
+            pause_s = pause_after(child.failures, loop.time() - began_s)
             if code is None:
                 log_event(
                     logger,

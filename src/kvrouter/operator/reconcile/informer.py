@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.operator.reconcile.cluster import (
     GONE,
     Cluster,
@@ -55,7 +56,7 @@ class Informer(Generic[G]):
         self._is_lost = False
         self._has_listed_again = False
         """Whether a 410 was answered by a list since a watch last lasted: a second one counts as a loss."""
-        self._delay_s = retry_s
+        self._failures = Failures(Backoff(retry_s, RETRY_MAX_S))
         self.synced = asyncio.Event()
         """Set once all that is there was seen."""
 
@@ -87,14 +88,14 @@ class Informer(Generic[G]):
                 if not self._is_lost:
                     self._lost(error)
                 self._is_lost = True
-                await asyncio.sleep(self._delay_s)
-                self._delay_s = min(2 * self._delay_s, RETRY_MAX_S)
+                await asyncio.sleep(self._failures.next_s())
 
     def _found(self) -> None:
         """It is watched."""
         self._has_listed_again = False
         if self._is_lost:
-            self._is_lost, self._delay_s = False, self._retry_s
+            self._is_lost = False
+            self._failures.reset()
             self._lost(None)
 
     async def _list(self) -> None:

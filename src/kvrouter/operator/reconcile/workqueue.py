@@ -4,10 +4,12 @@ from collections.abc import Hashable
 from math import inf
 from typing import Generic, TypeVar
 
+from kvrouter.core.backoff import Backoff
 from kvrouter.core.due import DueTimes
 
 FIRST_RETRY_S = 0.5
 RETRY_MAX_S = 300.0
+BACKOFF = Backoff(FIRST_RETRY_S, RETRY_MAX_S)
 ENTRIES_MAX = 10_000
 
 K = TypeVar("K", bound=Hashable)
@@ -61,7 +63,7 @@ class Workqueue(Generic[K]):
         """Its reconcile failed; return in how many seconds it is reconciled again."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
-        delay_s = min(FIRST_RETRY_S * 2.0 ** min(failures, 32), RETRY_MAX_S)
+        delay_s = BACKOFF.delay_s(failures + 1)
         self._put_back(key, now_s + delay_s)
         return delay_s
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
@@ -21,7 +22,7 @@ from kvrouter.transports.discovery.card_tracker import (
 )
 from kvrouter.transports.discovery.kubernetes.account import Account
 from kvrouter.transports.discovery.kubernetes.api import WorkersApi, reason
-from kvrouter.transports.discovery.kubernetes.follow import Backoff, Follow
+from kvrouter.transports.discovery.kubernetes.follow import FIRST_S, MOST_S, Follow, wait_after
 from kvrouter.transports.discovery.kubernetes.objects import (
     OwnerPod,
     OwnerReference,
@@ -347,13 +348,13 @@ class KubernetesDiscovery:
 
     async def _renew_for_ever(self) -> None:
         renew_s = self._lease_s / RENEWALS_PER_LEASE
-        backoff = Backoff(most_s=min(renew_s, Backoff().most_s))
+        in_a_row = Failures(Backoff(FIRST_S, min(renew_s, MOST_S)))
         wait_s = renew_s * random.uniform(SOONEST, 1.0)
         while True:
             await asyncio.sleep(wait_s)
             failures = await self._cards.renew()
             if failures:
-                wait_s = backoff.after(failures[0])
+                wait_s = wait_after(in_a_row, failures[0])
             else:
-                backoff.reset()
+                in_a_row.reset()
                 wait_s = renew_s * random.uniform(SOONEST, 1.0)

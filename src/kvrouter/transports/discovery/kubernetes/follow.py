@@ -10,10 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, Protocol, TypeVar
 
+from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.kubernetes.objects import WatchEvent
 from kvrouter.transports.discovery.kubernetes.server import STORE_ERRORS
@@ -22,23 +22,13 @@ FIRST_S = 0.1
 MOST_S = 5.0
 
 
-@dataclass(slots=True)
-class Backoff:
-    """Doubles from one failure to the next, up to ``most_s``; a chance part keeps many processes apart."""
+def wait_after(failures: Failures, error: Exception) -> float:
+    """Count ``error``; return the seconds to wait, at least as many as the server asks for.
 
-    most_s: float = MOST_S
-    _next_s: float = FIRST_S
-
-    def after(self, error: Exception) -> float:
-        """Return the wait after ``error``, in seconds; at least as long as the server asks for."""
-        wait_s = min(self._next_s, self.most_s)
-        self._next_s = 2 * wait_s
-        asked_s = float(getattr(error, "wait_s", 0.0))
-        return max(wait_s, asked_s) * random.uniform(1.0, 1.5)
-
-    def reset(self) -> None:
-        """It went well."""
-        self._next_s = FIRST_S
+    A chance part keeps many processes apart.
+    """
+    asked_s = float(getattr(error, "wait_s", 0.0))
+    return max(failures.next_s(), asked_s) * random.uniform(1.0, 1.5)
 
 
 LIVES_LEAST_S = 1.0
@@ -78,7 +68,7 @@ class Follow(ABC, Generic[Item]):
         self._quiet_s = quiet_s
         self._heard_at = 0.0
         self._version = ""
-        self._backoff = Backoff()
+        self._failures = Failures(Backoff(FIRST_S, MOST_S))
         self._task: asyncio.Task[None] | None = None
 
     @abstractmethod
@@ -130,7 +120,7 @@ class Follow(ABC, Generic[Item]):
             try:
                 wait_s = await self._watch_once(started)
             except STORE_ERRORS as error:
-                wait_s = self._backoff.after(error)
+                wait_s = wait_after(self._failures, error)
                 self.cut_off()
                 self.lose(error)
                 if not started.done():
@@ -162,7 +152,7 @@ class Follow(ABC, Generic[Item]):
             return 0.0
         # It may be back at once, and is asked before anybody is notified that it is lost.
         self.cut_off()
-        return self._backoff.after(ConnectionError())
+        return wait_after(self._failures, ConnectionError())
 
     async def _followed(self, stream: AsyncIterator[list[WatchEvent]]) -> "_Ends":
         """Take what a watch brings until it ends; return how."""
@@ -181,7 +171,7 @@ class Follow(ABC, Generic[Item]):
                     self._heard_at = now
                     for event in events:
                         self._version = self.take_event(event)
-                    self._backoff.reset()
+                    self._failures.reset()
                 elif self.is_in_doubt(now) or now - self._heard_at > self._quiet_s:
                     return _Ends.ON_PURPOSE
                 await self.tidy(now)

@@ -4,9 +4,9 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from ssl import SSLContext, SSLError
 
+from kvrouter.core.backoff import Backoff
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import go_on
@@ -21,19 +21,6 @@ COMES_BACK_WITHIN_S = 0.1
 
 Connect = Callable[[], Awaitable[RouterEnd]]
 """Return a connection on which the worker welcomed us; raise WorkerUnreachable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """How long to wait before trying again: ``first_s``, twice that, up to ``most_s``; each cut by chance."""
-
-    first_s: float
-    most_s: float
-
-    def wait_s(self, n_failed: int) -> float:
-        """Return the seconds to wait after ``n_failed`` tries, 1 or more."""
-        longest_s: float = min(self.most_s, self.first_s * 2.0 ** min(n_failed - 1, 30))
-        return longest_s * random.uniform(0.5, 1.0)
 
 
 class TcpLink:
@@ -131,7 +118,7 @@ class TcpLink:
                 self._notify(is_alive=False)
                 n_failed += 1
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(self._backoff.wait_s(n_failed)):
+                    async with asyncio.timeout(self._backoff.delay_s(n_failed) * random.uniform(0.5, 1.0)):
                         await self._came_up.wait()
                 continue
             n_failed = 0
