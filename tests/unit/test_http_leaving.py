@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+import time
 
 import pytest
 
@@ -165,6 +166,28 @@ def test_the_last_answer_may_stall_too(run: Run) -> None:
                 await until(lambda: served.server.connections == 1)
                 await until(lambda: served.server.connections == 0)
         assert served.counts[HttpEvent.WRITE_STALLED] == 1
+
+    run(scenario())
+
+
+def test_a_server_that_stands_still_does_not_take_its_reader_for_stalled(run: Run) -> None:
+    async def handler(request: Request, responder: Responder) -> None:
+        await responder.send(200, (), b"x" * 16_000_000)
+
+    async def scenario() -> None:
+        async with serving(handler, Limits(sweep_s=0.02, write_stall_s=1.0)) as served:
+            reader, writer = await served.connect()
+            writer.write(LAST_GET)
+            await reader.read(1)
+            for _ in range(5):
+                time.sleep(0.3)  # noqa: ASYNC251 - the whole loop, its reader too
+                await asyncio.sleep(0.05)
+            received = 1
+            while data := await reader.read(4_000_000):
+                received += len(data)
+            assert received > 16_000_000
+            assert served.counts[HttpEvent.WRITE_STALLED] == 0
+            writer.close()
 
     run(scenario())
 

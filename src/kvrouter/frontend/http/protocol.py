@@ -131,8 +131,8 @@ class HttpProtocol(asyncio.Protocol):
         self._linger_end_s = 0.0
         self._probed_at_s = 0.0
         self._written_bytes = 0
-        self._taken_bytes = 0
-        self._taken_at_s = loop.time()
+        self._taken_bytes = -1
+        self._taken_at_s = 0.0
 
     # What the event loop calls.
 
@@ -246,8 +246,11 @@ class HttpProtocol(asyncio.Protocol):
 
     # What the server calls.
 
-    def sweep(self, now_s: float) -> None:
-        """Looks at the clocks: request and idle time, stalled writes, lingering, clients that may be gone."""
+    def sweep(self, now_s: float, awake_s: float) -> None:
+        """Looks at the clocks: request and idle time, stalled writes, lingering, clients that may be gone.
+
+        ``awake_s`` stops while the event loop does: while it stands still nothing is written to the client.
+        """
         if self._linger_until_s is not None:
             if now_s >= self._linger_until_s:
                 self._transport.close()
@@ -256,8 +259,8 @@ class HttpProtocol(asyncio.Protocol):
         waiting_bytes = self._transport.get_write_buffer_size()
         taken_bytes = self._written_bytes - waiting_bytes
         if waiting_bytes == 0 or taken_bytes != self._taken_bytes:
-            self._taken_bytes, self._taken_at_s = taken_bytes, now_s
-        elif now_s - self._taken_at_s >= self._limits.write_stall_s:
+            self._taken_bytes, self._taken_at_s = taken_bytes, awake_s
+        elif awake_s - self._taken_at_s >= self._limits.write_stall_s:
             self.cut(Disconnect.WRITE_STALLED)
         if self._input_ended and now_s - self._probed_at_s >= self._limits.probe_s:
             self._probed_at_s = now_s

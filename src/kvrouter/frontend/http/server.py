@@ -88,6 +88,7 @@ class HttpServer:
         self._sweep: asyncio.TimerHandle | None = None
         self._sweep_due_s = 0.0
         self._is_sweep_put_off = False
+        self._awake_s = 0.0
         self._quiet = asyncio.Event()
         self._is_draining = False
 
@@ -287,11 +288,13 @@ class HttpServer:
         is not read yet.
         """
         now_s = self._loop.time()
-        stood_still = now_s - self._sweep_due_s > self._limits.sweep_s
+        late_s = now_s - self._sweep_due_s
+        self._awake_s += self._limits.sweep_s + min(late_s, self._limits.sweep_s)
+        stood_still = late_s > self._limits.sweep_s
         self._is_sweep_put_off = stood_still and not self._is_sweep_put_off
         if not self._is_sweep_put_off:
             for connection in list(self._connections):
-                connection.sweep(now_s)
+                connection.sweep(now_s, self._awake_s)
         self._sweep_later()
 
     def _note_quiet(self) -> None:
