@@ -127,7 +127,7 @@ NO_LIMITS = {
     """,
     "pauses, ticks and retries": """
         processes.supervisor.RESTART_MAX_S wiring.nats.CONNECT_LIMIT_S wiring.nats.PINGS_UNANSWERED_MAX
-        fleet.circuit._DOUBLED_MAX operator.reconcile.workqueue.RETRY_MAX_S
+        core.backoff.DOUBLED_MAX operator.reconcile.workqueue.RETRY_MAX_S
         operator.reconcile.informer.RETRY_MAX_S
         transports.discovery.kubernetes.discovery.TICK_MAX_S transports.discovery.nats.discovery.TICK_MAX_S
         transports.events.jetstream.stream_subscriber.STORED_ANSWER_MAX_S
