@@ -46,8 +46,8 @@ AwaitedSink = Callable[[str], None]
 """Hears, each time that an engine did not answer, why."""
 
 
-def _nobody(_: str) -> None:
-    """Waiting concerns nobody but the log."""
+def _nobody(*_: object) -> None:
+    """The default of a callback: nobody else listens."""
 
 
 async def attach(at: EngineAt, worker_id: WorkerId, *, on_awaited: AwaitedSink = _nobody) -> Attached:
@@ -284,10 +284,6 @@ Joined = Callable[[Worker], None]
 """Hears of each worker that the engine gets."""
 
 
-def _beside_nobody(*_: object) -> None:
-    """What happens here concerns nobody else."""
-
-
 class EngineAttachment:
     """One engine, from its first answer on: :meth:`run`, then :meth:`leave`.
 
@@ -300,8 +296,8 @@ class EngineAttachment:
         workers: EngineWorkers,
         *,
         on_refused: Refused,
-        on_heard: Heard = _beside_nobody,
-        on_joined: Joined = _beside_nobody,
+        on_heard: Heard = _nobody,
+        on_joined: Joined = _nobody,
         drain_limit_s: float = 0.0,
     ) -> None:
         self.said = said
