@@ -26,8 +26,8 @@ from kvrouter.core.ids import ModelName
 
 HOME = Path(kvrouter.__file__).parent
 FIRST_BYTE = ("frontend/http/protocol.py", "data_received")
-OPENED = ("transports/requests/tcp/router_end.py", "open")
-SENT = ("transports/requests/tcp/connection.py", "_flush")
+OPENED = ("transports/requests/session.py", "open")
+SENT = ("transports/requests/tcp/pipe.py", "_flush")
 READY_LIMIT_S = 60.0
 
 

@@ -5,26 +5,37 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
+import msgspec
+
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.transports.requests.tcp.frames import (
+from kvrouter.core.requests import EngineRequest
+from kvrouter.transports.requests.messages import (
     GREETING_BYTES,
     HELLO_BYTES,
     TO_ROUTER,
     TO_WORKER,
     FrameKind,
     FrameReader,
+    Open,
     Secret,
+    encoder,
     frame,
     greeting,
     hello,
-    new_nonce,
     read_greeting,
     read_hello,
 )
+from kvrouter.transports.requests.stream import encode_request
+from kvrouter.transports.requests.tcp.pipe import new_nonce
 from tests.support.scripted_worker import IN_TIME_S
 from tests.support.wires_tcp import TOKEN
 
 Frame = tuple[int, bytes]
+
+
+def encode_open(stream_id: int, credit_tokens: int, request: EngineRequest) -> bytes:
+    """The body of an OPEN frame."""
+    return encoder.encode(Open(stream_id, credit_tokens, msgspec.Raw(encode_request(request))))
 
 
 class Peer:

@@ -16,8 +16,8 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.processes.lifetime import share_descriptors
 from kvrouter.transports.listener import NO_DESCRIPTOR, WITHOUT_DESCRIPTORS_S, Listener, TcpServer
 from kvrouter.transports.requests.http import HttpRequestAcceptor
+from kvrouter.transports.requests.messages import GREETING_BYTES
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor
-from kvrouter.transports.requests.tcp.frames import GREETING_BYTES
 from tests.support.descriptors import no_descriptor_left
 from tests.support.http_serving import LOOPS, Run, runner
 from tests.support.processes import free_ports

@@ -111,7 +111,7 @@ NO_LIMITS = {
         frontend.openai.nvext._NUMBER_DIGITS_MAX operator.plan.serving.PORT_DIGITS_MAX
         operator.plan.budgets.COUNT_DIGITS_MAX transports.events.port.BLOCKS_MAX
         transports.events.wire.EVENT_ID_MAX
-        transports.events.wire.COUNT_MAX transports.requests.tcp.frames._ID_LIMIT
+        transports.events.wire.COUNT_MAX transports.requests.tcp.pipe._ID_LIMIT
         service.model_router.ROOM_LIMIT
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
@@ -194,12 +194,12 @@ WHERE = {
     "workers of a fleet": "service.router transports.discovery",
     "dispatches of one": "journey",
     "legs that a worker remembers": "transports.requests.legs.ENDED",
-    "what a tcp peer": "transports.requests.tcp.connection",
-    "a request, as a worker": "transports.requests.stream transports.requests.tcp.frames.CHUNK",
+    "what a tcp peer": "transports.requests.tcp.pipe",
+    "a request, as a worker": "transports.requests.stream transports.requests.messages.CHUNK",
     "legs that one worker runs": "transports.requests.legs",
     "over http": "transports.requests.http",
     "over NATS": "transports.requests.nats",
-    "an error's reason": "transports.requests.tcp.frames",
+    "an error's reason": "transports.requests.messages",
     "senders whose": "transports.message_auth",
     "a record of discovery": "transports.discovery.wire transports.discovery.card_tracker",
     "files of a discovery": "transports.discovery",

@@ -12,19 +12,18 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.transports.requests import legs
-from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull
-from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.transports.requests.tcp.frames import (
+from kvrouter.transports.requests.messages import (
     FrameKind,
     ReadItem,
     encode_cancel,
     encode_credits,
-    encode_open,
     items_decoder,
 )
-from kvrouter.transports.requests.tcp.router_end import TcpStream
+from kvrouter.transports.requests.port import EngineStream, StreamBroken, WorkerFull
+from kvrouter.transports.requests.stream import SessionStream
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from tests.support.scripted_worker import IN_TIME_S, ScriptedStream, ScriptedWorker, leg, read_all
-from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
+from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
 from tests.support.wires_tcp import TOKEN
 
 Acceptor = tuple[TcpRequestAcceptor, ScriptedWorker, str]
@@ -143,7 +142,7 @@ def test_tokens_arrive_once_and_in_order_whatever_the_credit(
 async def test_a_request_that_is_too_large_for_the_wire_is_the_clients_mistake(
     served: Acceptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrouter.transports.requests.tcp.router_end.REQUEST_MAX_BYTES", 100)
+    monkeypatch.setattr("kvrouter.transports.requests.session.REQUEST_MAX_BYTES", 100)
     plane = TcpRequestPlane(token=TOKEN)
     with pytest.raises(InvalidRequest, match="bytes, over the 100 allowed") as refused:
         await plane.open(served[2], leg())
@@ -292,9 +291,8 @@ class Unheard:
 
 
 async def test_a_reader_that_reads_now_and_then_is_not_too_slow() -> None:
-    accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    stream = TcpStream(Unheard(), 0, credit_tokens=100, leaves_kv=False, accepted=accepted)
-    accepted.set_result(None)
+    stream = SessionStream(Unheard(), 0, credit_tokens=100, leaves_kv=False)
+    stream.accept()
     for now_s in range(0, 50, 10):
         stream.push(EngineChunk((1,)))
         assert [stream.unread_for_s(now_s + beat) for beat in range(3)] == [0, 1, 2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import HandingStream, StreamBroken
-from kvrouter.transports.requests.tcp.router_end import TcpStream
+from kvrouter.transports.requests.stream import SessionStream
 
 
 class Connection:
@@ -41,16 +41,16 @@ class Reader:
         self.wants -= 1
         return self.wants > 0
 
-    async def begin(self, stream: TcpStream) -> "asyncio.Task[None]":
+    async def begin(self, stream: SessionStream) -> "asyncio.Task[None]":
         task = asyncio.create_task(stream.hand_over(self.take))
         await asyncio.sleep(0)
         return task
 
 
-def new_stream(connection: Connection, *, credit_tokens: int = 100) -> TcpStream:
-    accepted = asyncio.get_running_loop().create_future()
-    accepted.set_result(None)
-    return TcpStream(connection, 0, credit_tokens=credit_tokens, leaves_kv=False, accepted=accepted)
+def new_stream(connection: Connection, *, credit_tokens: int = 100) -> SessionStream:
+    stream = SessionStream(connection, 0, credit_tokens=credit_tokens, leaves_kv=False)
+    stream.accept()
+    return stream
 
 
 @pytest.fixture

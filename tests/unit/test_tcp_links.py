@@ -16,7 +16,7 @@ from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 from kvrouter.transports.requests.tcp import plane as plane_module
-from kvrouter.transports.requests.tcp.router_end import RouterEnd
+from kvrouter.transports.requests.tcp.plane import RouterPipe
 from tests.support.proxy import Proxy
 from tests.support.scripted_worker import IN_TIME_S, ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawWorkers
@@ -153,11 +153,11 @@ async def test_an_address_that_nobody_uses_is_forgotten() -> None:
     unused = asyncio.Event()
     ends: list[End] = []
 
-    async def connect() -> RouterEnd:
+    async def connect() -> RouterPipe:
         if len(ends) == 2:
             raise WorkerUnreachable("it is gone")
         ends.append(End())
-        return cast("RouterEnd", ends[-1])
+        return cast("RouterPipe", ends[-1])
 
     def new_link() -> plane_module.TcpLink:
         unused.clear()

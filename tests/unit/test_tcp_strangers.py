@@ -10,21 +10,20 @@ import pytest
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.transports.requests.legs import LegServer
-from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
-from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.transports.requests.tcp.frames import (
+from kvrouter.transports.requests.messages import (
     GREETING_BYTES,
     HEADER,
     FrameKind,
     Secret,
-    encode_open,
     frame,
     greeting,
     hello,
-    new_nonce,
 )
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
+from kvrouter.transports.requests.tcp.pipe import new_nonce
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
-from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers
+from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
 from tests.support.wires_tcp import TOKEN
 
 

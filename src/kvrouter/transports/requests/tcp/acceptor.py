@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from ssl import SSLContext
+from typing import NamedTuple
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hosts import told_host
@@ -16,20 +17,89 @@ from kvrouter.transports.listener import (
     UnauthenticatedConnections,
 )
 from kvrouter.transports.requests.legs import AwakeClock, LegServer
+from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
-from kvrouter.transports.requests.tcp.connection import CLOSE_WITHIN_S, UNREAD_MAX_BYTES
-from kvrouter.transports.requests.tcp.frames import (
-    Secret,
+from kvrouter.transports.requests.session_legs import SessionLegs
+from kvrouter.transports.requests.tcp.pipe import (
+    CLOSE_WITHIN_S,
+    UNREAD_MAX_BYTES,
     TcpAddress,
-    goodbye,
-    greeting,
+    TcpPipe,
     new_nonce,
     read_address,
 )
-from kvrouter.transports.requests.tcp.worker_end import Served, WorkerEnd, WorkerLimits
+from kvrouter.transports.requests.worker_session import WorkerHello, WorkerLimits, WorkerSession
 
 ROUTERS_MAX = 1024
 """Routers that may be connected to one listener."""
+
+
+class Served(NamedTuple):
+    """A worker behind the listener, and the connections that routers have to it."""
+
+    place: LegServer
+    pipes: "set[WorkerPipe]"
+
+
+class WorkerPipe(TcpPipe):
+    """A connection from one router to one worker."""
+
+    def __init__(self, acceptor: "TcpRequestAcceptor", secret: Secret, limits: WorkerLimits) -> None:
+        super().__init__(heartbeat_s=limits.heartbeat_s, write_max_bytes=acceptor.write_max_bytes)
+        self._acceptor = acceptor
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self.session: WorkerSession = WorkerSession(
+            limits,
+            worker_hello=WorkerHello(secret, new_nonce(), self._admit),
+            wake=self.wake,
+            on_refused=self._refused,
+            on_mistake=self._mistaken,
+        )
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Greet, and wait for a hello."""
+        super().connection_made(transport)
+        within_s = self._acceptor.hello_within_s
+        late = f"no hello within {within_s:g} s"
+        self._hello_timer = self.loop.call_later(within_s, self.session.refuse, late)
+        self._acceptor.arrived(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone, whichever end closed it."""
+        self._end_hello_timer()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More bytes wait for the router than should."""
+        self.session.choke()
+
+    def resume_writing(self) -> None:
+        """The router has read on."""
+        self.session.go_on()
+
+    def _admit(self, said: Hello) -> SessionLegs | str:
+        self._end_hello_timer()
+        served = self._acceptor.served_by(said.worker_id, said.incarnation)
+        refusal = self._acceptor.admit(self)
+        if refusal is not None:
+            self._refused(refusal)
+            return refusal
+        if served is None:
+            return f"worker {said.worker_id}/{said.incarnation} is not served here"
+        served.pipes.add(self)
+        self.lost.add_done_callback(lambda _: served.pipes.discard(self))
+        router = said.nonce.hex()  # what its legs are called by: no other connection has it
+        return SessionLegs(served.place, router, self.session)
+
+    def _end_hello_timer(self) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+
+    def _refused(self, reason: str) -> None:
+        self._acceptor.on_refused(f"{self.peer}: {reason}")
+
+    def _mistaken(self, message: str, error: Exception) -> None:
+        self.loop.call_exception_handler({"message": message, "exception": error})
 
 
 class TcpRequestAcceptor:
@@ -70,24 +140,24 @@ class TcpRequestAcceptor:
         self._limits = WorkerLimits(
             heartbeat_s=heartbeat_s,
             dead_after_s=dead_after_s,
-            hello_within_s=hello_within_s,
             streams_max=streams_max,
-            write_max_bytes=write_max_bytes,
         )
+        self.hello_within_s = hello_within_s
+        self.write_max_bytes = write_max_bytes
         self._connections_max = connections_max
-        self._on_refused = on_refused
+        self.on_refused = on_refused
         self._server = TcpServer(
-            self._new_end,
+            lambda: WorkerPipe(self, self._secret, self._limits),
             answer=lambda: greeting(new_nonce()) + goodbye(NO_DESCRIPTOR),
             on_refused=on_refused,
             ssl=ssl,
             handshake_timeout_s=hello_within_s,
             descriptors_max=descriptors_max,
         )
-        self._ends: set[WorkerEnd] = set()
-        self._known: set[WorkerEnd] = set()
-        self._unauthenticated: UnauthenticatedConnections[WorkerEnd] = UnauthenticatedConnections(
-            lambda end: end.abort("no hello, and others came"),
+        self._pipes: set[WorkerPipe] = set()
+        self._known: set[WorkerPipe] = set()
+        self._unauthenticated: UnauthenticatedConnections[WorkerPipe] = UnauthenticatedConnections(
+            lambda pipe: pipe.abort("no hello, and others came"),
             at_most=unauthenticated_max,
             on_dropped=on_refused,
         )
@@ -118,15 +188,15 @@ class TcpRequestAcceptor:
         key = (where.worker_id, where.incarnation)
         if key in self._served:
             raise ConfigError(f"{address} is served already", param="address")
-        ends: set[WorkerEnd] = set()
+        pipes: set[WorkerPipe] = set()
 
         def leave(why: str) -> None:
             del self._served[key]
-            for end in tuple(ends):
-                end.close(why)
+            for pipe in tuple(pipes):
+                pipe.close(why)
 
         place = LegServer(address, server, self._clock, leave)
-        self._served[key] = Served(place, ends)
+        self._served[key] = Served(place, pipes)
         return place
 
     async def close(self) -> None:
@@ -135,36 +205,31 @@ class TcpRequestAcceptor:
         await self._server.wait_closed()
         for served in tuple(self._served.values()):
             served.place.leave("the worker was stopped")
-        lost = [end.lost for end in self._ends]
-        for end in tuple(self._ends):
-            end.close("the worker was stopped")
+        lost = [pipe.lost for pipe in self._pipes]
+        for pipe in tuple(self._pipes):
+            pipe.close("the worker was stopped")
         if lost:
             await asyncio.wait(lost, timeout=2 * CLOSE_WITHIN_S)
 
-    def _new_end(self) -> WorkerEnd:
-        return WorkerEnd(
-            self._secret,
-            self._limits,
-            find=lambda worker_id, incarnation: self._served.get((worker_id, incarnation)),
-            on_refused=self._on_refused,
-            counter=self,
-        )
+    def served_by(self, worker_id: WorkerId, incarnation: Epoch) -> Served | None:
+        """Return the worker that is served here under that name."""
+        return self._served.get((worker_id, incarnation))
 
-    def arrived(self, end: WorkerEnd) -> None:
+    def arrived(self, pipe: WorkerPipe) -> None:
         """A connection was made; nobody knows whose."""
-        self._ends.add(end)
-        end.lost.add_done_callback(lambda _: self._forget(end))
-        self._unauthenticated.add(end, now_s=self._clock.now_s)
+        self._pipes.add(pipe)
+        pipe.lost.add_done_callback(lambda _: self._forget(pipe))
+        self._unauthenticated.add(pipe, now_s=self._clock.now_s)
 
-    def admit(self, end: WorkerEnd) -> str | None:
+    def admit(self, pipe: WorkerPipe) -> str | None:
         """Count a connection from a router; return why there is no place for it."""
-        self._unauthenticated.discard(end)
+        self._unauthenticated.discard(pipe)
         if len(self._known) >= self._connections_max:
             return f"{self._connections_max} connections are open"
-        self._known.add(end)
+        self._known.add(pipe)
         return None
 
-    def _forget(self, end: WorkerEnd) -> None:
-        self._ends.discard(end)
-        self._known.discard(end)
-        self._unauthenticated.discard(end)
+    def _forget(self, pipe: WorkerPipe) -> None:
+        self._pipes.discard(pipe)
+        self._known.discard(pipe)
+        self._unauthenticated.discard(pipe)

@@ -11,15 +11,59 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import go_on
 from kvrouter.transports.requests.liveness import LivenessListeners
+from kvrouter.transports.requests.messages import Secret
 from kvrouter.transports.requests.port import AliveSink, WorkerUnreachable
-from kvrouter.transports.requests.tcp.connection import CLOSE_WITHIN_S, UNREAD_MAX_BYTES
-from kvrouter.transports.requests.tcp.frames import Secret, TcpAddress, read_address
-from kvrouter.transports.requests.tcp.router_end import RouterEnd, RouterLimits, TcpStream
+from kvrouter.transports.requests.session import RouterHello, RouterLimits, RouterSession
+from kvrouter.transports.requests.stream import SessionStream
+from kvrouter.transports.requests.tcp.pipe import (
+    CLOSE_WITHIN_S,
+    UNREAD_MAX_BYTES,
+    TcpAddress,
+    TcpPipe,
+    new_nonce,
+    read_address,
+)
 
 COMES_BACK_WITHIN_S = 0.1
 """How long a worker whose connection broke is still taken for alive, while a new one is made."""
 
-Connect = Callable[[], Awaitable[RouterEnd]]
+
+class RouterPipe(TcpPipe):
+    """A connection to one worker. It may be used once ``welcomed`` is done."""
+
+    def __init__(
+        self,
+        where: TcpAddress,
+        secret: Secret,
+        limits: RouterLimits,
+        *,
+        is_wanted: Callable[[], bool],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        super().__init__(heartbeat_s=limits.heartbeat_s, write_max_bytes=limits.write_max_bytes)
+        self.welcomed: asyncio.Future[None] = self.loop.create_future()
+        self.session: RouterSession[SessionStream] = RouterSession(
+            str(where),
+            limits,
+            router_hello=RouterHello(secret, new_nonce(), where.worker_id, where.incarnation),
+            new_stream=SessionStream,
+            wake=self.wake,
+            is_wanted=is_wanted,
+            on_welcome=self._welcome,
+            on_end=self._ended,
+            on_refused=on_refused,
+        )
+
+    def _welcome(self) -> None:
+        if not self.welcomed.done():
+            self.welcomed.set_result(None)
+
+    def _ended(self, why: str) -> None:
+        if not self.welcomed.done():
+            self.welcomed.set_exception(WorkerUnreachable(why))
+
+
+Connect = Callable[[], Awaitable[RouterPipe]]
 """Return a connection on which the worker welcomed us; raise WorkerUnreachable."""
 
 
@@ -30,8 +74,8 @@ class TcpLink:
         self._connect = connect
         self._backoff = backoff
         self._on_unused = on_unused
-        self._end: RouterEnd | None = None
-        self._attempt: asyncio.Task[RouterEnd] | None = None
+        self._end: RouterPipe | None = None
+        self._attempt: asyncio.Task[RouterPipe] | None = None
         self._followers = LivenessListeners()
         self._keeper: asyncio.Task[None] | None = None
         self._is_alive = True
@@ -42,7 +86,7 @@ class TcpLink:
         """Whether the connection is kept though nothing is sent."""
         return bool(self._followers)
 
-    async def connected(self) -> RouterEnd:
+    async def connected(self) -> RouterPipe:
         """Return the open connection, or the one that is being made; raise WorkerUnreachable."""
         if self._end is not None and not self._end.is_closed:
             return self._end
@@ -76,7 +120,7 @@ class TcpLink:
 
         return end
 
-    def close(self, reason: str) -> RouterEnd | None:
+    def close(self, reason: str) -> RouterPipe | None:
         """End everything; return the connection that is closing, for its last bytes to be awaited."""
         self._followers = LivenessListeners()
         for task in (self._keeper, self._attempt):
@@ -87,19 +131,19 @@ class TcpLink:
             self._end.close(reason)
         return self._end
 
-    async def _try(self) -> RouterEnd:
+    async def _try(self) -> RouterPipe:
         end = await self._connect()
         end.lost.add_done_callback(lambda _: self._lost(end))
         self._end = end
         self._came_up.set()
         return end
 
-    def _tried(self, attempt: asyncio.Task[RouterEnd]) -> None:
+    def _tried(self, attempt: asyncio.Task[RouterPipe]) -> None:
         self._attempt = None
         if attempt.cancelled() or attempt.exception() is not None:  # the caller has had the error
             self._drop_if_unused()
 
-    def _lost(self, end: RouterEnd) -> None:
+    def _lost(self, end: RouterPipe) -> None:
         if self._end is end:
             self._end = None
             self._came_up.clear()
@@ -198,17 +242,17 @@ class TcpRequestPlane:
         self._links: dict[str, TcpLink] = {}
         self._is_closed = False
 
-    async def open(self, address: str, request: EngineRequest) -> TcpStream:
+    async def open(self, address: str, request: EngineRequest) -> SessionStream:
         """Send ``request``; return once the worker accepted it.
 
         Raises WorkerUnreachable when it did not in time, and then the worker is asked to forget it; whatever
         else the worker says is raised as it was there.
         """
-        stream: TcpStream | None = None
+        stream: SessionStream | None = None
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 end = await self._link(address).connected()
-                stream = end.open(request)
+                stream = end.session.open(request, end.written_bytes)
                 await stream.accepted
         except TimeoutError:
             if stream is not None:
@@ -251,12 +295,12 @@ class TcpRequestPlane:
             )
         return link
 
-    async def _connect(self, address: str, where: TcpAddress) -> RouterEnd:
+    async def _connect(self, address: str, where: TcpAddress) -> RouterPipe:
         """Connect and be welcomed; raise WorkerUnreachable."""
-        ends: list[RouterEnd] = []
+        ends: list[RouterPipe] = []
 
-        def new_end() -> RouterEnd:
-            end = RouterEnd(
+        def new_end() -> RouterPipe:
+            end = RouterPipe(
                 where,
                 self._secret,
                 self._limits,
@@ -285,7 +329,7 @@ class TcpRequestPlane:
                 self._on_refused(f"{address}: connected, and heard nothing: it stands still, or wants TLS")
             raise unreachable from error
         except WorkerUnreachable as refused:
-            if ends[-1].was_refused:
+            if ends[-1].session.was_refused:
                 self._on_refused(refused.message)
             raise
         except BaseException:
@@ -293,7 +337,7 @@ class TcpRequestPlane:
             raise
         return ends[-1]
 
-    def _unreachable(self, ends: list[RouterEnd], why: str) -> WorkerUnreachable:
+    def _unreachable(self, ends: list[RouterPipe], why: str) -> WorkerUnreachable:
         for end in ends:
             end.abort(why)
             if end.welcomed.done() and not end.welcomed.cancelled():

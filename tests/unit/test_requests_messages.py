@@ -1,4 +1,4 @@
-"""Frames of the tcp request plane, without a socket."""
+"""Messages of the session between a router and a worker, without a socket."""
 
 import msgspec
 import pytest
@@ -9,8 +9,7 @@ from kvrouter.core.backoff import Backoff
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
-from kvrouter.transports.requests.stream import is_bare
-from kvrouter.transports.requests.tcp.frames import (
+from kvrouter.transports.requests.messages import (
     CHUNK_MAX_BYTES,
     HEADER,
     TO_ROUTER,
@@ -18,18 +17,18 @@ from kvrouter.transports.requests.tcp.frames import (
     FrameKind,
     FrameReader,
     Secret,
-    TcpAddress,
     encode_items,
     frame,
     goodbye,
     greeting,
     hello,
     items_decoder,
-    read_address,
     read_greeting,
     read_hello,
     whole_chunk,
 )
+from kvrouter.transports.requests.stream import is_bare
+from kvrouter.transports.requests.tcp.pipe import TcpAddress, read_address
 
 
 @given(bodies=st.lists(st.binary(max_size=40)), data=st.data())

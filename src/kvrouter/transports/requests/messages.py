@@ -1,40 +1,36 @@
-"""Frames over tcp: length, kind, msgpack; addresses; the hello. See ``docs/wire.md``.
+"""The messages of one session, in bytes: length, kind, msgpack; and its hello. See ``docs/wire.md``.
 
 ::
 
     length of the body (4 bytes, little-endian)   kind (1 byte)   body
 
-Nothing here knows a socket: bytes in, frames out.
+Every pipe between a router and a worker carries these: bytes in, frames out.
 
-The worker's end speaks first (a greeting with a nonce), the router's end answers (a hello with a nonce of its
-own, the worker it wants, and a proof of the shared token), and the worker's end welcomes it with a proof of
-its own. The token itself never travels, and what was overheard proves nothing on another connection. All of
-it has a fixed form: nothing of a stranger is parsed.
+Over a pipe of bytes the worker's end speaks first (a greeting with a nonce), the router's end answers (a
+hello with a nonce of its own, the worker it wants, and a proof of the shared token), and the worker's end
+welcomes it with a proof of its own. The token itself never travels, and what was overheard proves nothing
+on another connection. All of it has a fixed form: nothing of a stranger is parsed. A pipe that authenticates
+every message needs no hello.
 """
 
 import hmac
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 from typing import Annotated, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
-from kvrouter.core.errors import ConfigError, ProtocolError
-from kvrouter.core.hosts import bracketed
+from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.requests import EngineChunk, EngineRequest
+from kvrouter.core.requests import EngineChunk
 from kvrouter.transports.requests.stream import (
     CHUNKS_MAX_BYTES,
     REQUEST_MAX_BYTES,
     VERSION,
     encode_chunk,
-    encode_request,
     refusal_of,
-    weight_of,
 )
 
 T = TypeVar("T")
@@ -48,6 +44,9 @@ MESSAGE_MAX_CHARS = 8192
 
 CHUNKS_FLUSH_TOKENS = 65_536
 """A frame of chunks is closed when it holds so many tokens, far below :data:`CHUNKS_MAX_BYTES`."""
+
+ITEM_TOKENS = 64
+"""What an item counts in addition to its tokens towards a full frame."""
 
 CHUNK_MAX_BYTES = CHUNKS_MAX_BYTES // 4
 """The largest chunk with more than tokens in it, as one that ends a prefill leg."""
@@ -179,44 +178,32 @@ def goodbye(reason: str) -> bytes:
     return frame(FrameKind.GOODBYE, reason[:REASON_MAX_CHARS].encode("utf-8", "replace"))
 
 
-def encode_open(stream_id: int, credit_tokens: int, request: EngineRequest) -> bytes:
-    """Return the body of an OPEN frame."""
-    return _encoder.encode(Open(stream_id, credit_tokens, msgspec.Raw(encode_request(request))))
-
-
 def encode_cancel(stream_id: int, reason: str) -> bytes:
     """Return the body of a CANCEL frame."""
-    return _encoder.encode(Cancel(stream_id, reason[:REASON_MAX_CHARS]))
+    return encoder.encode(Cancel(stream_id, reason[:REASON_MAX_CHARS]))
 
 
 def encode_refused(stream_id: int, error: Exception) -> bytes:
     """Return the body of a REFUSED or FAILED frame."""
     refusal = refusal_of(error)
-    return _encoder.encode(
+    return encoder.encode(
         Refused(stream_id, refusal.code, refusal.message[:MESSAGE_MAX_CHARS], refusal.param)
     )
 
 
 def encode_number(number: int) -> bytes:
     """Return the body of an ACCEPTED frame."""
-    return _encoder.encode(number)
+    return encoder.encode(number)
 
 
 def encode_credits(credits_tokens: Mapping[int, int]) -> bytes:
     """Return the body of a CREDIT frame: tokens by stream."""
-    return _encoder.encode(list(credits_tokens.items()))
+    return encoder.encode(list(credits_tokens.items()))
 
 
 def encode_items(items: list[Item]) -> bytes:
     """Return the body of a CHUNKS frame."""
-    return _encoder.encode(items)
-
-
-def credit_of(chunk: EngineChunk) -> int:
-    """Return the tokens of credit that ``chunk`` takes: a last one that brings nothing takes none."""
-    if chunk.finish is not None and not chunk.token_ids and not chunk.raw:
-        return 0
-    return weight_of(chunk)
+    return encoder.encode(items)
 
 
 def whole_chunk(chunk: EngineChunk) -> bytes:
@@ -237,48 +224,13 @@ def decode(decoder: "msgspec.msgpack.Decoder[T]", body: bytes, what: str) -> T:
         raise ProtocolError(f"{what}: {error}", param=what) from error
 
 
-_encoder = msgspec.msgpack.Encoder()
+encoder = msgspec.msgpack.Encoder()
 open_decoder = msgspec.msgpack.Decoder(Open)
 cancel_decoder = msgspec.msgpack.Decoder(Cancel)
 refused_decoder = msgspec.msgpack.Decoder(Refused)
 number_decoder = msgspec.msgpack.Decoder(StreamId)
 credits_decoder = msgspec.msgpack.Decoder(list[tuple[StreamId, Tokens]])
 items_decoder = msgspec.msgpack.Decoder(list[ReadItem])
-
-
-_ID_LIMIT = 2**64
-
-
-@dataclass(frozen=True, slots=True)
-class TcpAddress:
-    """One incarnation of one worker behind a listener that may serve several."""
-
-    host: str
-    port: int
-    worker_id: WorkerId
-    incarnation: Epoch
-
-    def __str__(self) -> str:
-        return f"tcp://{bracketed(self.host)}:{self.port}/{self.worker_id}/{self.incarnation}"
-
-
-def read_address(address: str) -> TcpAddress:
-    """Return what ``address`` names; raise ConfigError when it is none of this plane."""
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-        worker_id, incarnation = (int(part) for part in parts.path.removeprefix("/").split("/"))
-    except ValueError as error:
-        raise _unreadable(address) from error
-    if parts.scheme != "tcp" or not host or not port:
-        raise _unreadable(address)
-    if not (0 <= worker_id < _ID_LIMIT and 0 <= incarnation < _ID_LIMIT):
-        raise _unreadable(address)
-    return TcpAddress(host, port, WorkerId(worker_id), Epoch(incarnation))
-
-
-def _unreadable(address: str) -> ConfigError:
-    return ConfigError(f"address: {address!r} is not tcp://host:port/worker_id/incarnation", param="address")
 
 
 MAGIC = b"kvrouter"
@@ -318,11 +270,6 @@ class Secret:
         """Return what only a worker with the token can say on this connection."""
         said = b"worker" + worker_nonce + nonce + _NAMES.pack(worker_id, incarnation)
         return hmac.digest(self._key, said, "sha256")
-
-
-def new_nonce() -> bytes:
-    """Return a number used once."""
-    return secrets.token_bytes(NONCE_BYTES)
 
 
 def greeting(worker_nonce: bytes) -> bytes:

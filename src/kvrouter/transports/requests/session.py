@@ -1,0 +1,469 @@
+"""A router's session with a worker as a state machine: messages in, messages out; the router's end.
+
+A pipe gives a session what its peer sent (:meth:`Session.receive`), the time now and then
+(:meth:`Session.tick`), and takes away what has to be sent (:meth:`Session.take_output`) when the session asks
+for it. All that is said in one turn leaves as one run of bytes. It knows no clock, socket or task. See
+``docs/wire.md``; the worker's end is in ``worker_session``.
+"""
+
+import hmac
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from kvrouter.core.errors import InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest, Leg
+from kvrouter.transports.requests.messages import (
+    GREETED,
+    GREETING_BYTES,
+    HEADER,
+    TO_ROUTER,
+    FrameKind,
+    FrameReader,
+    Open,
+    Secret,
+    decode,
+    encode_cancel,
+    encode_credits,
+    encoder,
+    goodbye,
+    hello,
+    items_decoder,
+    number_decoder,
+    read_greeting,
+    refused_decoder,
+)
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.stream import (
+    REQUEST_MAX_BYTES,
+    WireError,
+    encode_request,
+    error_of,
+)
+
+LEFT = "the connection was closed"
+
+
+class Session:
+    """What both ends have in common: frames, liveness, an end with a reason.
+
+    ``wake`` is called when there is something to send where before there was nothing. A session that is over
+    has ``is_closed``; then the pipe sends what is left, a goodbye, and ends, or ends at once if ``is_lost``.
+    """
+
+    def __init__(
+        self,
+        *,
+        kinds: Mapping[int, int],
+        has_opening: bool,
+        heartbeat_s: float,
+        dead_after_s: float,
+        wake: Callable[[], None],
+    ) -> None:
+        self.is_closed = False
+        self.is_lost = False
+        self.was_refused = False
+        self.handlers: dict[int, Callable[[bytes], None]] = {
+            FrameKind.PING: self._on_ping,
+            FrameKind.PONG: self._on_pong,
+            FrameKind.GOODBYE: self._on_goodbye,
+        }
+        self.is_flush_due = False
+        self._wake = wake
+        self._reader = FrameReader(kinds)
+        self._opening: bytearray | None = bytearray() if has_opening else None
+        self._out: list[bytes] = []
+        self._heartbeat_s = heartbeat_s
+        self._dead_after_s = dead_after_s
+        self._was_heard = True
+        self._heard_s = 0.0
+        self._has_sent = False
+
+    def read_opening(self, data: bytearray) -> int | None:
+        """Return how many bytes the peer's opening took, None while some are missing; ProtocolError."""
+        raise NotImplementedError
+
+    def gather(self) -> None:
+        """Put what waits to be sent into frames: it goes before whatever is sent next."""
+        raise NotImplementedError
+
+    def ended(self, reason: str) -> None:
+        """The session is of no use any more; called once."""
+        raise NotImplementedError
+
+    # Reading
+
+    def read_only(self, kinds: Mapping[int, int]) -> None:
+        """From the next read on only frames of these kinds may come, each with its largest body in bytes."""
+        self._reader.kinds = kinds
+
+    def receive(self, data: bytes) -> None:
+        """Take what the peer sent, cut anywhere."""
+        self._was_heard = True
+        if self.is_closed:
+            return
+        try:
+            if self._opening is not None:
+                self._opening += data
+                used = self.read_opening(self._opening)
+                if used is None:
+                    return
+                data = bytes(self._opening[used:])
+                self._opening = None
+            for kind, body in self._reader.feed(data):
+                self._take(kind, body)
+        except ProtocolError as error:
+            self.refuse(error.message)
+
+    def _take(self, kind: int, body: bytes) -> None:
+        if not self.is_closed:  # as it may be by the frame before
+            self.handlers[kind](body)
+
+    def refuse(self, reason: str) -> None:
+        """The peer did what the protocol does not allow."""
+        self.was_refused = True
+        self.close(reason)
+
+    def _on_ping(self, _: bytes) -> None:
+        self.send(FrameKind.PONG)
+
+    def _on_pong(self, _: bytes) -> None:
+        pass
+
+    def _on_goodbye(self, body: bytes) -> None:
+        self.was_refused = True
+        self._end(body.decode("utf-8", "replace") or LEFT)
+
+    # Writing
+
+    def send(self, kind: FrameKind, body: bytes = b"") -> None:
+        """Send a frame with the others of this turn."""
+        if self.is_closed:
+            return
+        self.gather()
+        self._out.append(HEADER.pack(len(body), kind) + body)
+        self.flush_soon()
+
+    def send_raw(self, data: bytes) -> None:
+        """Send bytes that are no frame: an opening."""
+        self._out.append(data)
+        self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Have everything that was gathered taken at the end of this turn."""
+        if not self.is_flush_due:
+            self.is_flush_due = True
+            self._wake()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How many bytes wait for the pipe to take them."""
+        return sum(map(len, self._out))
+
+    def take_output(self) -> bytes:
+        """Return what has to be sent now, in the order in which it was said."""
+        if not self.is_closed:
+            self.gather()
+        self.is_flush_due = False
+        out = self._out
+        if not out:
+            return b""
+        self._has_sent = True
+        data = out[0] if len(out) == 1 else b"".join(out)
+        out.clear()
+        return data
+
+    # Life
+
+    def tick(self, now_s: float) -> None:
+        """A heartbeat has passed. ``now_s`` counts the time in which the process could hear its peer.
+
+        A peer that was heard since the last tick lives. One that has said nothing is asked, one that was not
+        heard for ``dead_after_s`` is lost; an end that has nothing to say gives a sign of life, so that the
+        other end need not ask.
+        """
+        if self._was_heard:
+            self._was_heard = False
+            self._heard_s = now_s
+        silent_s = now_s - self._heard_s
+        if silent_s >= self._dead_after_s:
+            self.lose(f"nothing was heard for {self._dead_after_s:g} s")
+            return
+        if self._opening is None and silent_s > 0:
+            self.send(FrameKind.PING)
+        elif self._opening is None and not self._has_sent:
+            self.send(FrameKind.PONG)
+        self._has_sent = False
+
+    def close(self, reason: str) -> None:
+        """Say why and end, once what was sent before has left. Idempotent."""
+        if not self.is_closed:
+            self.gather()
+            self._out.append(goodbye(reason))
+            self._end(reason)
+
+    def lose(self, reason: str) -> None:
+        """End at once: the peer is not expected to read. Idempotent."""
+        self.is_lost = True
+        self._out.clear()
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.ended(reason)
+            self.flush_soon()
+
+
+class RouterStream(Protocol):
+    """One leg, as the session of its router fills it."""
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the worker took the leg."""
+
+    def accept(self) -> None:
+        """The worker took the leg."""
+
+    def push_tokens(self, token_ids: tuple[int, ...]) -> None:
+        """The worker sent bare tokens. Raises ProtocolError for more than it had credit for."""
+
+    def push(self, chunk: EngineChunk) -> None:
+        """The worker sent more. Raises ProtocolError as :meth:`push_tokens` does."""
+
+    def fail(self, error: KvrouterError) -> None:
+        """The leg was refused, or is lost."""
+
+    def unread_for_s(self, now_s: float) -> float:
+        """How long chunks have waited without any being read."""
+
+    def give_up(self, limit_s: float) -> None:
+        """The reader took nothing for ``limit_s``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLimits:
+    """What a router's end keeps to; the constructor of the plane says what each means."""
+
+    heartbeat_s: float
+    dead_after_s: float
+    slow_stream_limit_s: float
+    idle_close_s: float
+    stream_credit_tokens: int
+    streams_max: int
+    write_max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouterHello:
+    """What a router's end says of itself over a pipe of bytes; ``nonce`` is a number used once."""
+
+    secret: Secret
+    nonce: bytes
+    worker_id: WorkerId
+    incarnation: Epoch
+
+    def worker_proof(self, worker_nonce: bytes) -> bytes:
+        """Return what the worker must say."""
+        return self.secret.worker_proof(worker_nonce, self.nonce, self.worker_id, self.incarnation)
+
+
+Stream = TypeVar("Stream", bound=RouterStream)
+
+
+class RouterSession(Session, Generic[Stream]):
+    """The router's end: opens legs, and fills their streams with what comes back.
+
+    ``address`` is for words to people. Without a ``router_hello`` the session is open at once.
+    ``on_welcome`` hears that legs may be opened, ``on_end`` why the session is over, ``on_refused`` what the
+    worker did that the protocol does not allow.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        limits: RouterLimits,
+        *,
+        router_hello: RouterHello | None,
+        new_stream: "Callable[[RouterSession[Stream], int, int, bool], Stream]",
+        wake: Callable[[], None],
+        is_wanted: Callable[[], bool],
+        on_welcome: Callable[[], None],
+        on_end: Callable[[str], None],
+        on_refused: Callable[[str], None],
+    ) -> None:
+        super().__init__(
+            kinds=TO_ROUTER if router_hello is None else GREETED,
+            has_opening=router_hello is not None,
+            heartbeat_s=limits.heartbeat_s,
+            dead_after_s=limits.dead_after_s,
+            wake=wake,
+        )
+        self._address = address
+        self._hello = router_hello
+        self._limits = limits
+        self._new_stream = new_stream
+        self._is_wanted = is_wanted
+        self._report_welcome = on_welcome
+        self._report_end = on_end
+        self._report_refused = on_refused
+        self._is_welcome = router_hello is None
+        self._worker_nonce = b""
+        self._streams: dict[int, Stream] = {}
+        self._next_id = 0
+        self._credits_tokens: dict[int, int] = {}
+        self._idle_since_s: float | None = None
+        self.handlers |= {
+            FrameKind.WELCOME: self._on_welcome,
+            FrameKind.ACCEPTED: self._on_accepted,
+            FrameKind.REFUSED: self._on_refused,
+            FrameKind.CHUNKS: self._on_chunks,
+            FrameKind.FAILED: self._on_failed,
+        }
+
+    # Hello
+
+    def read_opening(self, data: bytearray) -> int | None:
+        """Answer the greeting with a hello."""
+        nonce = read_greeting(data)
+        if nonce is None or self._hello is None:
+            return None
+        self._worker_nonce = nonce
+        said = self._hello
+        self.send_raw(hello(said.secret, nonce, said.nonce, said.worker_id, said.incarnation))
+        return GREETING_BYTES
+
+    def _on_welcome(self, proof: bytes) -> None:
+        if self._hello is None or not hmac.compare_digest(
+            proof, self._hello.worker_proof(self._worker_nonce)
+        ):
+            raise ProtocolError("the worker does not know the token", param="token")
+        self.read_only(TO_ROUTER)
+        self._is_welcome = True
+        self._report_welcome()
+
+    def refuse(self, reason: str) -> None:
+        """The worker did what the protocol does not allow."""
+        if self._is_welcome:  # else the caller that connects gets the error
+            self._report_refused(f"{self._address}: {reason}")
+        super().refuse(reason)
+
+    # Legs
+
+    def open(self, request: EngineRequest, written_bytes: int) -> Stream:
+        """Send ``request``; the stream says whether the worker accepted it.
+
+        ``written_bytes`` of what this session sent before wait in its pipe. Raises WorkerUnreachable when the
+        request cannot be sent, InvalidRequest when it is too large to be.
+        """
+        limits = self._limits
+        if self.is_closed:
+            raise WorkerUnreachable(f"{self._address}: the connection was lost")
+        if len(self._streams) >= limits.streams_max:
+            raise WorkerFull(f"{self._address}: {limits.streams_max} streams are open")
+        stream_id = self._next_id
+        raw = msgspec.Raw(encode_request(request))
+        body = encoder.encode(Open(stream_id, limits.stream_credit_tokens, raw))
+        if len(body) > REQUEST_MAX_BYTES:
+            raise InvalidRequest(
+                f"token_ids: the request has {len(body)} bytes, over the {REQUEST_MAX_BYTES} allowed",
+                param="token_ids",
+            )
+        waiting_bytes = written_bytes + self.waiting_bytes
+        if waiting_bytes and waiting_bytes + len(body) > limits.write_max_bytes // 2:
+            raise WorkerFull(f"{self._address}: {waiting_bytes} bytes wait to be read there")
+        self._next_id += 1
+        stream = self._streams[stream_id] = self._new_stream(
+            self, stream_id, limits.stream_credit_tokens, request.leg is Leg.PREFILL
+        )
+        self.send(FrameKind.OPEN, body)
+        return stream
+
+    def give_credit(self, stream_id: int, tokens: int) -> None:
+        """The reader of a stream made room for ``tokens`` more."""
+        self._credits_tokens[stream_id] = self._credits_tokens.get(stream_id, 0) + tokens
+        self.flush_soon()
+
+    def cancel_stream(self, stream_id: int, reason: str) -> None:
+        """The reader of a stream left, or does not need what an ended leg left behind."""
+        self._streams.pop(stream_id, None)
+        self._credits_tokens.pop(stream_id, None)
+        self.send(FrameKind.CANCEL, encode_cancel(stream_id, reason))
+
+    def refuse_unaccepted(self, why: str) -> None:
+        """Legs that the worker has not taken yet are not taken."""
+        for stream_id, stream in tuple(self._streams.items()):
+            if not stream.is_accepted:
+                stream.fail(WorkerUnreachable(why))
+                self.cancel_stream(stream_id, why)
+
+    def gather(self) -> None:
+        """Send the credit of all streams in one frame."""
+        if self._credits_tokens:
+            gathered, self._credits_tokens = self._credits_tokens, {}
+            self.send(FrameKind.CREDIT, encode_credits(gathered))
+
+    # What the worker says
+
+    def _on_chunks(self, body: bytes) -> None:
+        streams = self._streams
+        for stream_id, token_ids, chunk in decode(items_decoder, body, "chunks"):
+            stream = streams.get(stream_id)
+            if stream is None:  # cancelled here while its tokens were on their way
+                continue
+            if chunk is None:
+                stream.push_tokens(token_ids)
+            else:
+                stream.push(chunk)
+                if chunk.finish is not None:
+                    del streams[stream_id]
+
+    def _on_accepted(self, body: bytes) -> None:
+        stream = self._streams.get(decode(number_decoder, body, "accepted"))
+        if stream is not None:
+            stream.accept()
+
+    def _on_refused(self, body: bytes) -> None:
+        stream_id, error = _error(body)
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            stream.fail(error)
+
+    def _on_failed(self, body: bytes) -> None:
+        stream_id, error = _error(body)
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None:
+            stream.fail(StreamBroken(error.message) if type(error) is WorkerUnreachable else error)
+
+    # Life
+
+    def tick(self, now_s: float) -> None:
+        """Also cancel streams that nobody reads; close a session that nobody needs."""
+        super().tick(now_s)
+        limits = self._limits
+        for stream in tuple(self._streams.values()):
+            if stream.unread_for_s(now_s) >= limits.slow_stream_limit_s:
+                stream.give_up(limits.slow_stream_limit_s)
+        if self._streams or self._is_wanted():
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = now_s
+        elif now_s - self._idle_since_s >= limits.idle_close_s:
+            self.close("nothing was asked for a while")
+
+    def ended(self, reason: str) -> None:
+        """Legs that were not taken yet are unreachable, the others break."""
+        why = f"{self._address}: {reason}"
+        streams, self._streams = self._streams, {}
+        self._credits_tokens.clear()
+        self._report_end(why)
+        for stream in streams.values():
+            stream.fail(StreamBroken(why) if stream.is_accepted else WorkerUnreachable(why))
+
+
+def _error(body: bytes) -> tuple[int, KvrouterError]:
+    refused = decode(refused_decoder, body, "refused")
+    return refused.stream_id, error_of(WireError(refused.code, refused.message, refused.param))

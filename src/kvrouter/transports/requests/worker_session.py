@@ -1,0 +1,283 @@
+"""The worker's end of a session, as a state machine: has legs run, and sends their chunks within credit."""
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
+
+from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.requests import EngineChunk, EngineRequest
+from kvrouter.transports.requests.messages import (
+    CHUNKS_FLUSH_TOKENS,
+    HELLO_BYTES,
+    ITEM_TOKENS,
+    TO_WORKER,
+    FrameKind,
+    Hello,
+    Item,
+    Secret,
+    cancel_decoder,
+    credits_decoder,
+    decode,
+    encode_items,
+    encode_number,
+    encode_refused,
+    greeting,
+    open_decoder,
+    read_hello,
+    whole_chunk,
+)
+from kvrouter.transports.requests.port import WorkerFull
+from kvrouter.transports.requests.session import Session
+from kvrouter.transports.requests.stream import credit_of, decode_request, is_bare
+
+
+class Answer:
+    """What one leg answers: chunks that are cut to the credit its router gave."""
+
+    __slots__ = ("_credit_tokens", "_session", "stream_id")
+
+    def __init__(self, session: "WorkerSession", stream_id: int, credit_tokens: int) -> None:
+        self.stream_id = stream_id
+        self._session = session
+        self._credit_tokens = credit_tokens
+
+    def add_credit(self, tokens: int) -> None:
+        """The router takes ``tokens`` more."""
+        self._credit_tokens += tokens
+        self.go_on()
+
+    def go_on(self) -> None:
+        """There is credit, or room to write."""
+
+    def take(self, chunk: EngineChunk) -> bool:
+        """Send bare tokens, if there is credit for all of them and room to write: what most chunks are."""
+        if not is_bare(chunk):
+            return False
+        n_tokens = len(chunk.token_ids) or 1
+        if n_tokens > self._credit_tokens or self._session.is_choked:
+            return False
+        self._credit_tokens -= n_tokens
+        self._session.bring_tokens(self.stream_id, chunk.token_ids)
+        return True
+
+    def has_room(self, n_tokens: int) -> bool:
+        """Whether some of ``n_tokens`` may be sent."""
+        return not self._session.is_choked and (self._credit_tokens > 0 or n_tokens == 0)
+
+    def rest_of(self, chunk: EngineChunk) -> EngineChunk | None:
+        """Send what ``chunk`` has above the credit for the rest; return that rest, None if all of it fits.
+
+        The first part carries the cached tokens, the last an end. An engine's own bytes are no parts.
+        """
+        if credit_of(chunk) <= self._credit_tokens:
+            return None
+        at = self._credit_tokens
+        self.bring(EngineChunk(chunk.token_ids[:at], cached_tokens=chunk.cached_tokens))
+        return replace(chunk, token_ids=chunk.token_ids[at:], cached_tokens=None)
+
+    def bring(self, chunk: EngineChunk) -> None:
+        """Send a chunk for which there is credit; raise ProtocolError for what cannot travel."""
+        self._credit_tokens -= credit_of(chunk)
+        self._session.bring(self.stream_id, chunk)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """What a worker's end keeps to; the constructor of the acceptor says what each means."""
+
+    heartbeat_s: float
+    dead_after_s: float
+    streams_max: int
+
+
+class WorkerSide(Protocol):
+    """Who runs what a router asks a worker's session for."""
+
+    def begin(self, stream_id: int, credit_tokens: int, request: EngineRequest) -> Answer:
+        """Serve a leg."""
+
+    def cancel(self, stream_id: int, reason: str) -> None:
+        """The router wants no more of a leg, or will not decode what it prefilled."""
+
+    def ended(self, reason: str) -> None:
+        """Nobody reads what the legs of this session bring."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHello:
+    """What a worker's end says of itself over a pipe of bytes; ``nonce`` is a number used once.
+
+    ``admit`` is given a router that knows the token; it returns who runs its legs, or why nobody does.
+    """
+
+    secret: Secret
+    nonce: bytes
+    admit: Callable[[Hello], WorkerSide | str]
+
+
+class WorkerSession(Session):
+    """The worker's end: has legs run, and sends their chunks within credit.
+
+    Without a ``worker_hello`` the session is open at once, and ``side`` has to be set. ``on_refused`` hears
+    what the router did that the protocol does not allow; ``on_mistake`` of an engine that brought no plain
+    integers.
+    """
+
+    def __init__(
+        self,
+        limits: WorkerLimits,
+        *,
+        worker_hello: WorkerHello | None,
+        wake: Callable[[], None],
+        on_refused: Callable[[str], None],
+        on_mistake: Callable[[str, Exception], None],
+    ) -> None:
+        super().__init__(
+            kinds=TO_WORKER,
+            has_opening=worker_hello is not None,
+            heartbeat_s=limits.heartbeat_s,
+            dead_after_s=limits.dead_after_s,
+            wake=wake,
+        )
+        self.side: WorkerSide | None = None
+        self.is_choked = False
+        self._limits = limits
+        self._hello = worker_hello
+        self._report_refused = on_refused
+        self._report_mistake = on_mistake
+        self._answers: dict[int, Answer] = {}
+        self._last_id = -1
+        self._items: list[Item] = []
+        self._items_tokens = 0
+        self.handlers |= {
+            FrameKind.OPEN: self._on_open,
+            FrameKind.CREDIT: self._on_credit,
+            FrameKind.CANCEL: self._on_cancel,
+        }
+        if worker_hello is not None:
+            self.send_raw(greeting(worker_hello.nonce))
+
+    # Hello
+
+    def read_opening(self, data: bytearray) -> int | None:
+        """Welcome a router that knows the token, and wants a worker that is here."""
+        said = read_hello(data)
+        if said is None or self._hello is None:
+            return None
+        secret, nonce = self._hello.secret, self._hello.nonce
+        proof = secret.router_proof(nonce, said.nonce, said.worker_id, said.incarnation)
+        if not hmac.compare_digest(proof, said.proof):
+            raise ProtocolError("the router does not know the token", param="token")
+        admitted = self._hello.admit(said)
+        if isinstance(admitted, str):
+            self.close(admitted)
+        else:
+            self.side = admitted
+            proof = secret.worker_proof(nonce, said.nonce, said.worker_id, said.incarnation)
+            self.send(FrameKind.WELCOME, proof)
+        return HELLO_BYTES
+
+    def refuse(self, reason: str) -> None:
+        """The router may not come in, or did what the protocol does not allow."""
+        self._report_refused(reason)
+        super().refuse(reason)
+
+    # What the router says
+
+    def _on_open(self, body: bytes) -> None:
+        opened = decode(open_decoder, body, "open")
+        stream_id = opened.stream_id
+        if stream_id <= self._last_id:
+            raise ProtocolError(f"stream {stream_id} was used before", param="stream_id")
+        self._last_id = stream_id
+        if self.side is None:
+            raise ProtocolError("a leg came before the hello", param="kind")
+        try:
+            if len(self._answers) >= self._limits.streams_max:
+                raise WorkerFull(f"{self._limits.streams_max} streams are open on this connection")
+            request = decode_request(memoryview(opened.request))
+        except KvrouterError as error:
+            self.send(FrameKind.REFUSED, encode_refused(stream_id, error))
+            return
+        self._answers[stream_id] = self.side.begin(stream_id, opened.credit_tokens, request)
+
+    def _on_credit(self, body: bytes) -> None:
+        for stream_id, tokens in decode(credits_decoder, body, "credit"):
+            answer = self._answers.get(stream_id)
+            if answer is not None:  # else it ended while its credit was on the way
+                answer.add_credit(tokens)
+
+    def _on_cancel(self, body: bytes) -> None:
+        cancelled = decode(cancel_decoder, body, "cancel")
+        if self.side is not None:
+            self.side.cancel(cancelled.stream_id, cancelled.reason)
+
+    # What legs bring
+
+    def accept(self, stream_id: int) -> None:
+        """The worker took a leg."""
+        self.send(FrameKind.ACCEPTED, encode_number(stream_id))
+
+    def fail(self, stream_id: int, error: Exception, *, is_accepted: bool) -> None:
+        """The worker did not take a leg, or lost it."""
+        kind = FrameKind.FAILED if is_accepted else FrameKind.REFUSED
+        self.send(kind, encode_refused(stream_id, error))
+
+    def forget(self, stream_id: int) -> None:
+        """A leg has ended, however."""
+        self._answers.pop(stream_id, None)
+
+    def bring_tokens(self, stream_id: int, token_ids: tuple[int, ...]) -> None:
+        """Send bare tokens with the others of this turn."""
+        self._items.append((stream_id, token_ids, None))
+        self._items_tokens += ITEM_TOKENS + len(token_ids)
+        if self._items_tokens >= CHUNKS_FLUSH_TOKENS:
+            self.gather()
+        if not self.is_flush_due:  # as flush_soon does: this is done for every token of every answer
+            self.flush_soon()
+
+    def bring(self, stream_id: int, chunk: EngineChunk) -> None:
+        """Send a chunk with the others of this turn; raise ProtocolError for what cannot travel."""
+        if is_bare(chunk):
+            self.bring_tokens(stream_id, chunk.token_ids)
+            return
+        body = whole_chunk(chunk)
+        self._items.append((stream_id, (), msgspec.Raw(body)))
+        self._items_tokens += ITEM_TOKENS + len(body) // 4
+        if self._items_tokens >= CHUNKS_FLUSH_TOKENS:
+            self.gather()
+        self.flush_soon()
+
+    def gather(self) -> None:
+        """Put what all legs brought into one frame."""
+        if self._items:
+            items, self._items = self._items, []
+            self._items_tokens = 0
+            try:
+                body = encode_items(items)
+            except (TypeError, OverflowError) as error:  # an engine's adapter brought no plain integers
+                self._report_mistake("tokens cannot travel", error)
+                self.lose("the worker's engine brought tokens that cannot travel")
+                return
+            self.send(FrameKind.CHUNKS, body)
+
+    def choke(self) -> None:
+        """More bytes wait for the router than should: legs wait."""
+        self.is_choked = True
+
+    def go_on(self) -> None:
+        """The router has read on: so do the legs."""
+        self.is_choked = False
+        for answer in self._answers.values():
+            answer.go_on()
+
+    # Life
+
+    def ended(self, reason: str) -> None:
+        """Whatever ran for the router is cancelled: nobody else can read it."""
+        if self.side is not None:
+            self.side.ended(reason)
