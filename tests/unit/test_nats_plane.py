@@ -13,11 +13,16 @@ from nats.aio.msg import Msg
 from kvrouter.core.errors import ConfigError, InvalidRequest, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
-from kvrouter.transports.requests.nats.frames import (
-    Chunk,
+from kvrouter.transports.requests.messages import (
+    TO_ROUTER,
+    TO_WORKER,
+    FrameKind,
+    FrameReader,
+    encode_items,
+    frame,
+)
+from kvrouter.transports.requests.nats.pipe import (
     FromWorker,
-    Lost,
-    Tokens,
     from_router,
     from_worker,
     requests_subject,
@@ -34,14 +39,14 @@ SEAL = seal_of(TOKEN, "fleet_a")
 REQUESTS = requests_subject("fleet_a", WorkerId(7), Epoch(1))
 
 
-def answers_with(*kinds: type[Tokens | Chunk | Lost]) -> Loses:
+def answers_with(kind: FrameKind) -> Loses:
     """Whether a worker's message carries such a frame: the first one that does is lost."""
     done = False
 
     def loses(subject: str, message: bytes) -> bool:
         nonlocal done
         _, said = from_worker(SEAL, subject, message)
-        if done or not any(isinstance(frame, kinds) for frame in said.frames):
+        if done or kind not in {kind for kind, _ in FrameReader(TO_ROUTER).feed(said.data)}:
             return False
         done = True
         return True
@@ -49,12 +54,12 @@ def answers_with(*kinds: type[Tokens | Chunk | Lost]) -> Loses:
     return loses
 
 
-def says(*kinds: str) -> Loses:
+def says(kind: FrameKind) -> Loses:
     """Whether a router's message carries such a frame: every one that does is lost."""
 
     def loses(subject: str, message: bytes) -> bool:
         _, said = from_router(SEAL, subject, message)
-        return any(type(frame).__name__ in kinds for frame in said.frames)
+        return kind in {kind for kind, _ in FrameReader(TO_WORKER).feed(said.data)}
 
     return loses
 
@@ -90,13 +95,13 @@ async def test_a_part_that_is_lost_is_a_request_that_never_came() -> None:
             ends.router_client.loses = second_part
             long = leg()
             long.token_ids.extend(range(50_000))
-            with pytest.raises(WorkerUnreachable, match="part"):
+            with pytest.raises(WorkerUnreachable, match="lost on the way"):
                 await ends.plane.open(ends.address, long)
             assert ends.worker.requests == []
             await ends.plane.open(ends.address, long)
 
 
-async def test_a_chunk_that_no_message_can_hold_ends_its_leg_with_a_reason() -> None:
+async def test_a_chunk_above_what_a_message_holds_comes_in_parts() -> None:
     with running_nats(max_payload_bytes=4096) as server:
         async with both_ends(server) as ends:
             stream = await ends.plane.open(ends.address, leg(which=Leg.PREFILL))
@@ -104,75 +109,90 @@ async def test_a_chunk_that_no_message_can_hold_ends_its_leg_with_a_reason() -> 
             await ends.worker.streams[0].put(
                 EngineChunk(finish=FinishReason.LENGTH, kv_transfer_params=blocks)
             )
-            with pytest.raises(ProtocolError, match="frame of"):
-                await read_all(stream)
+            assert (await read_all(stream))[1].kv_transfer_params == blocks
             assert await ends.place.wait_idle(IN_TIME_S)
 
 
 async def test_a_request_above_the_limit_never_leaves(
     shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrouter.transports.requests.nats.plane.REQUEST_MAX_BYTES", 10)
+    monkeypatch.setattr("kvrouter.transports.requests.session.REQUEST_MAX_BYTES", 10)
     async with both_ends(shared_nats) as ends:
-        with pytest.raises(InvalidRequest, match="above"):
+        with pytest.raises(InvalidRequest, match="over the 10 allowed"):
             await ends.plane.open(ends.address, leg())
 
 
-async def test_a_size_above_the_limit_is_refused_before_it_is_collected(
-    shared_nats: NatsServer, monkeypatch: pytest.MonkeyPatch
+async def test_a_lost_message_breaks_the_streams_of_its_session(
+    shared_nats: NatsServer,
 ) -> None:
-    monkeypatch.setattr("kvrouter.transports.requests.nats.acceptor.REQUEST_MAX_BYTES", 10)
-    async with both_ends(shared_nats) as ends:
-        with pytest.raises(InvalidRequest, match="above"):
-            await ends.plane.open(ends.address, leg())
-
-
-async def test_a_lost_frame_is_a_gap_and_breaks_the_stream(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         stream = await ends.plane.open(ends.address, leg())
-        other = await ends.plane.open(ends.address, leg("y"))
-        ends.worker_client.loses = answers_with(Tokens)
+        ends.worker_client.loses = answers_with(FrameKind.CHUNKS)
         await ends.worker.streams[0].put(EngineChunk(token_ids=(1,)))
         await until(lambda: ends.worker_client.n_lost == 1)
         await ends.worker.streams[0].put(EngineChunk(token_ids=(2,)))
-        with pytest.raises(StreamBroken, match="never came"):
+        with pytest.raises(StreamBroken, match="lost on the way"):
             await stream.__anext__()
         async with asyncio.timeout(IN_TIME_S):
             await ends.worker.streams[0].cancelled.wait()
+        other = await ends.plane.open(ends.address, leg("y"))
         await ends.worker.streams[1].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
         assert (await read_all(other))[0] == [4]
 
 
-async def test_a_lost_last_frame_is_noticed_though_nothing_follows(shared_nats: NatsServer) -> None:
-    async with both_ends(shared_nats) as ends:
+async def test_a_lost_last_message_is_noticed_though_nothing_follows(shared_nats: NatsServer) -> None:
+    async with both_ends(shared_nats, dead_after_s=3.0) as ends:
         stream = await ends.plane.open(ends.address, leg())
-        ends.worker_client.loses = answers_with(Chunk)
+        ends.worker_client.loses = answers_with(FrameKind.CHUNKS)
         await ends.worker.streams[0].put(EngineChunk(token_ids=(1,), finish=FinishReason.STOP))
-        with pytest.raises(StreamBroken, match="the end of the answer never came"):
+        with pytest.raises(StreamBroken, match="lost on the way"):
             await read_all(stream)
 
 
-async def test_a_lost_credit_is_repeated(shared_nats: NatsServer) -> None:
+async def test_a_lost_credit_is_noticed(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
-        ends.router_client.loses = says("Credit")
+        ends.router_client.loses = says(FrameKind.CREDIT)
         stream = await ends.plane.open(ends.address, leg())
         producer = asyncio.create_task(put_tokens(ends.worker.streams[0], 3 * WINDOW_TOKENS))
-        assert (await read_all(stream))[0] == list(range(3 * WINDOW_TOKENS))
-        await producer
+        with pytest.raises(StreamBroken, match="lost on the way"):
+            await read_all(stream)
+        producer.cancel()
         assert ends.router_client.n_lost
 
 
 async def test_a_lost_cancellation_is_noticed(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
-        ends.router_client.loses = says("Cancel")
+        ends.router_client.loses = says(FrameKind.CANCEL)
         stream = await ends.plane.open(ends.address, leg())
-        stays = await ends.plane.open(ends.address, leg("stays"))
         stream.cancel("the client left")
         async with asyncio.timeout(IN_TIME_S):
             await ends.worker.streams[0].cancelled.wait()
-        assert "gave the leg up" in ends.worker.streams[0].reasons[0]
-        await ends.worker.streams[1].put(EngineChunk(finish=FinishReason.STOP))
-        await read_all(stays)
+        assert "lost on the way" in ends.worker.streams[0].reasons[0]
+
+
+async def test_a_lost_sign_of_life_is_no_loss(shared_nats: NatsServer) -> None:
+    async with both_ends(shared_nats, dead_after_s=3.0) as ends:
+        stream = await ends.plane.open(ends.address, leg())
+        ends.worker_client.loses = answers_with(FrameKind.PONG)
+        await until(lambda: ends.worker_client.n_lost == 1)
+        await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))
+        assert (await read_all(stream))[0] == [4]
+
+
+async def test_ends_of_another_version_are_nobody_to_each_other(shared_nats: NatsServer) -> None:
+    async with both_ends(shared_nats) as ends:
+        heard: list[str] = []
+
+        async def hear(message: Msg) -> None:
+            heard.append(message.subject)
+
+        old = await nats.connect(shared_nats.url)
+        await old.subscribe("kvrouter.fleet_a.requests.8.1", cb=hear)
+        await old.flush()
+        with pytest.raises(WorkerUnreachable, match="nobody serves"):
+            await ends.plane.open(ends.address.replace("/7/", "/8/"), leg())
+        await old.close()
+        assert heard == []
 
 
 async def test_where_nobody_listens_is_known_at_once(shared_nats: NatsServer) -> None:
@@ -213,7 +233,7 @@ def test_garbage_with_the_right_proof_is_a_protocol_error(garbage: bytes) -> Non
 async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         client = await nats.connect(shared_nats.url)
-        evil = msgspec.msgpack.encode(("a.b", 0, []))
+        evil = msgspec.msgpack.encode(("a.b", 0, 0, False, b""))
         sealed = [SEAL.seal(REQUESTS, body, number=9) for body in (b"", b"\xc1", evil)]
         for message in (b"", *sealed, b"x" * 100):
             await client.publish(REQUESTS, message)
@@ -235,7 +255,8 @@ async def test_garbage_harms_nobody(shared_nats: NatsServer) -> None:
 async def test_a_worker_speaks_for_nobody_else(shared_nats: NatsServer) -> None:
     async with both_ends(shared_nats) as ends:
         stream = await ends.plane.open(ends.address, leg())
-        other = msgspec.msgpack.encode(FromWorker(WorkerId(8), Epoch(1), [Tokens(0, 1, (666,))]))
+        tokens = frame(FrameKind.CHUNKS, encode_items([(0, (666,), None)]))
+        other = msgspec.msgpack.encode(FromWorker(WorkerId(8), Epoch(1), 1, is_sign=False, data=tokens))
         subject = ends.worker_client.subject
         await ends.worker_client.publish(subject, SEAL.seal(subject, other, number=9))
         await ends.worker.streams[0].put(EngineChunk(token_ids=(4,), finish=FinishReason.STOP))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -250,11 +250,6 @@ class LegServer(RunningLegs):
         """A router is alive."""
         if router in self._heard_s:
             self._heard_s[router] = self._clock.now_s
-
-    def keep_only(self, router: str, numbers: Collection[int]) -> None:
-        """Cancel the legs of ``router`` that it does not name: it gave them up, and the word was lost."""
-        for name in [name for name in self._legs if name.router == router and name.number not in numbers]:
-            self.cancel(name, "the router gave the leg up")
 
     def cancel_silent(self, dead_after_s: float) -> None:
         """Cancel the legs of every router that was not heard for ``dead_after_s``, and what it prefilled."""

@@ -44,6 +44,12 @@ from kvrouter.transports.requests.stream import (
     error_of,
 )
 
+STREAMS_MAX = 8192
+"""Legs that one session runs at once."""
+
+UNREAD_MAX_BYTES = 128 * 1024 * 1024
+"""A peer that leaves more than this unread is given up."""
+
 LEFT = "the connection was closed"
 
 
@@ -381,6 +387,11 @@ class RouterSession(Session, Generic[Stream]):
         )
         self.send(FrameKind.OPEN, body)
         return stream
+
+    @property
+    def n_streams(self) -> int:
+        """How many legs are open."""
+        return len(self._streams)
 
     def give_credit(self, stream_id: int, tokens: int) -> None:
         """The reader of a stream made room for ``tokens`` more."""

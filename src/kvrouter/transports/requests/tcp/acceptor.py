@@ -19,10 +19,10 @@ from kvrouter.transports.listener import (
 from kvrouter.transports.requests.legs import AwakeClock, LegServer
 from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
+from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES
 from kvrouter.transports.requests.session_legs import SessionLegs
 from kvrouter.transports.requests.tcp.pipe import (
     CLOSE_WITHIN_S,
-    UNREAD_MAX_BYTES,
     TcpAddress,
     TcpPipe,
     new_nonce,
@@ -129,7 +129,7 @@ class TcpRequestAcceptor:
         connections_max: int = ROUTERS_MAX,
         descriptors_max: int = sys.maxsize,
         unauthenticated_max: int = UNAUTHENTICATED_MAX,
-        streams_max: int = 8192,
+        streams_max: int = STREAMS_MAX,
         write_max_bytes: int = UNREAD_MAX_BYTES,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:

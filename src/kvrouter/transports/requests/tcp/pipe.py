@@ -15,9 +15,6 @@ from kvrouter.transports.requests.session import LEFT, Session
 WRITE_HIGH_BYTES = 256 * 1024
 """Above so many waiting bytes, those that produce more are asked to wait."""
 
-UNREAD_MAX_BYTES = 128 * 1024 * 1024
-"""A peer that leaves more than this unread is given up."""
-
 CLOSE_WITHIN_S = 1.0
 """How long the last bytes of a connection may take to leave."""
 

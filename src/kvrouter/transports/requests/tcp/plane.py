@@ -13,11 +13,16 @@ from kvrouter.transports.background import go_on
 from kvrouter.transports.requests.liveness import LivenessListeners
 from kvrouter.transports.requests.messages import Secret
 from kvrouter.transports.requests.port import AliveSink, WorkerUnreachable
-from kvrouter.transports.requests.session import RouterHello, RouterLimits, RouterSession
+from kvrouter.transports.requests.session import (
+    STREAMS_MAX,
+    UNREAD_MAX_BYTES,
+    RouterHello,
+    RouterLimits,
+    RouterSession,
+)
 from kvrouter.transports.requests.stream import SessionStream
 from kvrouter.transports.requests.tcp.pipe import (
     CLOSE_WITHIN_S,
-    UNREAD_MAX_BYTES,
     TcpAddress,
     TcpPipe,
     new_nonce,
@@ -218,7 +223,7 @@ class TcpRequestPlane:
         retry_first_s: float = 0.1,
         retry_most_s: float = 5.0,
         stream_credit_tokens: int = 1024,
-        streams_max: int = 8192,
+        streams_max: int = STREAMS_MAX,
         write_max_bytes: int = UNREAD_MAX_BYTES,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:

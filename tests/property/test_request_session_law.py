@@ -1,0 +1,329 @@
+"""The session of requests, whatever its peer sends: no error but the protocol's, no token twice or lost."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
+from kvrouter.transports.requests.messages import (
+    FrameKind,
+    Hello,
+    Secret,
+    encode_cancel,
+    encode_credits,
+    encode_items,
+    encode_number,
+    encode_refused,
+    frame,
+    greeting,
+    hello,
+)
+from kvrouter.transports.requests.nats.pipe import FromRouter, NatsPipe, Post
+from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
+from kvrouter.transports.requests.session import RouterHello, RouterLimits, RouterSession, Session
+from kvrouter.transports.requests.worker_session import (
+    Answer,
+    WorkerHello,
+    WorkerLimits,
+    WorkerSession,
+    WorkerSide,
+)
+from tests.support.tcp_peers import encode_open
+
+CREDIT_TOKENS = 8
+ROUTER_LIMITS = RouterLimits(
+    heartbeat_s=1.0,
+    dead_after_s=3.0,
+    slow_stream_limit_s=5.0,
+    idle_close_s=10.0,
+    stream_credit_tokens=CREDIT_TOKENS,
+    streams_max=4,
+    write_max_bytes=1 << 20,
+)
+WORKER_LIMITS = WorkerLimits(heartbeat_s=1.0, dead_after_s=3.0, streams_max=4)
+SECRET = Secret("t")
+REQUEST = EngineRequest(
+    request_id=RequestId("x"),
+    attempt=0,
+    leg=Leg.AGGREGATED,
+    model=ModelName("m"),
+    token_ids=array("I", [1, 2, 3]),
+    sampling=Sampling(max_tokens=5),
+    time_left_s=60.0,
+)
+
+
+@dataclass
+class Stream:
+    """A leg at its router that keeps what came, and gives credit for it at once."""
+
+    session: "RouterSession[Stream]"
+    stream_id: int
+    credit_tokens: int
+    leaves_kv: bool
+    is_accepted: bool = False
+    tokens: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: KvrouterError | None = None
+
+    def accept(self) -> None:
+        self.is_accepted = True
+
+    def push_tokens(self, token_ids: tuple[int, ...]) -> None:
+        n_tokens = len(token_ids) or 1
+        if n_tokens > CREDIT_TOKENS:
+            raise ProtocolError("over", param="token_ids")
+        self.tokens += token_ids
+        self.session.give_credit(self.stream_id, n_tokens)
+
+    def push(self, chunk: EngineChunk) -> None:
+        self.push_tokens(chunk.token_ids)
+        self.finish = chunk.finish
+
+    def fail(self, error: KvrouterError) -> None:
+        self.error = error
+
+    def unread_for_s(self, _now_s: float) -> float:
+        return 0.0
+
+    def give_up(self, limit_s: float) -> None:
+        raise AssertionError(limit_s)
+
+
+@dataclass
+class Side:
+    """A worker that notes what is asked of it."""
+
+    session: WorkerSession | None = None
+    answers: list[Answer] = field(default_factory=list)
+    requests: list[EngineRequest] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+
+    def begin(self, stream_id: int, credit_tokens: int, request: EngineRequest) -> Answer:
+        assert self.session is not None
+        self.requests.append(request)
+        self.answers.append(Answer(self.session, stream_id, credit_tokens))
+        return self.answers[-1]
+
+    def cancel(self, stream_id: int, _reason: str) -> None:
+        self.cancelled.append(stream_id)
+
+    def ended(self, reason: str) -> None:
+        self.why.append(reason)
+
+
+def new_router(*, has_hello: bool = True) -> tuple[RouterSession[Stream], list[str]]:
+    ends: list[str] = []
+    router_hello = RouterHello(SECRET, b"m" * 16, WorkerId(1), Epoch(1)) if has_hello else None
+    session = RouterSession(
+        "worker",
+        ROUTER_LIMITS,
+        router_hello=router_hello,
+        new_stream=Stream,
+        wake=lambda: None,
+        is_wanted=lambda: False,
+        on_welcome=lambda: None,
+        on_end=ends.append,
+        on_refused=lambda _why: None,
+    )
+    return session, ends
+
+
+def new_worker(*, has_hello: bool = True) -> tuple[WorkerSession, Side]:
+    side = Side()
+
+    def admit(_said: Hello) -> WorkerSide | str:
+        return side
+
+    def fail(message: str, error: Exception) -> None:
+        raise AssertionError(message) from error
+
+    session = side.session = WorkerSession(
+        WORKER_LIMITS,
+        worker_hello=WorkerHello(SECRET, b"n" * 16, admit) if has_hello else None,
+        wake=lambda: None,
+        on_refused=lambda _why: None,
+        on_mistake=fail,
+    )
+    if not has_hello:
+        session.side = side
+    return session, side
+
+
+def carry(one: Session, other: Session, cut: Callable[[int], int] = lambda n_bytes: n_bytes) -> None:
+    """Carry what both have to say until neither has more."""
+    while True:
+        to_other, to_one = one.take_output(), other.take_output()
+        if not to_other and not to_one:
+            return
+        for session, data in ((other, to_other), (one, to_one)):
+            at = 0
+            while at < len(data):
+                end = at + cut(len(data) - at)
+                session.receive(data[at:end])
+                at = end
+
+
+def cutter(data: st.DataObject) -> Callable[[int], int]:
+    return lambda n_bytes: data.draw(st.integers(1, n_bytes))
+
+
+TOKEN_RUNS = st.lists(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20), max_size=8)
+
+
+@settings(max_examples=100)
+@given(has_hello=st.booleans(), runs=TOKEN_RUNS, data=st.data())
+def test_tokens_arrive_once_and_in_order_however_the_bytes_are_cut(
+    has_hello: bool, runs: list[list[int]], data: st.DataObject
+) -> None:
+    router, _ = new_router(has_hello=has_hello)
+    worker, side = new_worker(has_hello=has_hello)
+    cut = cutter(data)
+    carry(router, worker, cut)
+    stream = router.open(REQUEST, 0)
+    carry(router, worker, cut)
+    assert side.requests == [REQUEST]
+    worker.accept(0)
+    (answer,) = side.answers
+    for run in runs:
+        chunk: EngineChunk | None = EngineChunk(tuple(run))
+        while chunk is not None:
+            if not answer.has_room(len(chunk.token_ids)):
+                carry(router, worker, cut)
+            rest = answer.rest_of(chunk)
+            if rest is None:
+                answer.bring(chunk)
+            chunk = rest
+    answer.bring(EngineChunk(finish=FinishReason.STOP))
+    carry(router, worker, cut)
+    assert stream.is_accepted
+    assert stream.tokens == [token for run in runs for token in run]
+    assert stream.finish is FinishReason.STOP
+    assert not router.is_closed
+    assert not worker.is_closed
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> bytes:
+    """A frame that is right, or nearly, or not at all; with a length that may lie."""
+    number = draw(st.integers(0, 3))
+    body = draw(
+        st.sampled_from(
+            [
+                b"",
+                encode_number(number),
+                encode_cancel(number, "why"),
+                encode_credits({number: 5}),
+                encode_items([(number, (1, 2), None)]),
+                encode_items([(number, tuple(range(40)), None)]),
+                encode_refused(number, WorkerFull("full")),
+                encode_open(number, 5, REQUEST),
+                encode_open(number, 5, REQUEST)[:-3] + b"xyz",
+                greeting(b"n" * 16),
+                hello(SECRET, b"n" * 16, b"m" * 16, 1, 1),
+                b"\x91" * 5000,
+            ]
+        )
+        | st.binary(max_size=60)
+    )
+    kind = draw(st.sampled_from(FrameKind))
+    whole = frame(kind, body)
+    if draw(st.booleans()):
+        return whole
+    return draw(st.binary(min_size=4, max_size=4)) + whole[4:]
+
+
+@settings(max_examples=300)
+@given(has_hello=st.booleans(), said=st.lists(frames(), max_size=12), data=st.data())
+def test_whatever_a_router_sends_a_worker_goes_on_or_says_goodbye(
+    has_hello: bool, said: list[bytes], data: st.DataObject
+) -> None:
+    router, _ = new_router(has_hello=has_hello)
+    worker, side = new_worker(has_hello=has_hello)
+    if data.draw(st.booleans()):
+        carry(router, worker)
+        router.open(REQUEST, 0)
+        carry(router, worker)
+    _hear(worker, b"".join(said), data)
+    assert len(side.why) <= 1
+    assert len(side.requests) <= len(said) + 1
+
+
+@settings(max_examples=300)
+@given(has_hello=st.booleans(), said=st.lists(frames(), max_size=12), data=st.data())
+def test_whatever_a_worker_sends_a_router_goes_on_or_breaks_its_streams(
+    has_hello: bool, said: list[bytes], data: st.DataObject
+) -> None:
+    router, ends = new_router(has_hello=has_hello)
+    worker, _ = new_worker(has_hello=has_hello)
+    carry(router, worker)
+    streams = [router.open(REQUEST, 0) for _ in range(2)]
+    router.take_output()
+    _hear(router, b"".join(said), data)
+    assert len(ends) == router.is_closed
+    for stream in streams:
+        if router.is_closed and stream.error is None and stream.finish is None:
+            raise AssertionError("a stream that nobody ends")
+
+
+def _hear(session: Session, said: bytes, data: st.DataObject) -> None:
+    while said:
+        n_bytes = data.draw(st.integers(1, len(said)))
+        session.receive(said[:n_bytes])
+        session.take_output()
+        said = said[n_bytes:]
+
+
+@given(said=st.lists(st.sampled_from(range(4)), max_size=12))
+def test_messages_that_are_lost_repeated_or_overtaken_end_the_session(said: list[int]) -> None:
+    class Unsent(Post):
+        def __init__(self) -> None:
+            """It publishes nothing."""
+
+        def wake(self, pipe: NatsPipe) -> None:
+            """Nothing is sent."""
+
+    worker, side = new_worker(has_hello=False)
+    pipe = NatsPipe(Unsent(), "s", "", (1, 1))
+    pipe.session = worker
+    for heard, number in enumerate(said):
+        pipe.receive(FromRouter("r", 0, number, is_sign=False, data=frame(FrameKind.PONG)))
+        if worker.is_closed:
+            assert number != heard
+            assert side.why == ["a message was lost on the way"]
+            return
+        assert number == heard
+
+
+def test_silence_is_asked_and_then_ends_the_session() -> None:
+    router, ends = new_router(has_hello=False)
+    stream = router.open(REQUEST, 0)
+    stream.accept()
+    router.take_output()
+    said = []
+    for now_s in range(1, 6):
+        router.tick(float(now_s))
+        said.append(router.take_output())
+    assert said == [b"", frame(FrameKind.PING), frame(FrameKind.PING), b"", b""]
+    assert ends == ["worker: nothing was heard for 3 s"]
+    assert isinstance(stream.error, StreamBroken)
+    with pytest.raises(WorkerUnreachable):
+        router.open(REQUEST, 0)
+
+
+def test_an_end_that_has_nothing_to_say_gives_a_sign_of_life() -> None:
+    worker, _ = new_worker(has_hello=False)
+    said = []
+    for now_s in range(1, 7):
+        worker.receive(frame(FrameKind.PONG))
+        worker.tick(float(now_s))
+        said.append(worker.take_output())
+    assert said == [frame(FrameKind.PONG), b""] * 3
+    assert not worker.is_closed
