@@ -183,7 +183,8 @@ class WorkerSession(Session):
 
     def refuse(self, reason: str) -> None:
         """The router may not come in, or did what the protocol does not allow."""
-        self._report_refused(reason)
+        if not self.is_closed:
+            self._report_refused(reason)
         super().refuse(reason)
 
     # What the router says
