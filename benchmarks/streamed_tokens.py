@@ -1,7 +1,7 @@
 """Processor time of one streamed token over tcp, from the worker's engine to the router's reader.
 
     python -m benchmarks.streamed_tokens one
-    python -m benchmarks.streamed_tokens pairs --old /path/to/another/checkout/src --runs 20
+    python -m benchmarks.streamed_tokens --streams 1 pairs --old /path/to/another/checkout/src --runs 20
 
 ``one`` prints the microseconds of processor time a token of the kvrouter that it imports. ``pairs`` runs the
 kvrouter of this checkout and that of ``--old`` in turn, in a process each, and writes the ratio new/old with
@@ -32,23 +32,27 @@ from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
 
 RESULTS = Path(__file__).parent / "results"
 STREAMS = 32
-TOKENS = 16_000
+"""Of as many streams a frame carries a token each; with one stream every token is a frame and a write."""
+
+TOKENS = 512_000
+"""Over all streams; a sixteenth of them where there is one stream only."""
+
 TOKEN = "a shared secret"
 
 
 class Engine:
     """A worker whose every stream brings a token in each turn of the loop."""
 
-    async def submit(self, _request: EngineRequest) -> "Answer":
+    async def submit(self, request: EngineRequest) -> "Answer":
         """Take a leg."""
-        return Answer()
+        return Answer(request.sampling.max_tokens or 0)
 
 
 class Answer:
-    """``TOKENS`` chunks of one token each, then an end."""
+    """``n_tokens`` chunks of one token each, then an end."""
 
-    def __init__(self) -> None:
-        self._left = TOKENS
+    def __init__(self, n_tokens: int) -> None:
+        self._left = n_tokens
 
     def __aiter__(self) -> "Answer":
         return self
@@ -63,14 +67,14 @@ class Answer:
         self._left = 0
 
 
-async def _read(plane: TcpRequestPlane, address: str, number: int) -> int:
+async def _read(plane: TcpRequestPlane, address: str, number: int, n_tokens_wanted: int) -> int:
     request = EngineRequest(
         request_id=RequestId(str(number)),
         attempt=0,
         leg=Leg.AGGREGATED,
         model=ModelName("m"),
         token_ids=array("I", [1, 2, 3]),
-        sampling=Sampling(max_tokens=TOKENS),
+        sampling=Sampling(max_tokens=n_tokens_wanted),
         time_left_s=600.0,
     )
     stream = await plane.open(address, request)
@@ -89,7 +93,12 @@ async def _read(plane: TcpRequestPlane, address: str, number: int) -> int:
             return n_tokens
 
 
-async def microseconds_a_token() -> float:
+def tokens_a_stream(n_streams: int) -> int:
+    """How many tokens each stream brings."""
+    return TOKENS // max(n_streams, 16)
+
+
+async def microseconds_a_token(n_streams: int) -> float:
     """Processor time of both ends, in one process."""
     acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
     await acceptor.start()
@@ -97,13 +106,14 @@ async def microseconds_a_token() -> float:
     acceptor.serve(address, Engine())
     plane = TcpRequestPlane(token=TOKEN)
     began_s = time.process_time()
-    read = await asyncio.gather(*(_read(plane, address, number) for number in range(STREAMS)))
+    each = tokens_a_stream(n_streams)
+    read = await asyncio.gather(*(_read(plane, address, number, each) for number in range(n_streams)))
     took_s = time.process_time() - began_s
     await plane.close()
     await acceptor.close()
-    if sum(read) != STREAMS * TOKENS:
-        raise RuntimeError(f"{sum(read)} tokens of {STREAMS * TOKENS} came")
-    return took_s / (STREAMS * TOKENS) * 1e6
+    if sum(read) != n_streams * each:
+        raise RuntimeError(f"{sum(read)} tokens of {n_streams * each} came")
+    return took_s / (n_streams * each) * 1e6
 
 
 class Ratio(msgspec.Struct, frozen=True):
@@ -141,10 +151,10 @@ def ratio_of(new: Sequence[float], old: Sequence[float]) -> Ratio:
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
-def _measure(source: Path) -> float:
+def _measure(source: Path, n_streams: int) -> float:
     root = Path(__file__).parent.parent
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.streamed_tokens", "one"],
+        [sys.executable, "-m", "benchmarks.streamed_tokens", f"--streams={n_streams}", "one"],
         cwd=root,
         env={**os.environ, "PYTHONPATH": f"{source}:{root}"},
         check=True,
@@ -154,7 +164,7 @@ def _measure(source: Path) -> float:
     return float(done.stdout)
 
 
-def _pairs(old_source: Path, n_runs: int, *, is_kept: bool) -> None:
+def _pairs(old_source: Path, n_runs: int, n_streams: int, *, is_kept: bool) -> None:
     new_source = Path(__file__).parent.parent / "src"
     load = os.getloadavg()
     new: list[float] = []
@@ -162,7 +172,7 @@ def _pairs(old_source: Path, n_runs: int, *, is_kept: bool) -> None:
     for run in range(n_runs):
         sides = [(new_source, new), (old_source, old)]
         for source, figures in sides if run % 2 else reversed(sides):
-            figures.append(_measure(source))
+            figures.append(_measure(source, n_streams))
         print(f"{new[-1]:.3f} µs a token, {old[-1]:.3f} before: {new[-1] / old[-1]:.4f}", flush=True)
     ratio = ratio_of(new, old)
     print(f"ratio {ratio.mean:.4f}, 95 % interval {ratio.low:.4f} to {ratio.high:.4f}")
@@ -179,13 +189,13 @@ def _pairs(old_source: Path, n_runs: int, *, is_kept: bool) -> None:
         old_commit=old_commit,
         machine=this_machine(),
         load_average=load,
-        streams=STREAMS,
-        tokens_a_stream=TOKENS,
+        streams=n_streams,
+        tokens_a_stream=tokens_a_stream(n_streams),
         new=tuple(new),
         old=tuple(old),
         ratio=ratio,
     )
-    path = RESULTS / f"streamed-tokens-{commit.id}.json"
+    path = RESULTS / f"streamed-tokens-of-{n_streams}-{commit.id}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     print(path)
 
@@ -193,6 +203,7 @@ def _pairs(old_source: Path, n_runs: int, *, is_kept: bool) -> None:
 def main() -> None:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description="processor time of a streamed token over tcp")
+    parser.add_argument("--streams", type=int, default=STREAMS)
     what = parser.add_subparsers(dest="what", required=True)
     what.add_parser("one", help="the kvrouter that is imported, once")
     pairs = what.add_parser("pairs", help="this checkout and another one, in turn")
@@ -201,9 +212,9 @@ def main() -> None:
     pairs.add_argument("--keep", action="store_true", help="write the result to benchmarks/results")
     given = parser.parse_args()
     if given.what == "one":
-        print(uvloop.run(microseconds_a_token()))
+        print(uvloop.run(microseconds_a_token(given.streams)))
     else:
-        _pairs(given.old, given.runs, is_kept=given.keep)
+        _pairs(given.old, given.runs, given.streams, is_kept=given.keep)
 
 
 if __name__ == "__main__":
