@@ -16,8 +16,8 @@ from kvrouter.core.sync import SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.native import Ledger
-from kvrouter.service.attempt import Placement
-from kvrouter.service.cache_view import NoCacheView
+from kvrouter.placement.cache_view import NoCacheView
+from kvrouter.placement.placement import Placement
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync

@@ -27,7 +27,7 @@ from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.routing.request import RouteRequest
-from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.event_ingest import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.transports.discovery.memory import MemoryDiscovery

@@ -12,7 +12,7 @@ from kvrouter.core.ids import DpRank, EventId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.ledger.replicas import Counts
 from kvrouter.service import event_ingest
-from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.event_ingest import EventCacheView
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.replica_sync import ReplicaSync, SyncCounts
 from kvrouter.telemetry import Telemetry

@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvrouter.core.ids import Slot
 from kvrouter.ledger.port import LedgerColumns
+from kvrouter.placement.load_at_report import REPORT_AGE_S, LoadAtReport
 from kvrouter.routing.eligibility import load_by_slot
-from kvrouter.service.load_at_report import REPORT_AGE_S, LoadAtReport
 
 SLOTS = 3
 SLOT = st.integers(0, SLOTS - 1)
@@ -29,7 +29,7 @@ class BusyMachine(RuleBasedStateMachine):
         self.is_settled = np.zeros(SLOTS, np.bool_)
         """Whether nothing of the slot changed for long before its report came, nor since."""
         self.on_the_way: list[tuple[float, int, int]] = []
-        self.at_report = LoadAtReport(self.columns, clock=lambda: self.now_s)
+        self.at_report = LoadAtReport(self.columns, now_s=self.now_s)
 
     @property
     def columns(self) -> LedgerColumns:
@@ -45,7 +45,7 @@ class BusyMachine(RuleBasedStateMachine):
 
     @rule(slot=SLOT, blocks=BLOCKS)
     def book(self, slot: int, blocks: int) -> None:
-        self.at_report.look(self.columns)
+        self.at_report.look(self.columns, now_s=self.now_s)
         self.booked[slot] += blocks
         self.leases.append((slot, blocks))
         self.changes(slot)
@@ -71,7 +71,7 @@ class BusyMachine(RuleBasedStateMachine):
         taken_s, slot, blocks = report
         assert self.now_s - taken_s <= REPORT_AGE_S
         self.reported[slot] = blocks
-        self.at_report.reported(Slot(slot), self.columns)
+        self.at_report.reported(Slot(slot), self.columns, now_s=self.now_s)
         self.is_settled[slot] = self.now_s - self.changed_s[slot] > 4 * REPORT_AGE_S
 
     def changes(self, slot: int) -> None:

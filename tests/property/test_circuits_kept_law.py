@@ -13,11 +13,11 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet
 from kvrouter.journey.journey import Shape
+from kvrouter.placement.circuits import Circuits
+from kvrouter.placement.placement import Placement
 from kvrouter.routing import Decision, Pick, RouteRequest
-from kvrouter.service.attempt import Placement
-from kvrouter.service.circuits import CircuitInstrumentation, Circuits
-from kvrouter.telemetry import Telemetry
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.support.placements import A_DRAW, CircuitEvents
 
 OPEN_MAX_S = 30.0
 PREFILL, DECODE = (1, 2), (3, 4)
@@ -38,10 +38,9 @@ class CircuitsMachine(RuleBasedStateMachine):
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(2, 2.0, OPEN_MAX_S),
-            CircuitInstrumentation(Telemetry(), MODEL),
+            CircuitEvents(),
             seed=1,
             on_let_in=self.note,
-            clock=lambda: self.now_s,
         )
         self.attempts: list[tuple[Placement, float]] = []
 
@@ -57,7 +56,7 @@ class CircuitsMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.attempts) < 10)
     @rule(prefill=st.sampled_from([None, *PREFILL]), decode=st.sampled_from(DECODE))
     def book(self, prefill: int | None, decode: int) -> None:
-        self.circuits.refresh()
+        self.circuits.refresh(now_s=self.now_s)
         decision = Decision(
             REQUEST,
             0,
@@ -66,25 +65,25 @@ class CircuitsMachine(RuleBasedStateMachine):
             None if prefill is None else self.pick(prefill, Leg.PREFILL),
         )
         placement = Placement(
-            wish=RouteRequest(REQUEST, 1, 1),
+            wanted=RouteRequest(REQUEST, 1, 1),
             decision=decision,
             prompt=Prompt(array("I", [1]), block_size=BLOCK_SIZE),
             token_ids=array("I", [1]),
             block_size=BLOCK_SIZE,
             shape=Shape.AGGREGATED if prefill is None else Shape.SYNCHRONOUS,
-            seed=0,
+            draw=A_DRAW,
             decode_address="",
             decode_context_tokens=4096,
             decode_lease=LeaseId(0),
         )
-        self.circuits.booked(placement)
+        self.circuits.booked(placement, now_s=self.now_s)
         self.attempts.append((placement, self.now_s))
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
     def first_token(self, data: st.DataObject) -> None:
         placement, _ = data.draw(st.sampled_from(self.attempts))
-        self.circuits.begun(placement)
+        self.circuits.begun(placement, now_s=self.now_s)
         assert not placement.tries
 
     @precondition(lambda self: self.attempts)
@@ -95,8 +94,8 @@ class CircuitsMachine(RuleBasedStateMachine):
         legs = [placement.decision.decode.leg] + [Leg.PREFILL] * (placement.decision.prefill is not None)
         leg = data.draw(st.sampled_from(legs))
         has_begun = placement.has_begun and leg is not Leg.PREFILL
-        self.circuits.failed(placement, leg, fault, since_s=sent_s, has_begun=has_begun)
-        self.circuits.released(placement)
+        self.circuits.failed(placement, leg, fault, since_s=sent_s, has_begun=has_begun, now_s=self.now_s)
+        self.circuits.released(placement, now_s=self.now_s)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), loses_kv=st.booleans())
@@ -104,8 +103,8 @@ class CircuitsMachine(RuleBasedStateMachine):
         at = data.draw(st.integers(0, len(self.attempts) - 1))
         placement, sent_s = self.attempts.pop(at)
         if loses_kv:
-            self.circuits.kv_lost(placement, since_s=sent_s)
-        self.circuits.released(placement)
+            self.circuits.kv_lost(placement, since_s=sent_s, now_s=self.now_s)
+        self.circuits.released(placement, now_s=self.now_s)
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data(), decode=st.sampled_from(DECODE))
@@ -114,12 +113,12 @@ class CircuitsMachine(RuleBasedStateMachine):
         old = placement.decision
         if old.prefill is None or placement.has_begun:
             return
-        self.circuits.prefilled(placement)
-        self.circuits.give_back(placement)
+        self.circuits.prefilled(placement, now_s=self.now_s)
+        self.circuits.give_back(placement, now_s=self.now_s)
         placement.decision = Decision(
             REQUEST, 0, RouterMode.KV, self.pick(decode, Leg.DECODE), prefill=old.prefill
         )
-        self.circuits.booked(placement)
+        self.circuits.booked(placement, now_s=self.now_s)
 
     @rule(worker=st.sampled_from([*PREFILL, *DECODE]))
     def start_anew(self, worker: int) -> None:
@@ -127,8 +126,8 @@ class CircuitsMachine(RuleBasedStateMachine):
         role = Role.PREFILL if worker in PREFILL else Role.DECODE
         self.fleet.join(card(worker, role, incarnation=self.incarnation))
         self.circuits.fleet_changed()
-        assert self.circuits.state_of(WorkerId(worker)) is CircuitState.CLOSED
-        assert not any(worker in pair for pair, _ in self.circuits.pairs())
+        assert self.circuits.state_of(WorkerId(worker), now_s=self.now_s) is CircuitState.CLOSED
+        assert not any(worker in pair for pair, _ in self.circuits.pairs(now_s=self.now_s))
 
     @rule(passed_s=st.sampled_from([0.1, 1.0, 5.0, 100.0]))
     def time_passes(self, passed_s: float) -> None:
@@ -136,17 +135,17 @@ class CircuitsMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_fleet_shows_what_the_circuits_let_in(self) -> None:
-        self.circuits.refresh()
+        self.circuits.refresh(now_s=self.now_s)
         tried = {subject for placement, _ in self.attempts for subject, _ in placement.tries}
         for worker in map(WorkerId, (*PREFILL, *DECODE)):
             (slot,) = self.fleet.slots_of(worker)
             is_open = bool(self.fleet.columns.circuit_open[slot])
-            state = self.circuits.state_of(worker)
+            state = self.circuits.state_of(worker, now_s=self.now_s)
             assert not (is_open and state is CircuitState.CLOSED)
             assert not (state is CircuitState.OPEN and not is_open)
             if state is CircuitState.HALF_OPEN and worker not in tried:
                 assert not is_open, "nobody tries it, and nobody may"
-        states = dict(self.circuits.pairs())
+        states = dict(self.circuits.pairs(now_s=self.now_s))
         for pair in self.fleet.parted:
             assert states[pair] is CircuitState.OPEN or pair in tried
         for pair, state in states.items():
@@ -160,13 +159,13 @@ class CircuitsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """With everything over, time alone lets everybody in again, and forgets pairs."""
         for placement, _ in self.attempts:
-            self.circuits.released(placement)
+            self.circuits.released(placement, now_s=self.now_s)
         self.now_s += 2 * OPEN_MAX_S + 1.0
-        self.circuits.refresh()
+        self.circuits.refresh(now_s=self.now_s)
         self.now_s += 2 * OPEN_MAX_S + 1.0
-        self.circuits.refresh()
+        self.circuits.refresh(now_s=self.now_s)
         assert not self.fleet.columns.circuit_open.any()
-        assert list(self.circuits.pairs()) == []
+        assert list(self.circuits.pairs(now_s=self.now_s)) == []
         assert list(self.fleet.parted) == []
 
 

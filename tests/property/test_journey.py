@@ -118,7 +118,7 @@ def test_with_tries_left_a_second_loss_of_kv_still_prefers_a_prefill_worker_that
         journey.handle(Placed(Shape.BOOTSTRAP))
         commands = journey.handle(kv_lost(sender))
     assert isinstance(commands[-1], Place)
-    assert commands[-1].ways == (RetryPlan.OTHER_PREFILL, RetryPlan.WHOLE, RetryPlan.USUAL)
+    assert commands[-1].plans == (RetryPlan.OTHER_PREFILL, RetryPlan.WHOLE, RetryPlan.USUAL)
 
 
 def test_a_poisonous_prompt_meets_three_workers_at_most() -> None:
@@ -216,10 +216,10 @@ def test_every_journey_ends_once_and_leaves_nothing(data: st.DataObject, samplin
     assert names[-1] in {"Abandon", "End", "Fail"}
     places = [command for command in commands if isinstance(command, Place)]
     assert [place.attempt for place in places] == list(range(len(places)))
-    assert all(RetryPlan.USUAL in place.ways for place in places)
+    assert all(RetryPlan.USUAL in place.plans for place in places)
     blamed = {event.worker_id for event in events if isinstance(event, LegLost | PrefillDone)}
     senders = {event.prefill_worker_id for event in events if isinstance(event, KvLost)}
-    if places[-1].ways != (RetryPlan.USUAL,):
+    if places[-1].plans != (RetryPlan.USUAL,):
         assert senders >= places[-1].kv_lost_from != frozenset()
     for place in places:
         assert place.excluded <= blamed, "nobody is excluded for KV that got lost on its way"

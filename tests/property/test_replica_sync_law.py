@@ -70,7 +70,9 @@ class Router:
         self.journal = Journal(router_id, on_pending=lambda: None, pending_max=5)
         self.replicas = Replicas(router_id, silent_after_s=SILENT_AFTER_S, ask_again_s=1.0)
         self.ledger = SharedLedger(self.bare, self.fleet, self.journal)
-        self.replicas.share(self.fleet, self.bare, on_less=lambda: None, before_more=lambda: None)
+        self.replicas.share(
+            self.fleet, self.bare, on_less=lambda: None, before_more=lambda _now_s: None, now_s=now_s
+        )
         self.replicas.tick(now_s=now_s)
         self.open: dict[tuple[RequestId, int], Open] = {}
         self.mail = Mail()
@@ -91,7 +93,7 @@ class Router:
             self.ledger.drop_slot(slot)
         if known is not None:
             self.open = {key: opened for key, opened in self.open.items() if opened.rank.worker_id != worker}
-        self.replicas.fleet_changed(MODEL)
+        self.replicas.fleet_changed(MODEL, now_s=0.0)
 
     def loads(self) -> dict[WorkerRank, tuple[int, int]]:
         self.ledger.ensure_slots(self.fleet.n_slots)

@@ -11,8 +11,7 @@ from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.service import router
-from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.transports.discovery.port import Gone
 from tests.support.fleets import BLOCK_SIZE, Bench, bench_of, card, decode_card, prefill_card, read_all
 from tests.support.planes import ScriptedPlane, address_of

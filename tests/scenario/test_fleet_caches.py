@@ -13,8 +13,9 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, ModelRuntimeConfig
 from kvrouter.feed.states import FeedState
+from kvrouter.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.service import engine_reports
-from kvrouter.service.cache_view import EventCacheView, NoCacheView, PredictedCacheView
+from kvrouter.service.event_ingest import EventCacheView
 from tests.support.fleets import Bench
 from tests.support.fleets import card as worker_card
 from tests.support.logged import events_of

@@ -18,8 +18,7 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.mock import MockConfig, MockEngine
-from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry

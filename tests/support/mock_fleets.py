@@ -14,7 +14,7 @@ from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.ids import DpRank, ModelName, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, EngineRequest, GenerateRequest, Leg, Sampling, TokenBuffer
 from kvrouter.core.workers import Role
-from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.event_ingest import EventCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.request_run import Generation
 from kvrouter.service.router import RouterService

@@ -9,8 +9,8 @@ from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.native import Ledger
-from kvrouter.service.attempt import Placement
-from kvrouter.service.cache_view import NoCacheView
+from kvrouter.placement.cache_view import NoCacheView
+from kvrouter.placement.placement import Placement
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync

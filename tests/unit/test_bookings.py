@@ -10,7 +10,7 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.errors import NoEligibleWorker, ShuttingDown
 from kvrouter.core.ids import RequestId
 from kvrouter.core.workers import LoadReport, Role
-from kvrouter.service.attempt import Placement
+from kvrouter.placement.placement import Placement
 from kvrouter.service.bookings import Bookings, BookingsFull, NotBooked, RequestInUse
 from tests.support.fleets import Bench, card, generate_request
 from tests.support.planes import ScriptedPlane

@@ -9,11 +9,11 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitSettings, CircuitState, Fleet, Pair
 from kvrouter.journey.journey import Shape
+from kvrouter.placement.circuits import Circuits
+from kvrouter.placement.placement import Placement
 from kvrouter.routing import Decision, Pick, RouteRequest
-from kvrouter.service.attempt import Placement
-from kvrouter.service.circuits import CircuitInstrumentation, Circuits
-from kvrouter.telemetry import Telemetry
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
+from tests.support.placements import A_DRAW, CircuitEvents
 
 OPEN_S, OPEN_MAX_S = 2.0, 30.0
 REQUEST = RequestId("r")
@@ -33,10 +33,9 @@ class Bench:
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(3, OPEN_S, OPEN_MAX_S),
-            CircuitInstrumentation(Telemetry(), MODEL),
+            CircuitEvents(),
             seed=1,
             on_let_in=self.note,
-            clock=lambda: self.now_s,
         )
 
     def note(self) -> None:
@@ -44,7 +43,7 @@ class Bench:
 
     def pass_time(self, passed_s: float) -> None:
         self.now_s += passed_s
-        self.circuits.refresh()
+        self.circuits.refresh(now_s=self.now_s)
 
     def pick(self, worker: int, leg: Leg) -> Pick:
         (slot,) = self.fleet.slots_of(WorkerId(worker))
@@ -54,7 +53,7 @@ class Bench:
 
     def booked(self, prefill: int, decode: int) -> Placement:
         placement = Placement(
-            wish=RouteRequest(REQUEST, 1, 1),
+            wanted=RouteRequest(REQUEST, 1, 1),
             decision=Decision(
                 REQUEST, 0, RouterMode.KV, self.pick(decode, Leg.DECODE), self.pick(prefill, Leg.PREFILL)
             ),
@@ -62,32 +61,32 @@ class Bench:
             token_ids=array("I", [1]),
             block_size=BLOCK_SIZE,
             shape=Shape.SYNCHRONOUS,
-            seed=0,
+            draw=A_DRAW,
             decode_address="",
             decode_context_tokens=4096,
             decode_lease=LeaseId(0),
         )
-        self.circuits.booked(placement)
+        self.circuits.booked(placement, now_s=self.now_s)
         return placement
 
     def lose(self, prefill: int, decode: int) -> None:
         placement = self.booked(prefill, decode)
-        self.circuits.kv_lost(placement, since_s=self.now_s)
-        self.circuits.released(placement)
+        self.circuits.kv_lost(placement, since_s=self.now_s, now_s=self.now_s)
+        self.circuits.released(placement, now_s=self.now_s)
 
 
 def test_a_pair_that_is_being_tried_is_forgotten_once_that_try_is_over() -> None:
     bench = Bench(1)
     bench.lose(1, 2)
     pair = Pair(WorkerId(1), WorkerId(2))
-    assert dict(bench.circuits.pairs()) == {pair: CircuitState.OPEN}
+    assert dict(bench.circuits.pairs(now_s=bench.now_s)) == {pair: CircuitState.OPEN}
     bench.pass_time(OPEN_S)
     attempt = bench.booked(1, 2)
     assert attempt.tries
     bench.pass_time(2 * OPEN_MAX_S)
     assert list(bench.fleet.parted) == [pair], "one at a time"
-    bench.circuits.released(attempt)
-    assert list(bench.circuits.pairs()) == []
+    bench.circuits.released(attempt, now_s=bench.now_s)
+    assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
     assert list(bench.fleet.parted) == []
 
 
@@ -95,10 +94,10 @@ def test_a_pair_that_nobody_tries_is_forgotten_in_time() -> None:
     bench = Bench(1)
     bench.lose(1, 2)
     bench.pass_time(OPEN_S)
-    assert len(list(bench.circuits.pairs())) == 1
+    assert len(list(bench.circuits.pairs(now_s=bench.now_s))) == 1
     assert list(bench.fleet.parted) == []
     bench.pass_time(OPEN_MAX_S)
-    assert list(bench.circuits.pairs()) == []
+    assert list(bench.circuits.pairs(now_s=bench.now_s)) == []
 
 
 def test_only_the_pairs_are_looked_at_for_which_something_changed() -> None:

@@ -13,8 +13,7 @@ from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.service import event_ingest
-from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_ingest import RANK_BLOCKS_MAX, EventIngest
+from kvrouter.service.event_ingest import RANK_BLOCKS_MAX, EventCacheView, EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.port import BatchSink, LoadSink
@@ -67,7 +66,7 @@ class Bench:
         self.view = EventCacheView(self.index, self.pump, ApproximateIndex())
 
     def overlap(self) -> list[int]:
-        overlap = self.view.overlap(PROMPT, 2)
+        overlap = self.view.overlap(PROMPT, 2, now_s=0.0)
         assert overlap is not None
         return [int(blocks) for blocks in overlap]
 

@@ -22,7 +22,7 @@ from kvrouter.core.ids import DpRank, RequestId, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
 from kvrouter.fleet import CircuitState, Fault
-from kvrouter.service.attempt import Placement
+from kvrouter.placement.placement import Placement
 from kvrouter.service.bookings import Bookings, RequestInUse
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.prefill_dispatch import PrefillDispatch, Prefilled, PrefillsFull, UnknownPrefill
@@ -56,7 +56,7 @@ class Place:
         def failed(placement: Placement, leg: Leg, fault: Fault, **_: float) -> None:
             found.append((placement.decode_address, fault))
 
-        monkeypatch.setattr(self.bench.model.circuits, "failed", failed)
+        monkeypatch.setattr(self.bench.model.placer.circuits, "failed", failed)
         return found
 
     @property
@@ -292,7 +292,7 @@ async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> N
     async with place(prefill_card(1), prefill_card(2), script=script) as here:
         for number in range(3):
             await fails_at(here, 1, f"failing-{number}", NoEligibleWorker)
-        assert here.bench.model.circuits.state_of(WorkerId(1)) is CircuitState.OPEN
+        assert here.bench.model.circuit_state(WorkerId(1)) is CircuitState.OPEN
         before = len(here.plane.opened)
         for number in range(8):
             await here.prefill(f"r{number}")
@@ -303,7 +303,7 @@ async def test_a_prefill_worker_that_fails_again_and_again_is_passed_over() -> N
 @pytest.mark.parametrize("bootstrap", [False, True])
 async def test_a_prefill_worker_that_says_nothing_is_passed_over_too(bootstrap: bool) -> None:
     async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.2) as here:
-        state_of = here.bench.model.circuits.state_of
+        state_of = here.bench.model.circuit_state
         for number in range(3):
             assert state_of(WorkerId(1)) is CircuitState.CLOSED
             if bootstrap:

@@ -10,7 +10,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.native import Ledger
-from kvrouter.service.cache_view import NoCacheView
+from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.telemetry import Telemetry

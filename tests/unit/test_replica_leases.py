@@ -29,7 +29,7 @@ from kvrouter.core.sync import (
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.journal import Journal, SharedLedger, pieces
 from kvrouter.ledger.native import Ledger
-from kvrouter.ledger.replicas import Asks, Replicas
+from kvrouter.ledger.replicas import NEWS_AGE_S, Asks, Replicas
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 HERE, THERE = RouterId("here"), RouterId("there")
@@ -40,11 +40,14 @@ class Here:
     """One router that hears another."""
 
     def __init__(self) -> None:
-        self.fleet = Fleet(MODEL, BLOCK_SIZE)
-        self.ledger = Ledger(1)
         self.less = 0
         self.replicas = Replicas(HERE, silent_after_s=5.0, ask_again_s=1.0, replicas_max=2, leases_max=3)
-        self.replicas.share(self.fleet, self.ledger, on_less=self._on_less, before_more=lambda: None)
+        self.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1))
+
+    def share(self, fleet: Fleet, ledger: Ledger) -> None:
+        """The model has this fleet and this ledger from now on."""
+        self.fleet, self.ledger = fleet, ledger
+        self.replicas.share(fleet, ledger, on_less=self._on_less, before_more=lambda _now_s: None, now_s=0.0)
 
     def _on_less(self) -> None:
         self.less += 1
@@ -53,12 +56,12 @@ class Here:
         change = self.fleet.join(card(worker, incarnation=incarnation))
         for slot in change.freed:
             self.ledger.drop_slot(slot)
-        self.replicas.fleet_changed(MODEL)
+        self.replicas.fleet_changed(MODEL, now_s=0.0)
 
     def leave(self, worker: int, incarnation: int = 1) -> None:
         for slot in self.fleet.leave(WorkerId(worker), Epoch(incarnation)):
             self.ledger.drop_slot(slot)
-        self.replicas.fleet_changed(MODEL)
+        self.replicas.fleet_changed(MODEL, now_s=0.0)
 
     def hear(self, number: int, *deltas: Delta, router: RouterId = THERE, now_s: float = 0.0) -> Asks:
         return self.replicas.on_message(Deltas(router, number, deltas), now_s=now_s)
@@ -244,15 +247,14 @@ def test_a_prompt_that_cannot_be_is_kept_and_not_booked() -> None:
     here.hear(2, Free(lease().name))
     assert here.replicas.counts().leases == 0
     assert here.replicas.counts().unusable == 1
-    here.replicas.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1), on_less=lambda: None, before_more=lambda: None)
+    here.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1))
     assert here.replicas.counts().unusable == 1, "a model's new ledger forgets nothing"
 
 
 def test_a_model_that_gets_a_new_ledger_takes_the_leases_along() -> None:
     here = Here()
     here.hear(1, lease())
-    here.fleet, here.ledger = Fleet(MODEL, BLOCK_SIZE), Ledger(1)
-    here.replicas.share(here.fleet, here.ledger, on_less=lambda: None, before_more=lambda: None)
+    here.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1))
     here.join(7)
     assert here.load() == (20, 3)
     here.hear(2, Free(lease().name))
@@ -372,7 +374,7 @@ def test_the_rate_of_others_requests_is_known_and_fades() -> None:
     here.replicas.tick(now_s=1.0)
     here.hear(1, lease("a"), lease("b"), structs.replace(lease("b"), leg_number=0))
     here.replicas.tick(now_s=2.0)
-    assert here.replicas.requests_per_s(MODEL) == 1.0  # two a second, and none before
+    assert here.replicas.unseen(MODEL) == 1.0 * NEWS_AGE_S  # two a second, and none before
     here.replicas.tick(now_s=3.0)
-    assert here.replicas.requests_per_s(MODEL) == 0.5
-    assert here.replicas.requests_per_s(ModelName("other")) == 0.0
+    assert here.replicas.unseen(MODEL) == 0.5 * NEWS_AGE_S
+    assert here.replicas.unseen(ModelName("other")) == 0.0

@@ -112,7 +112,7 @@ NO_LIMITS = {
         operator.plan.budgets.COUNT_DIGITS_MAX transports.events.port.BLOCKS_MAX
         transports.events.wire.EVENT_ID_MAX
         transports.events.wire.COUNT_MAX transports.requests.tcp.pipe._ID_LIMIT
-        service.model_router.ROOM_LIMIT
+        placement.placer.ROOM_LIMIT
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
         operator.api.names.SERVICE_CHARS_MAX operator.api.names.LEVEL_CHARS_MAX
@@ -167,7 +167,7 @@ WHERE = {
     "body of an operators' route": "frontend.bodies.PAGE",
     "what a body may become": "frontend.openai.scanned",
     "blanks outside": "core.json_bounds",
-    "requests that wait for a decode": "service.admission_queue",
+    "requests that wait for a decode": "placement.waiting_line",
     "a field's name": "frontend.openai.scanned",
     "messages of a chat": "text.chat text.detokenizer frontend.openai.routing_hints frontend.openai.nvext",
     "rendering a chat template": "text.chat text.template_budget",
@@ -179,7 +179,7 @@ WHERE = {
     "token ids of a body": "frontend.bodies.NUMBERS",
     "token ids of `stop`": "frontend.openai.parse frontend.openai.schema",
     "requests that are booked": "service.bookings service.prefill_dispatch",
-    "pairs of workers": "service.circuits",
+    "pairs of workers": "placement.circuits",
     "decisions kept of one": "service.model_router frontend.instrumentation telemetry",
     "values of taints": "fleet.columns frontend.response_writer",
     "connections to a worker": "transports.listener",

@@ -10,8 +10,7 @@ from kvrouter.core.hashing import sequence_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.states import FeedState
 from kvrouter.index.native import ApproximateIndex, BlockIndex
-from kvrouter.service.cache_view import EventCacheView
-from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry

@@ -11,9 +11,9 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
 from kvrouter.fleet import UNKNOWN, CircuitState
 from kvrouter.frontend.decision_json import Json, policy_json
-from kvrouter.service.cache_view import EventCacheView, PredictedCacheView
+from kvrouter.placement.cache_view import PredictedCacheView
 from kvrouter.service.engine_reports import AnswerCounts, ReportReading
-from kvrouter.service.event_ingest import FeedReading
+from kvrouter.service.event_ingest import EventCacheView, FeedReading
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.service.transfer_speed import TransferReading
@@ -97,7 +97,7 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
                     account=model.accounts.reading(slot),
                 )
             )
-        is_alive, circuit = fleet.is_alive(card.worker_id), model.circuits.state_of(card.worker_id)
+        is_alive, circuit = fleet.is_alive(card.worker_id), model.circuit_state(card.worker_id)
         yield WorkerReading(card, is_alive, circuit, tuple(ranks))
 
 
@@ -156,7 +156,7 @@ def _model_json(model: ModelRouter, *, workers: int) -> Json:
         "waiting_requests": model.waiting,
         "parted_pairs": [
             {"prefill_worker_id": pair.prefill, "decode_worker_id": pair.decode, "circuit": state.value}
-            for pair, state in model.circuits.pairs()
+            for pair, state in model.broken_pairs()
         ],
         "index": None if index is None else {"blocks": index.blocks, "bytes": index.bytes},
         "kv_transfer_default": None if default is None else policy_json(default.policy),
@@ -281,7 +281,7 @@ class Gauges:
                 index_blocks.update({(name, medium): blocks for medium, blocks in index.blocks.items()})
             leases[name,] = len(model.ledger)
             queued[name,] = model.waiting_for_load
-            broken_pairs[name,] = sum(1 for _ in model.circuits.pairs())
+            broken_pairs[name,] = sum(1 for _ in model.broken_pairs())
         telemetry.retry_body_bytes.set(self._service.retry_body_bytes)
         telemetry.index_blocks.replace(index_blocks)
         telemetry.index_bytes.replace(index_bytes)

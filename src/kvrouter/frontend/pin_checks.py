@@ -12,8 +12,8 @@ from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.frontend.errors import UnknownWorker
 from kvrouter.frontend.openai.parse import Call
+from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.routing.request import RoutingSettings, rules_of
-from kvrouter.service.cache_view import NoCacheView
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.topology import Required, RouterTopologyDefault, derive, topology_domains
 

@@ -134,14 +134,14 @@ class RetryPlan(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Pick and book workers for a new attempt; never one of ``excluded``. The first of ``ways`` in which it
+    """Pick and book workers for a new attempt; never one of ``excluded``. The first of ``plans`` in which it
     can be placed is taken; ``kv_lost_from`` are the prefill workers whose KV was lost.
     """
 
     attempt: int
     excluded: frozenset[WorkerId] = frozenset()
     kv_lost_from: frozenset[WorkerId] = frozenset()
-    ways: tuple[RetryPlan, ...] = (RetryPlan.USUAL,)
+    plans: tuple[RetryPlan, ...] = (RetryPlan.USUAL,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,9 +338,9 @@ class Journey:
         return [Abandon(event.why), self._place()]
 
     def _place(self) -> Place:
-        return Place(self.attempt, self._excluded, frozenset(self._kv_losses), self._ways())
+        return Place(self.attempt, self._excluded, frozenset(self._kv_losses), self._plans())
 
-    def _ways(self) -> tuple[RetryPlan, ...]:
+    def _plans(self) -> tuple[RetryPlan, ...]:
         """The best way first: after a first loss of KV another prefill worker, or the same once more. Who
         lost it twice rarely has a third pair that works; one worker alone does, and is the last try.
         """

@@ -1,7 +1,7 @@
 """The other router replicas, and their leases in this router's ledgers."""
 
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from msgspec import structs
 
@@ -22,7 +22,7 @@ from kvrouter.core.sync import (
     SyncMessage,
 )
 from kvrouter.fleet import Fleet
-from kvrouter.ledger.journal import LEASES_MAX
+from kvrouter.ledger.journal import LEASES_MAX, Journal, SharedLedger
 from kvrouter.ledger.port import Ledger
 
 
@@ -44,12 +44,17 @@ class RemoteLeases:
     """Books other routers' leases of one model in its ledger, at the slots that their ranks have here.
 
     A lease whose rank is not here, or is another incarnation of its worker, is kept unbooked: it counts from
-    the moment its rank joins. ``on_less`` is called when load went away, ``before_more`` when more is about
-    to be booked.
+    the moment its rank joins. ``on_less`` is called when load went away, ``before_more``, with the moment,
+    when more is about to be booked.
     """
 
     def __init__(
-        self, fleet: Fleet, ledger: Ledger, *, on_less: Callable[[], None], before_more: Callable[[], None]
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        *,
+        on_less: Callable[[], None],
+        before_more: Callable[[float], None],
     ) -> None:
         self.unusable = 0
         """Leases that could not be booked: another block size, or no such prompt."""
@@ -58,7 +63,7 @@ class RemoteLeases:
         self._ledger = ledger
         self._on_less = on_less
         self._before_more = before_more
-        self._at: dict[WorkerRank, set[RemoteLease]] = {}
+        self._at: dict[WorkerRank, dict[RemoteLease, None]] = {}
         self._where: dict[WorkerRank, tuple[Slot, Epoch] | None] = {}
         self._is_less = False
         self._heard = 0
@@ -75,21 +80,21 @@ class RemoteLeases:
             self.requests_per_s = (self.requests_per_s + self._heard / elapsed_s) / 2.0
             self._heard = 0
 
-    def add(self, lease: RemoteLease) -> None:
+    def add(self, lease: RemoteLease, *, now_s: float) -> None:
         """Take in a lease that is not here yet."""
         rank = lease.request.rank
         leases = self._at.get(rank)
         if leases is None:
-            leases = self._at[rank] = set()
+            leases = self._at[rank] = {}
             self._where[rank] = self._find(rank)
-        leases.add(lease)
-        self._book(lease, self._where[rank])
+        leases[lease] = None
+        self._book(lease, self._where[rank], now_s)
 
     def remove(self, lease: RemoteLease) -> None:
         """Let go of a lease."""
         rank = lease.request.rank
         leases = self._at[rank]
-        leases.discard(lease)
+        leases.pop(lease, None)
         if not leases:
             del self._at[rank], self._where[rank]
         if lease.booked is not None:
@@ -103,13 +108,13 @@ class RemoteLeases:
             self._ledger.first_token(lease.booked)
             self._is_less = True
 
-    def grew(self, lease: RemoteLease, blocks: int) -> None:
+    def grew(self, lease: RemoteLease, blocks: int, *, now_s: float) -> None:
         """So many more blocks are full of output."""
         if lease.booked is not None:
-            self._before_more()
+            self._before_more(now_s)
             self._ledger.output_block(lease.booked, blocks)
 
-    def fleet_changed(self) -> None:
+    def fleet_changed(self, *, now_s: float) -> None:
         """A worker came, changed or left: its leases count from now on, or no more."""
         for rank, leases in self._at.items():
             where = self._find(rank)
@@ -120,7 +125,7 @@ class RemoteLeases:
                 if lease.booked is not None:
                     self._ledger.close(lease.booked)
                     lease.booked = None
-                self._book(lease, where)
+                self._book(lease, where, now_s)
 
     def notify(self) -> None:
         """Call ``on_less`` when there is less load than before."""
@@ -132,7 +137,7 @@ class RemoteLeases:
         slot, card = self._fleet.slot_of(rank), self._fleet.card(rank.worker_id)
         return None if slot is None or card is None else (slot, card.incarnation)
 
-    def _book(self, lease: RemoteLease, where: tuple[Slot, Epoch] | None) -> None:
+    def _book(self, lease: RemoteLease, where: tuple[Slot, Epoch] | None, now_s: float) -> None:
         request = lease.request
         if where is None or where[1] != request.incarnation:
             return
@@ -144,7 +149,7 @@ class RemoteLeases:
             self.unusable += 1
             return
         self._ledger.ensure_slots(self._fleet.n_slots)
-        self._before_more()
+        self._before_more(now_s)
         lease.booked = self._ledger.book(
             key=LeaseKey(lease.router_id, request.request_id, request.leg_number),
             slot=where[0],
@@ -161,17 +166,86 @@ BACKLOG_MAX: Final = 256
 was asked for has them."""
 
 
-class ReplicaLeases(Protocol):
-    """The leases of one other router, as they are booked here."""
+class ReplicaLeases:
+    """The leases of one other router over all models, as they are booked here."""
+
+    def __init__(self, router_id: RouterId, models: dict[ModelName, RemoteLeases], leases_max: int) -> None:
+        self.over_limit = 0
+        self._router_id = router_id
+        self._models = models
+        self._leases_max = leases_max
+        self._by_name: dict[LeaseName, RemoteLease] = {}
 
     def __len__(self) -> int:
-        """How many there are."""
+        return len(self._by_name)
 
-    def apply(self, delta: Delta) -> None:
-        """One of them changed."""
+    def apply(self, delta: Delta, *, now_s: float) -> None:
+        """One of them changed; of one that is not known nothing is left to change."""
+        if isinstance(delta, AddRequest):
+            self._add(delta, now_s)
+            model = self._models.get(delta.model)
+            if model is not None:
+                model.heard(delta)
+            return
+        lease = self._by_name.get(delta.lease)
+        if lease is None:
+            return
+        match delta:
+            case Free():
+                self._remove(delta.lease)
+            case MarkPrefillCompleted():
+                lease.request = structs.replace(lease.request, prefill_tokens=0)
+                model = self._models.get(delta.lease.model)
+                if model is not None:
+                    model.prefill_completed(lease)
+            case OutputBlocks(blocks=blocks) if blocks > lease.request.output_blocks:
+                more = blocks - lease.request.output_blocks
+                lease.request = structs.replace(lease.request, output_blocks=blocks)
+                model = self._models.get(delta.lease.model)
+                if model is not None:
+                    model.grew(lease, more, now_s=now_s)
 
-    def replace(self, leases: Iterable[AddRequest]) -> None:
+    def replace(self, leases: Iterable[AddRequest], *, now_s: float) -> None:
         """These are all of them."""
+        by_name = {request.name: request for request in leases}
+        for name in [name for name in self._by_name if name not in by_name]:
+            self._remove(name)
+        for request in by_name.values():
+            self._add(request, now_s)
+
+    def clear(self) -> None:
+        """There are none any more."""
+        for name in tuple(self._by_name):
+            self._remove(name)
+
+    def rebook(self, name: ModelName, model: RemoteLeases | None, *, now_s: float) -> None:
+        """The model has another ledger now, or none."""
+        for lease in self._by_name.values():
+            if lease.request.model == name:
+                lease.booked = None
+                if model is not None:
+                    model.add(lease, now_s=now_s)
+
+    def _add(self, request: AddRequest, now_s: float) -> None:
+        name = request.name
+        old = self._by_name.get(name)
+        if old is not None:
+            if old.request == request:
+                return
+            self._remove(name)
+        elif len(self._by_name) >= self._leases_max:
+            self.over_limit += 1
+            return
+        lease = self._by_name[name] = RemoteLease(self._router_id, request)
+        model = self._models.get(name.model)
+        if model is not None:
+            model.add(lease, now_s=now_s)
+
+    def _remove(self, name: LeaseName) -> None:
+        lease = self._by_name.pop(name)
+        model = self._models.get(name.model)
+        if model is not None:
+            model.remove(lease)
 
 
 class Replica:
@@ -214,7 +288,7 @@ class Replica:
         self._asked_s = now_s
         return True
 
-    def on_deltas(self, message: Deltas) -> None:
+    def on_deltas(self, message: Deltas, *, now_s: float) -> None:
         """Deltas came, in whatever order."""
         number = message.number
         if number < self._next or number in self._backlog:
@@ -222,7 +296,7 @@ class Replica:
             return
         self._latest = max(self._latest, number)
         self._backlog[number] = message.deltas
-        self._drain()
+        self._drain(now_s)
         if len(self._backlog) > BACKLOG_MAX:
             self._backlog.clear()
 
@@ -234,7 +308,7 @@ class Replica:
         ):
             self._is_doubted = True
 
-    def on_state_part(self, message: StatePart) -> None:
+    def on_state_part(self, message: StatePart, *, now_s: float) -> None:
         """A part of its leases came, asked for or not."""
         number = message.number
         if not self.is_behind or number < self._next - 1 or number < self._parts_number:
@@ -248,7 +322,7 @@ class Replica:
             self._parts.clear()
         if len(self._parts) < message.n_parts:
             return
-        self.leases.replace(lease for part in self._parts.values() for lease in part)
+        self.leases.replace((lease for part in self._parts.values() for lease in part), now_s=now_s)
         self._parts.clear()
         self._parts_number = -1
         self._is_doubted = False
@@ -256,18 +330,22 @@ class Replica:
         self._latest = max(self._latest, number)
         self._backlog = {later: deltas for later, deltas in self._backlog.items() if later > number}
         self._asked_s = None
-        self._drain()
+        self._drain(now_s)
 
-    def _drain(self) -> None:
+    def _drain(self, now_s: float) -> None:
         while self._next in self._backlog:
             for delta in self._backlog.pop(self._next):
-                self.leases.apply(delta)
+                self.leases.apply(delta, now_s=now_s)
             self._next += 1
 
 
 REPLICAS_MAX: Final = 64
 """How many other routers are listened to. What those beyond say is counted as ``unheard``: their load
 is not seen."""
+
+NEWS_AGE_S: Final = 0.004
+"""How long a booking of another router takes to be load here: the wait for others to travel with, the way,
+and the loops at both ends. Half or twice as much does nearly as well."""
 
 MODELS_MAX: Final = 1024
 """How many models' ledgers are kept; beyond them, models whose workers all left are forgotten."""
@@ -308,7 +386,8 @@ class Replicas:
     """Takes in what other routers publish; knows no wire and no clock.
 
     A router that is silent for ``silent_after_s``, or says goodbye, is forgotten with all its leases. When it
-    is heard again it is asked for everything.
+    is heard again it is asked for everything. A booking of another router is heard of after ``news_age_s``
+    seconds.
     """
 
     def __init__(
@@ -317,16 +396,18 @@ class Replicas:
         *,
         silent_after_s: float,
         ask_again_s: float,
+        news_age_s: float = NEWS_AGE_S,
         replicas_max: int = REPLICAS_MAX,
         leases_max: int = LEASES_MAX,
     ) -> None:
         self._router_id = router_id
         self._silent_after_s = silent_after_s
         self._ask_again_s = ask_again_s
+        self._news_age_s = news_age_s
         self._replicas_max = replicas_max
         self._leases_max = leases_max
         self._replicas: dict[RouterId, Replica] = {}
-        self._leases: dict[RouterId, _Leases] = {}
+        self._leases: dict[RouterId, ReplicaLeases] = {}
         self._models: dict[ModelName, RemoteLeases] = {}
         self._fleets: dict[ModelName, Fleet] = {}
         self._gone = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -335,35 +416,41 @@ class Replicas:
     # Models
 
     def share(
-        self, fleet: Fleet, ledger: Ledger, *, on_less: Callable[[], None], before_more: Callable[[], None]
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        *,
+        on_less: Callable[[], None],
+        before_more: Callable[[float], None],
+        now_s: float,
     ) -> None:
         """Book from now on in this ledger what others run of the fleet's model. An earlier one is let be."""
         if fleet.model not in self._models and len(self._models) >= MODELS_MAX:
-            self._forget_a_model()
+            self._forget_a_model(now_s)
         self._count_last(fleet.model)
         model = self._models[fleet.model] = RemoteLeases(
             fleet, ledger, on_less=on_less, before_more=before_more
         )
         self._fleets[fleet.model] = fleet
         for leases in self._leases.values():
-            leases.rebook(fleet.model, model)
+            leases.rebook(fleet.model, model, now_s=now_s)
 
-    def fleet_changed(self, name: ModelName) -> None:
+    def fleet_changed(self, name: ModelName, *, now_s: float) -> None:
         """A worker of the model came, changed or left."""
         model = self._models.get(name)
         if model is not None:
-            model.fleet_changed()
+            model.fleet_changed(now_s=now_s)
 
-    def requests_per_s(self, name: ModelName) -> float:
-        """How many requests of the model others have placed a second, of late."""
+    def unseen(self, name: ModelName) -> float:
+        """How many requests of the model others have placed that are not heard of yet, as expected."""
         model = self._models.get(name)
-        return 0.0 if model is None else model.requests_per_s
+        return 0.0 if model is None else model.requests_per_s * self._news_age_s
 
-    def _forget_a_model(self) -> None:
+    def _forget_a_model(self, now_s: float) -> None:
         for name, fleet in self._fleets.items():
             if not len(fleet):
                 for leases in self._leases.values():
-                    leases.rebook(name, None)
+                    leases.rebook(name, None, now_s=now_s)
                 self._count_last(name)
                 del self._fleets[name], self._models[name]
                 return
@@ -391,11 +478,11 @@ class Replicas:
         replica.heard_s = now_s
         match message:
             case Deltas():
-                replica.on_deltas(message)
+                replica.on_deltas(message, now_s=now_s)
             case Heartbeat():
                 replica.on_heartbeat(message)
             case StatePart():
-                replica.on_state_part(message)
+                replica.on_state_part(message, now_s=now_s)
             case StateQuestion():
                 return Asks(answer=(router_id,))
         self._tell()
@@ -453,7 +540,7 @@ class Replicas:
         if len(self._replicas) >= self._replicas_max:
             self._gone = self._gone._replace(unheard=self._gone.unheard + 1)
             return None
-        leases = self._leases[router_id] = _Leases(router_id, self._models, self._leases_max)
+        leases = self._leases[router_id] = ReplicaLeases(router_id, self._models, self._leases_max)
         replica = self._replicas[router_id] = Replica(leases, now_s=now_s, leases_max=self._leases_max)
         return replica
 
@@ -462,7 +549,7 @@ class Replicas:
         if replica is None:
             return
         leases = self._leases.pop(router_id)
-        leases.replace(())
+        leases.clear()
         gone = self._gone
         self._gone = gone._replace(
             gaps=gone.gaps + replica.gaps,
@@ -475,78 +562,25 @@ class Replicas:
             model.notify()
 
 
-class _Leases:
-    """The leases of one router, over all models."""
+class Replication(NamedTuple):
+    """One router's part in replica sync, without the wire: what it publishes, and what it has heard."""
 
-    def __init__(self, router_id: RouterId, models: dict[ModelName, RemoteLeases], leases_max: int) -> None:
-        self.over_limit = 0
-        self._router_id = router_id
-        self._models = models
-        self._leases_max = leases_max
-        self._by_name: dict[LeaseName, RemoteLease] = {}
+    journal: Journal
+    replicas: Replicas
 
-    def __len__(self) -> int:
-        return len(self._by_name)
+    def share(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        *,
+        on_less: Callable[[], None],
+        before_more: Callable[[float], None],
+        now_s: float,
+    ) -> SharedLedger:
+        """Return the ledger that a model books in from now on: others hear of it, and it counts theirs.
 
-    def apply(self, delta: Delta) -> None:
-        """One of them changed; of one that is not known nothing is left to change."""
-        if isinstance(delta, AddRequest):
-            self._add(delta)
-            model = self._models.get(delta.model)
-            if model is not None:
-                model.heard(delta)
-            return
-        lease = self._by_name.get(delta.lease)
-        if lease is None:
-            return
-        match delta:
-            case Free():
-                self._remove(delta.lease)
-            case MarkPrefillCompleted():
-                lease.request = structs.replace(lease.request, prefill_tokens=0)
-                model = self._models.get(delta.lease.model)
-                if model is not None:
-                    model.prefill_completed(lease)
-            case OutputBlocks(blocks=blocks) if blocks > lease.request.output_blocks:
-                more = blocks - lease.request.output_blocks
-                lease.request = structs.replace(lease.request, output_blocks=blocks)
-                model = self._models.get(delta.lease.model)
-                if model is not None:
-                    model.grew(lease, more)
-
-    def replace(self, leases: Iterable[AddRequest]) -> None:
-        """These are all of them."""
-        by_name = {request.name: request for request in leases}
-        for name in self._by_name.keys() - by_name.keys():
-            self._remove(name)
-        for request in by_name.values():
-            self._add(request)
-
-    def rebook(self, name: ModelName, model: RemoteLeases | None) -> None:
-        """The model has another ledger now, or none."""
-        for lease in self._by_name.values():
-            if lease.request.model == name:
-                lease.booked = None
-                if model is not None:
-                    model.add(lease)
-
-    def _add(self, request: AddRequest) -> None:
-        name = request.name
-        old = self._by_name.get(name)
-        if old is not None:
-            if old.request == request:
-                return
-            self._remove(name)
-        elif len(self._by_name) >= self._leases_max:
-            self.over_limit += 1
-            return
-        lease = self._by_name[name] = RemoteLease(self._router_id, request)
-        model = self._models.get(name.model)
-        if model is not None:
-            model.add(lease)
-
-    def _remove(self, name: LeaseName) -> None:
-        lease = self._by_name.pop(name)
-        model = self._models.get(name.model)
-        if model is not None:
-            model.remove(lease)
+        ``on_less`` is called when load of theirs went away, ``before_more``, with the moment, when more is
+        about to be booked.
+        """
+        self.replicas.share(fleet, ledger, on_less=on_less, before_more=before_more, now_s=now_s)
+        return SharedLedger(ledger, fleet, self.journal)

@@ -31,7 +31,7 @@ from kvrouter.library.inputs import (
 from kvrouter.library.runtime import Endpoint, Runtime
 from kvrouter.routing.request import Pick
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.cache_view import EventCacheView
+from kvrouter.service.event_ingest import EventCacheView
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.prefill_dispatch import PrefillDispatch
@@ -560,9 +560,7 @@ class KvIndexer:
         if not self._is_open:
             raise ShuttingDown("this KvIndexer follows no workers: use it inside its `async with`")
         model_router = model_of(self._service, model)
-        overlap = model_router.cache.overlap(
-            model_router.hash_prompt(token_buffer(token_ids)), model_router.fleet.n_slots
-        )
+        overlap = model_router.overlap(model_router.hash_prompt(token_buffer(token_ids)))
         if overlap is None:
             return {}
         matches: dict[int, int] = {}

@@ -1,125 +1,21 @@
-"""One attempt of a request: its placement, times and timeouts, and its output."""
+"""One attempt of a request: its legs, times and timeouts, its output, and which worker its failure counts
+against.
+"""
 
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Protocol
+from math import inf
 
-from msgspec import structs
-
-from kvrouter.core.errors import RoutingRefused
-from kvrouter.core.hashing import Prompt
-from kvrouter.core.ids import LeaseId, WorkerId
-from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
-from kvrouter.fleet import Circuit, Pair
-from kvrouter.journey.journey import Journey, LegLost, RetryPlan, Shape
-from kvrouter.routing.request import Decision, Pick, RouteRequest
+from kvrouter.core.requests import Leg
+from kvrouter.fleet import Fault
+from kvrouter.journey.journey import Journey, LegLost, State
+from kvrouter.placement.placement import Placement
+from kvrouter.service.model_router import ModelRouter
 from kvrouter.transports.requests.port import EngineStream, TokenSink
-
-if TYPE_CHECKING:
-    from kvrouter.service.circuits import Circuits
-
-
-@dataclass(slots=True)
-class Placement:
-    """One attempt's workers and leases. ``decision`` changes when decode is picked again after prefill."""
-
-    wish: RouteRequest
-    decision: Decision
-    prompt: Prompt
-    token_ids: TokenBuffer
-    block_size: int
-    shape: Shape
-    seed: int
-    """What the decision's draws came from."""
-
-    decode_address: str
-    decode_lease: LeaseId
-    decode_context_tokens: int
-    """The context of the worker that answers, in tokens."""
-
-    prefill_address: str = ""
-    prefill_lease: LeaseId | None = None
-    bootstrap: Bootstrap | None = None
-    has_begun: bool = False
-    """Whether its answer brought something, and has not failed."""
-    tries: tuple[tuple[WorkerId | Pair, Circuit], ...] = ()
-    """The half-open circuits that let it in, to see whether their workers are well."""
-    decode_domains: Mapping[str, str] = field(default_factory=dict)
-    prefill_domains: Mapping[str, str] = field(default_factory=dict)
-
-    def without_addresses(self, text: str) -> str:
-        """``text``, which a client may read, without the workers' addresses that may occur in it."""
-        for address in (self.decode_address, self.prefill_address):
-            if address:
-                text = text.removeprefix(f"{address}: ").replace(address, "the worker")
-        return text
-
-    @property
-    def prefill_pick(self) -> Pick:
-        """The prefill worker: of a pair, or where prefill alone was decided."""
-        decision = self.decision
-        if decision.decode.leg is Leg.PREFILL:
-            return decision.decode
-        if decision.prefill is None:
-            raise RuntimeError("an aggregated attempt has no prefill worker")
-        return decision.prefill
-
-
-class Placer(Protocol):
-    """Picks and books workers for the attempts of requests, and keeps their leases true."""
-
-    @property
-    def circuits(self) -> "Circuits":
-        """Who hears how the workers fare."""
-
-    async def place(
-        self,
-        request: GenerateRequest,
-        token_ids: TokenBuffer,
-        *,
-        attempt: int,
-        excluded: frozenset[WorkerId],
-        kv_lost_from: frozenset[WorkerId] = frozenset(),
-        ways: Sequence[RetryPlan] = (RetryPlan.USUAL,),
-    ) -> Placement:
-        """Decide and book, in the first of ``ways`` in which somebody may take the request; wait as long as
-        the settings allow when nobody may now. ``ways`` has ``RetryPlan.USUAL``.
-        """
-
-    def pick_decode_again(self, placement: Placement) -> None:
-        """After a synchronous prefill: decide decode afresh under its constraint, and move the lease."""
-
-    def prefill_worker_left(self, placement: Placement) -> bool:
-        """Whether the pair's prefill worker left or does not answer, and the KV that waited there with it."""
-
-    def prefill_done(self, placement: Placement) -> None:
-        """The prefill leg ended: its tokens no longer load its worker."""
-
-    def first_token(self, placement: Placement) -> None:
-        """The first token came: load moves from prefill to decode."""
-
-    def output_blocks(self, placement: Placement, blocks: int) -> None:
-        """So many more blocks are full of output."""
-
-    def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
-        """What the engine really had cached, next to what was predicted; ``prompt_tokens``: its own count."""
-
-    def release(self, placement: Placement) -> None:
-        """Close the leases; idempotent."""
-
-
-@dataclass(slots=True)
-class Times:
-    """When things happened, on the monotonic clock, in seconds."""
-
-    begun_s: float
-    placed_s: float | None = None
-    first_token_s: float | None = None
-    ended_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -134,70 +30,6 @@ class Attempt:
     prefill_sent_s: float = 0.0
     last_sent_s: float = 0.0
     """When its legs were sent, on the monotonic clock; the last leg is the one that answers."""
-
-
-def wish_in(way: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
-    """Return what to ask for under one of the open retry plans; ``usual`` is what the request asks for."""
-    match way:
-        case RetryPlan.USUAL:
-            return usual
-        case RetryPlan.OTHER_PREFILL:
-            return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
-        case RetryPlan.WHOLE:
-            return structs.replace(usual, whole=True)
-
-
-def decide_one_of(
-    options: Mapping[RetryPlan, RouteRequest],
-    decide: Callable[[RouteRequest, Prompt], Decision],
-    prompt: Prompt,
-) -> tuple[RouteRequest, Decision]:
-    """Decide for the first option that is not refused, a last resort only where all others are; else raise
-    the refusal of the usual one.
-    """
-    refusals: dict[RetryPlan, RoutingRefused] = {}
-    last_resorts: list[tuple[RouteRequest, Decision]] = []
-    for way, option in options.items():
-        try:
-            decision = decide(option, prompt)
-        except RoutingRefused as refused:
-            refusals[way] = refused
-            continue
-        if not decision.last_resort:
-            return option, decision
-        last_resorts.append((option, decision))
-    if last_resorts:
-        return last_resorts[0]
-    raise refusals[RetryPlan.USUAL]
-
-
-def route_request(
-    request: GenerateRequest,
-    prompt: Prompt,
-    *,
-    attempt: int,
-    excluded: frozenset[WorkerId],
-    has_lost_kv: bool = False,
-) -> RouteRequest:
-    """Return what routing needs to know of one attempt of ``request``.
-
-    One that has lost no KV itself begins with what worked for others; after that its journey says what to
-    try next.
-    """
-    return RouteRequest(
-        request_id=request.request_id,
-        isl_tokens=prompt.isl_tokens,
-        total_blocks=prompt.total_blocks,
-        constraints=request.constraints,
-        override=request.override,
-        pin=request.pin,
-        prefill_pin=request.prefill_pin,
-        excluded=excluded,
-        attempt=attempt,
-        whole_if_parted=not has_lost_kv,
-        has_media=request.has_media,
-        context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
-    )
 
 
 LATE_S = 0.1
@@ -336,11 +168,11 @@ class Output:
     token of every answer.
     """
 
-    def __init__(self, journey: Journey, placer: Placer, watch: SilenceWatch) -> None:
+    def __init__(self, journey: Journey, model: ModelRouter, watch: SilenceWatch) -> None:
         self.gaps_s = array("d")
         """Seconds between two arrivals of tokens: 8 bytes each, however long the answer is."""
         self._journey = journey
-        self._placer = placer
+        self._model = model
         self._watch = watch
         self._placement: Placement | None = None
         self._token_s = 0.0
@@ -391,9 +223,44 @@ class Output:
     def _count_blocks(self, placement: Placement) -> None:
         """Notify the ledger of each block of output that became full."""
         blocks, self._tail_tokens = divmod(self._tail_tokens, placement.block_size)
-        self._placer.output_blocks(placement, blocks)
+        self._model.output_blocks(placement, blocks)
 
     def _held(self) -> Placement:
         if self._placement is None:
             raise RuntimeError("tokens came before the request was placed")
         return self._placement
+
+
+SILENT_SHARE = 0.5
+"""Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
+
+
+def blame_loss(model: ModelRouter, attempt: Attempt, lost: LegLost, state: State) -> None:
+    """A leg was lost. That a worker is full, had the leg already or is leaving is no failure of its own."""
+    if lost.full or lost.repeated or lost.blameless:
+        return
+    is_prefill = lost.leg is Leg.PREFILL
+    model.leg_failed(
+        attempt.placement,
+        lost.leg,
+        Fault.LOST,
+        since_s=attempt.prefill_sent_s if is_prefill else attempt.last_sent_s,
+        has_begun=not is_prefill and state is State.STREAMING,
+    )
+
+
+def blame_silence(
+    model: ModelRouter, attempt: Attempt, state: State, *, heard_s: float, before_s: float = inf
+) -> None:
+    """Nothing came in time, of legs that were sent ``before_s``. Of a pair whose legs both still run, either
+    may be what is waited for; the one that is well will show it with another request.
+    """
+    placement, task = attempt.placement, attempt.prefill_task
+    waits_for_prefill = state is State.DECODING and task is not None and not task.done()
+    if (state is State.PREFILLING or waits_for_prefill) and attempt.prefill_sent_s < before_s:
+        model.leg_failed(placement, Leg.PREFILL, Fault.SILENT, since_s=attempt.prefill_sent_s)
+    leg = placement.decision.decode.leg
+    if state is State.DECODING and attempt.last_sent_s < before_s:
+        model.leg_failed(placement, leg, Fault.SILENT, since_s=attempt.last_sent_s)
+    elif state is State.STREAMING:
+        model.leg_failed(placement, leg, Fault.SILENT, since_s=heard_s, has_begun=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrouter.core.errors import InvalidRequest, NotFound, ShuttingDown, Unavailable
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import GenerateRequest
-from kvrouter.service.attempt import Placement
+from kvrouter.placement.placement import Placement
 from kvrouter.service.model_router import ModelRouter
 
 BOOKINGS_MAX = 65_536

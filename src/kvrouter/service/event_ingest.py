@@ -1,4 +1,6 @@
-"""Event ingest: KV events from the event transport, through each rank's feed, into the index."""
+"""Event ingest: KV events from the event transport, through each rank's feed, into the index, and the cache
+view of what they report.
+"""
 
 import asyncio
 import time
@@ -11,6 +13,7 @@ import numpy.typing as npt
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.events import Held, KvBatch, KvEvent, KvSnapshot, Medium
+from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
 from kvrouter.feed.rank_feed import RankFeed
 from kvrouter.feed.states import (
@@ -24,7 +27,9 @@ from kvrouter.feed.states import (
     FeedState,
     Load,
 )
-from kvrouter.index.port import Applied, BlockIndex
+from kvrouter.index.port import Applied, ApproximateIndex, BlockIndex
+from kvrouter.placement.cache_view import PredictedCacheView
+from kvrouter.routing.request import Decision
 from kvrouter.service.index_work import (
     STEP_BLOCKS,
     STEP_EVENTS,
@@ -505,3 +510,67 @@ def _to_the_end(steps: Steps, ended: asyncio.Event) -> Steps:
 
 def _let_go(_applied: Applied) -> None:
     """Blocks of a rank that is gone, or restarts, are not counted as cleared by it."""
+
+
+U32 = npt.NDArray[np.uint32]
+
+
+class EventCacheView:
+    """KV events report what each rank holds. A rank whose feed recovers scores nothing.
+
+    What comes after an image is reported in tokens that only its engine knows: who holds that is
+    ``predicted``.
+    """
+
+    def __init__(self, index: BlockIndex, pump: EventIngest, predicted: ApproximateIndex) -> None:
+        self.index = index
+        self.pump = pump
+        self._predicted = PredictedCacheView(predicted)
+        self._out: U32 = np.zeros(16, np.uint32)
+
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
+        """Leading blocks held, by slot."""
+        if len(self._out) < n_slots:
+            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
+        out = self._out[:n_slots]
+        self.index.overlap(prompt, out)
+        if not self.pump.all_score:
+            out *= self.pump.scores(n_slots)
+        if has_media:
+            np.maximum(out, self._predicted.overlap(prompt, n_slots, now_s=now_s), out=out)
+        return out
+
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
+        """The engines' own events will report it, but for images."""
+        if has_media:
+            self._predicted.decided(decision, prompt, now_s=now_s)
+
+    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
+        """Its feed begins."""
+        self.pump.joined(rank, slot, epoch)
+
+    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
+        """Of more than that nothing is believed."""
+        self.pump.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
+
+    def freed(self, slot: Slot) -> None:
+        """The pump drops the slot's blocks with its feed."""
+        self.pump.freed(slot)
+        self._predicted.freed(slot)
+
+    def is_sure_of(self, slot: Slot) -> bool:
+        """Every event of its rank was applied, as far as anybody can know."""
+        feed = self.pump.feed_at(slot)
+        return feed is not None and feed.state is FeedState.LIVE
+
+    def doubt(self, slot: Slot) -> None:
+        """The pump asks the worker for all that it holds."""
+        self.pump.doubt(slot)
+
+    def on_batch(self, batch: KvBatch) -> None:
+        """On to the rank's feed."""
+        self.pump.on_batch(batch)
+
+    def close(self) -> None:
+        """Stop the feeds."""
+        self.pump.close()

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
@@ -9,10 +10,10 @@ from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.states import FeedCount, FeedState
+from kvrouter.fleet import Fault
 from kvrouter.index.port import Applied
 from kvrouter.journey.journey import KvLost, LegLost
-from kvrouter.service.attempt import Placement, Times
-from kvrouter.service.circuits import CircuitInstrumentation
+from kvrouter.placement.placement import Placement
 from kvrouter.service.engine_reports import EngineInstrumentation
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event
 
@@ -30,6 +31,58 @@ _OUTCOMES = (
     "over_limit",
 )
 """What can become of a block of an event; see ``index.port.Applied``."""
+
+
+class CircuitInstrumentation:
+    """The events of one model's circuits."""
+
+    def __init__(self, telemetry: Telemetry, model: str) -> None:
+        self._telemetry = telemetry
+        self._model = model
+
+    def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
+        """A worker failed too often in a row."""
+        worker = str(worker_id)
+        self._telemetry.circuits_opened.inc(self._model, worker, fault.value)
+        log_event(
+            logger,
+            Event.CIRCUIT_OPENED,
+            model=self._model,
+            worker=worker,
+            reason=fault.value,
+            duration_s=for_s,
+        )
+
+    def closed(self, worker_id: WorkerId) -> None:
+        """A worker brought something again."""
+        log_event(logger, Event.CIRCUIT_CLOSED, model=self._model, worker=str(worker_id))
+
+    def gone(self, worker_id: WorkerId) -> None:
+        """A worker left: its counters go with it, or those of all that ever were would fill the page."""
+        for fault in Fault:
+            self._telemetry.circuits_opened.forget(self._model, str(worker_id), fault.value)
+
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+        """KV of a pair was lost, or lost again."""
+        log_event(
+            logger,
+            Event.CIRCUIT_OPENED,
+            model=self._model,
+            prefill_worker=str(prefill),
+            decode_worker=str(decode),
+            reason=Fault.KV_LOST.value,
+            duration_s=for_s,
+        )
+
+    def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
+        """KV of a pair arrived again."""
+        log_event(
+            logger,
+            Event.CIRCUIT_CLOSED,
+            model=self._model,
+            prefill_worker=str(prefill),
+            decode_worker=str(decode),
+        )
 
 
 class ModelInstrumentation:
@@ -206,6 +259,16 @@ class ModelInstrumentation:
             decision_us=1e6 * decision_s,
             waited_s=waited_s or 0.0,
         )
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened, on the monotonic clock, in seconds."""
+
+    begun_s: float
+    placed_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
 
 
 class ServiceInstrumentation:

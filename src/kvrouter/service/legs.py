@@ -16,8 +16,8 @@ from kvrouter.core.requests import (
     Sampling,
 )
 from kvrouter.journey.journey import LegLost
+from kvrouter.placement.placement import Placement
 from kvrouter.routing.request import Pick
-from kvrouter.service.attempt import Placement
 from kvrouter.transports.requests.port import (
     EngineStream,
     LegRepeated,

@@ -32,9 +32,9 @@ from kvrouter.journey.journey import (
     Shape,
     State,
 )
-from kvrouter.service.attempt import Attempt, Placement
+from kvrouter.placement.placement import Placement
+from kvrouter.service.attempt import SILENT_SHARE, Attempt, blame_loss
 from kvrouter.service.bookings import Bookings
-from kvrouter.service.circuits import SILENT_SHARE, blame_loss
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.legs import lost_leg, prefill_leg, read_prefill, taken_in
 from kvrouter.service.model_router import ModelRouter
@@ -280,11 +280,11 @@ class _Run:
     def note_silence(self, limit_s: float) -> None:
         """The leg was not done in time: a worker that had a good part of ``limit_s`` seconds is silent."""
         if self._placement is not None and self._sent_s < time.monotonic() - SILENT_SHARE * limit_s:
-            self._model.circuits.failed(self._placement, Leg.PREFILL, Fault.SILENT, since_s=self._sent_s)
+            self._model.leg_failed(self._placement, Leg.PREFILL, Fault.SILENT, since_s=self._sent_s)
 
     def _blame(self, lost: LegLost) -> None:
         attempt = Attempt(self._placed(), prefill_sent_s=self._sent_s)
-        blame_loss(self._model.circuits, attempt, lost, State.PREFILLING)
+        blame_loss(self._model, attempt, lost, State.PREFILLING)
 
     def _note_cached(self, cached_tokens: int, prompt_tokens: int | None) -> None:
         self._cached_tokens = cached_tokens

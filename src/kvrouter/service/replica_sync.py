@@ -7,12 +7,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
-from kvrouter.core.ids import ModelName, RouterId
+from kvrouter.core.ids import RouterId
 from kvrouter.core.sync import Goodbye, StateQuestion, SyncMessage
-from kvrouter.fleet import Fleet
-from kvrouter.ledger.journal import Journal, SharedLedger
-from kvrouter.ledger.port import Ledger
-from kvrouter.ledger.replicas import Asks, Counts, Replicas
+from kvrouter.ledger.journal import Journal
+from kvrouter.ledger.replicas import NEWS_AGE_S, Asks, Counts, Replicas, Replication
 from kvrouter.transports.background import go_on
 from kvrouter.transports.sync.port import SyncPlane
 
@@ -24,10 +22,6 @@ SILENT_AFTER_S: Final = 5.0
 """A router that is not heard for so long counts as gone, and its leases with it."""
 
 ASK_AGAIN_S: Final = 1.0
-
-NEWS_AGE_S: Final = 0.004
-"""How long a booking of another router takes to be load here: the wait for others to travel with, the way,
-and the loops at both ends. Half or twice as much does nearly as well."""
 
 
 class SyncCounts(NamedTuple):
@@ -59,12 +53,13 @@ class ReplicaSync:
         news_age_s: float = NEWS_AGE_S,
     ) -> None:
         self._plane = plane
-        self._news_age_s = news_age_s
         self._router_id = router_id
         self._flush_after_s = flush_after_s
         self._heartbeat_s = heartbeat_s
         self._journal = Journal(router_id, on_pending=self._on_pending)
-        self._replicas = Replicas(router_id, silent_after_s=silent_after_s, ask_again_s=ask_again_s)
+        self._replicas = Replicas(
+            router_id, silent_after_s=silent_after_s, ask_again_s=ask_again_s, news_age_s=news_age_s
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Callable[[], Awaitable[None]] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -73,25 +68,10 @@ class ReplicaSync:
         self._askers: dict[RouterId, None] = {}
         self._unsent = 0
 
-    # Models
-
-    def share(
-        self, fleet: Fleet, ledger: Ledger, *, on_less: Callable[[], None], before_more: Callable[[], None]
-    ) -> SharedLedger:
-        """Return the ledger that a model books in from now on: others hear of it, and it counts theirs.
-
-        ``on_less`` is called when load of theirs went away, ``before_more`` when more is about to be booked.
-        """
-        self._replicas.share(fleet, ledger, on_less=on_less, before_more=before_more)
-        return SharedLedger(ledger, fleet, self._journal)
-
-    def fleet_changed(self, model: ModelName) -> None:
-        """A worker of the model came, changed or left."""
-        self._replicas.fleet_changed(model)
-
-    def unseen(self, model: ModelName) -> float:
-        """How many requests others have placed, as may be expected, that are not heard of yet."""
-        return self._replicas.requests_per_s(model) * self._news_age_s
+    @property
+    def replication(self) -> Replication:
+        """What a model's placer shares its load through."""
+        return Replication(self._journal, self._replicas)
 
     def counts(self) -> SyncCounts:
         """Sizes now, and what happened since the start."""

@@ -57,20 +57,21 @@ from kvrouter.journey.journey import (
     Shape,
     State,
 )
+from kvrouter.placement.placement import Placement
 from kvrouter.service.attempt import (
+    SILENT_SHARE,
     Attempt,
     Output,
     Phase,
-    Placement,
-    Placer,
     SilenceWatch,
     Timeouts,
-    Times,
     TooLong,
+    blame_loss,
+    blame_silence,
 )
-from kvrouter.service.circuits import SILENT_SHARE, blame_loss, blame_silence
-from kvrouter.service.instrumentation import ServiceInstrumentation
+from kvrouter.service.instrumentation import ServiceInstrumentation, Times
 from kvrouter.service.legs import last_leg, lost_leg, open_decode, prefill_leg, read_prefill
+from kvrouter.service.model_router import ModelRouter
 from kvrouter.transports.requests.port import (
     EngineStream,
     HandingStream,
@@ -95,7 +96,7 @@ class Dispatch:
     def __init__(
         self,
         request: GenerateRequest,
-        placer: Placer,
+        model: ModelRouter,
         plane: RequestPlane,
         *,
         patience: Timeouts,
@@ -109,7 +110,7 @@ class Dispatch:
             is_plain=request.call is None or request.call.resumable,
         )
         self.watch = SilenceWatch(patience, self._too_long)
-        self.output = Output(self.journey, placer, self.watch)
+        self.output = Output(self.journey, model, self.watch)
         self.attempt: Attempt | None = None
         """What is under way; None before the first decision, and when nothing is any more."""
         self.placement: Placement | None = None
@@ -120,7 +121,7 @@ class Dispatch:
         self._first_attempt: Attempt | None = None
         """The attempt that brought the first token."""
         self._request = request
-        self._placer = placer
+        self._model = model
         self._plane = plane
         self._patience = patience
         self._observed = observed
@@ -163,7 +164,7 @@ class Dispatch:
         its worker takes no more for now.
         """
         pick = attempt.placement.decision.decode
-        if self.journey.state is State.DECODING and self._placer.prefill_worker_left(attempt.placement):
+        if self.journey.state is State.DECODING and self._model.prefill_worker_left(attempt.placement):
             pick = attempt.placement.prefill_pick  # its KV went with it: the decode worker did nothing wrong
             full = False
         await self._perform(self._lost(attempt, LegLost(pick.leg, pick.rank.worker_id, why, full=full)))
@@ -183,8 +184,8 @@ class Dispatch:
             await self.lose(attempt, why)
             return
         self._silence = None
-        if not self._placer.prefill_worker_left(attempt.placement):
-            self._placer.circuits.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
+        if not self._model.prefill_worker_left(attempt.placement):
+            self._model.kv_lost(attempt.placement, since_s=attempt.last_sent_s)
         self._lost_leg = LegLost(Leg.PREFILL, sender, lost.why)
         await self._perform(self.journey.handle(lost))
 
@@ -210,7 +211,7 @@ class Dispatch:
         for _ in range(PREFILL_NEWS_CHECKS):
             if attempt.lost or self.attempt is not attempt:
                 return
-            if self._placer.prefill_worker_left(attempt.placement):
+            if self._model.prefill_worker_left(attempt.placement):
                 return
             await asyncio.sleep(PREFILL_NEWS_CHECK_S)
 
@@ -220,7 +221,7 @@ class Dispatch:
             return  # it was given up meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens = cached_tokens
-        self._placer.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
+        self._model.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
 
     # What the journey says
 
@@ -259,18 +260,18 @@ class Dispatch:
         if generated:
             token_ids = token_ids + array("I", generated)
         try:
-            placement = await self._placer.place(
+            placement = await self._model.place(
                 self._request,
                 token_ids,
                 attempt=command.attempt,
                 excluded=command.excluded,
                 kv_lost_from=command.kv_lost_from,
-                ways=command.ways,
+                plans=command.plans,
             )
         except (RoutingRefused, InvalidRequest) as error:
             return self.journey.handle(NotPlaced(error))
         if self.journey.state is State.DONE:
-            self._placer.release(placement)
+            self._model.release(placement)
             return []
         if self._lost_leg is not None:
             self._observed.sent_again(self._request, self._lost_leg, streaming=bool(generated))
@@ -315,7 +316,7 @@ class Dispatch:
         if self.error is not None:  # the time was up while the leg was sent, and nothing was there to cancel
             stream.cancel(self.error.code)
         params = await read_prefill(stream, partial(self.note_cached, attempt))
-        self._placer.prefill_done(placement)
+        self._model.prefill_done(placement)
         return params
 
     async def _run_prefill_in_parallel(self, attempt: Attempt) -> None:
@@ -341,7 +342,7 @@ class Dispatch:
         attempt = self._held()
         try:
             if params is not None:
-                self._placer.pick_decode_again(attempt.placement)
+                self._model.pick_decode_again(attempt.placement)
             request = last_leg(
                 self._request,
                 attempt.placement,
@@ -369,12 +370,12 @@ class Dispatch:
             return self.journey.handle(ClientLeft(self.error.code))
         lost = attempt.lost[0] if attempt.lost else lost
         lost = replace(lost, why=attempt.placement.without_addresses(lost.why))
-        circuits, state = self._placer.circuits, self.journey.state
+        state = self.journey.state
         if self._silence is not None:
             lost, self._silence = replace(lost, why=self._silence), None
-            blame_silence(circuits, attempt, state, heard_s=self.watch.heard_s)
+            blame_silence(self._model, attempt, state, heard_s=self.watch.heard_s)
         else:
-            blame_loss(circuits, attempt, lost, state)
+            blame_loss(self._model, attempt, lost, state)
         self._lost_leg = lost
         return self.journey.handle(lost)
 
@@ -391,7 +392,7 @@ class Dispatch:
             self._first_attempt = attempt
         if attempt.prefill_task is None or attempt.prefill_task.done():
             attempt.prefill = None  # its KV has been fetched: nothing waits there any more
-        self._placer.first_token(attempt.placement)
+        self._model.first_token(attempt.placement)
         self.watch.enter(Phase.STREAMING)
 
     def _abandon(self, reason: str) -> None:
@@ -405,7 +406,7 @@ class Dispatch:
             attempt.decode.cancel(reason)
         if attempt.prefill is not None:
             attempt.prefill.cancel(reason)
-        self._placer.release(attempt.placement)
+        self._model.release(attempt.placement)
 
     def _too_long(self, kind: TooLong, silent_s: float) -> None:
         """A limit was reached: cancel the legs, and the read that meets their end reports why."""
@@ -434,7 +435,7 @@ class Dispatch:
         if state is not State.STREAMING:
             before_s = time.monotonic() - SILENT_SHARE * limit_s
             heard_s = self.watch.heard_s
-            blame_silence(self._placer.circuits, attempt, state, heard_s=heard_s, before_s=before_s)
+            blame_silence(self._model, attempt, state, heard_s=heard_s, before_s=before_s)
 
 
 FINISHED = "finished"
@@ -452,7 +453,7 @@ class Generation:
     def __init__(
         self,
         request: GenerateRequest,
-        placer: Placer,
+        model: ModelRouter,
         plane: RequestPlane,
         *,
         patience: Timeouts,
@@ -466,7 +467,7 @@ class Generation:
         self.times = Times(begun_s=time.monotonic() if received_s is None else received_s)
         self._dispatch = Dispatch(
             request,
-            placer,
+            model,
             plane,
             patience=patience,
             redispatches_max=redispatches_max,

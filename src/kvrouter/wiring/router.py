@@ -11,9 +11,9 @@ from kvrouter.core.ids import ModelName, RouterId
 from kvrouter.fleet import Fleet
 from kvrouter.index.native import ApproximateIndex, BlockIndex
 from kvrouter.ledger.native import Ledger
+from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.routing.request import RoutingSettings
-from kvrouter.service.cache_view import CacheView, EventCacheView, NoCacheView, PredictedCacheView
-from kvrouter.service.event_ingest import EventIngest
+from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation, ServiceInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.replica_sync import ReplicaSync

@@ -1,7 +1,5 @@
 """The ledger's load when each rank's latest report was taken: what is more by now came after it."""
 
-import time
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -25,9 +23,8 @@ class LoadAtReport:
     operations on columns.
     """
 
-    def __init__(self, columns: LedgerColumns, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._read_s = self._turned_s = clock()
+    def __init__(self, columns: LedgerColumns, *, now_s: float) -> None:
+        self._read_s = self._turned_s = now_s
         self._tokens = _Lows(columns.prefill_tokens)
         self._blocks = _Lows(columns.active_blocks)
 
@@ -39,9 +36,8 @@ class LoadAtReport:
         """Active blocks by slot when its latest report was taken."""
         return self._blocks.at_report[:n_slots]
 
-    def look(self, columns: LedgerColumns) -> None:
+    def look(self, columns: LedgerColumns, *, now_s: float) -> None:
         """Take in what the ledger holds now: something is about to be booked, or a report came."""
-        now_s = self._clock()
         if now_s - self._turned_s >= REPORT_AGE_S:
             # Nothing was booked since the last reading: what is held now was there all the time since then.
             is_quiet = now_s - self._read_s >= REPORT_AGE_S
@@ -53,9 +49,9 @@ class LoadAtReport:
             self._blocks.look(columns.active_blocks)
         self._read_s = now_s
 
-    def reported(self, slot: Slot, columns: LedgerColumns) -> None:
+    def reported(self, slot: Slot, columns: LedgerColumns, *, now_s: float) -> None:
         """A load report of the rank at ``slot`` came."""
-        self.look(columns)
+        self.look(columns, now_s=now_s)
         self._tokens.reported(slot)
         self._blocks.reported(slot)
 

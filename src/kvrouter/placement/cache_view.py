@@ -1,6 +1,5 @@
-"""What the router knows of the workers' caches: from KV events, from its own decisions, or nothing."""
+"""The cache view, the port that predicts overlaps: from a router's own decisions, or of nothing."""
 
-import asyncio
 from typing import Protocol
 
 import numpy as np
@@ -9,10 +8,8 @@ import numpy.typing as npt
 from kvrouter.core.events import KvBatch
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
-from kvrouter.feed.states import FeedState
-from kvrouter.index.port import ApproximateIndex, BlockIndex
+from kvrouter.index.port import ApproximateIndex
 from kvrouter.routing.request import Decision
-from kvrouter.service.event_ingest import EventIngest
 
 U32 = npt.NDArray[np.uint32]
 
@@ -20,13 +17,13 @@ U32 = npt.NDArray[np.uint32]
 class CacheView(Protocol):
     """Overlaps for a decision, and what a decision teaches."""
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
         """Leading blocks of ``prompt`` that each slot holds; None when caches are not used.
 
         The array is reused by the next call.
         """
 
-    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
         """The prompt's blocks will be where the decision sends it."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
@@ -56,11 +53,11 @@ class CacheView(Protocol):
 class NoCacheView:
     """``--kv-overlap-score-weight 0``, or a mode that asks no costs: no index is built."""
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
         """Caches are not used."""
         return None
 
-    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
         """Nothing to learn."""
 
     def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
@@ -86,67 +83,6 @@ class NoCacheView:
         """Nothing runs."""
 
 
-class EventCacheView:
-    """KV events report what each rank holds. A rank whose feed recovers scores nothing.
-
-    What comes after an image is reported in tokens that only its engine knows: who holds that is
-    ``predicted``.
-    """
-
-    def __init__(self, index: BlockIndex, pump: EventIngest, predicted: ApproximateIndex) -> None:
-        self.index = index
-        self.pump = pump
-        self._predicted = PredictedCacheView(predicted)
-        self._out: U32 = np.zeros(16, np.uint32)
-
-    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32 | None:
-        """Leading blocks held, by slot."""
-        if len(self._out) < n_slots:
-            self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
-        out = self._out[:n_slots]
-        self.index.overlap(prompt, out)
-        if not self.pump.all_score:
-            out *= self.pump.scores(n_slots)
-        if has_media:
-            np.maximum(out, self._predicted.overlap(prompt, n_slots), out=out)
-        return out
-
-    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:
-        """The engines' own events will report it, but for images."""
-        if has_media:
-            self._predicted.decided(decision, prompt)
-
-    def joined(self, rank: WorkerRank, slot: Slot, epoch: Epoch) -> None:
-        """Its feed begins."""
-        self.pump.joined(rank, slot, epoch)
-
-    def set_total_blocks(self, slot: Slot, total_blocks: int | None, *, n_ranks: int) -> None:
-        """Of more than that nothing is believed."""
-        self.pump.set_total_blocks(slot, total_blocks, n_ranks=n_ranks)
-
-    def freed(self, slot: Slot) -> None:
-        """The pump drops the slot's blocks with its feed."""
-        self.pump.freed(slot)
-        self._predicted.freed(slot)
-
-    def is_sure_of(self, slot: Slot) -> bool:
-        """Every event of its rank was applied, as far as anybody can know."""
-        feed = self.pump.feed_at(slot)
-        return feed is not None and feed.state is FeedState.LIVE
-
-    def doubt(self, slot: Slot) -> None:
-        """The pump asks the worker for all that it holds."""
-        self.pump.doubt(slot)
-
-    def on_batch(self, batch: KvBatch) -> None:
-        """On to the rank's feed."""
-        self.pump.on_batch(batch)
-
-    def close(self) -> None:
-        """Stop the feeds."""
-        self.pump.close()
-
-
 class PredictedCacheView:
     """``--no-kv-events``: a decision predicts that its workers will hold the prompt's blocks for a while."""
 
@@ -154,17 +90,16 @@ class PredictedCacheView:
         self.index = index
         self._out: U32 = np.zeros(16, np.uint32)
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
         """Leading blocks that are believed to be held, by slot."""
         if len(self._out) < n_slots:
             self._out = np.zeros(max(n_slots, 2 * len(self._out)), np.uint32)
         out = self._out[:n_slots]
-        self.index.overlap(prompt, out, _now_s())
+        self.index.overlap(prompt, out, now_s)
         return out
 
-    def decided(self, decision: Decision, prompt: Prompt, *, has_media: bool = False) -> None:  # noqa: ARG002 - the port's signature
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:  # noqa: ARG002 - the port's signature
         """Both workers of a pair will hold the prompt's blocks."""
-        now_s = _now_s()
         self.index.touch(decision.decode.slot, prompt, now_s)
         if decision.prefill is not None:
             self.index.touch(decision.prefill.slot, prompt, now_s)
@@ -191,7 +126,3 @@ class PredictedCacheView:
 
     def close(self) -> None:
         """Nothing runs."""
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -4,74 +4,33 @@ Each router has circuits of its own: they show what it met itself. Memory: one f
 something, and at most :data:`PAIRS_MAX` pairs.
 """
 
-import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Protocol
 
 from kvrouter.core.due import DueTimes
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.fleet import Circuit, CircuitSettings, CircuitState, Fault, Fleet, Pair, mix64
-from kvrouter.journey.journey import LegLost, State
-from kvrouter.service.attempt import Attempt, Placement
-from kvrouter.telemetry import Event, Telemetry, log_event
-
-logger = logging.getLogger("kvrouter.router")
+from kvrouter.placement.placement import Placement
 
 
-class CircuitInstrumentation:
-    """The events of one model's circuits."""
-
-    def __init__(self, telemetry: Telemetry, model: str) -> None:
-        self._telemetry = telemetry
-        self._model = model
+class CircuitListener(Protocol):
+    """Who hears that a circuit opened or closed."""
 
     def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A worker failed too often in a row."""
-        worker = str(worker_id)
-        self._telemetry.circuits_opened.inc(self._model, worker, fault.value)
-        log_event(
-            logger,
-            Event.CIRCUIT_OPENED,
-            model=self._model,
-            worker=worker,
-            reason=fault.value,
-            duration_s=for_s,
-        )
 
     def closed(self, worker_id: WorkerId) -> None:
         """A worker brought something again."""
-        log_event(logger, Event.CIRCUIT_CLOSED, model=self._model, worker=str(worker_id))
-
-    def gone(self, worker_id: WorkerId) -> None:
-        """A worker left: its counters go with it, or those of all that ever were would fill the page."""
-        for fault in Fault:
-            self._telemetry.circuits_opened.forget(self._model, str(worker_id), fault.value)
 
     def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
         """KV of a pair was lost, or lost again."""
-        log_event(
-            logger,
-            Event.CIRCUIT_OPENED,
-            model=self._model,
-            prefill_worker=str(prefill),
-            decode_worker=str(decode),
-            reason=Fault.KV_LOST.value,
-            duration_s=for_s,
-        )
 
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """KV of a pair arrived again."""
-        log_event(
-            logger,
-            Event.CIRCUIT_CLOSED,
-            model=self._model,
-            prefill_worker=str(prefill),
-            decode_worker=str(decode),
-        )
 
 
 PAIRS_MAX = 4096
@@ -97,19 +56,17 @@ class Circuits:
         self,
         fleet: Fleet,
         settings: CircuitSettings,
-        observed: CircuitInstrumentation,
+        listener: CircuitListener,
         *,
         seed: int,
         on_let_in: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._settings = settings
         self._pair_settings = replace(settings, failures=1)
-        self._observed = observed
+        self._listener = listener
         self._seed = seed
         self._on_let_in = on_let_in
-        self._clock = clock
         self._workers: dict[WorkerId, _Kept] = {}
         self._tripped: set[WorkerId] = set()
         """Workers whose circuit is not closed."""
@@ -119,32 +76,29 @@ class Circuits:
 
     # Reading
 
-    def state_of(self, worker_id: WorkerId) -> CircuitState:
+    def state_of(self, worker_id: WorkerId, *, now_s: float) -> CircuitState:
         """What the worker's circuit lets through."""
         kept = self._workers.get(worker_id)
-        return CircuitState.CLOSED if kept is None else kept.circuit.state(self._clock())
+        return CircuitState.CLOSED if kept is None else kept.circuit.state(now_s)
 
-    def pairs(self) -> Iterator[tuple[Pair, CircuitState]]:
+    def pairs(self, *, now_s: float) -> Iterator[tuple[Pair, CircuitState]]:
         """The pairs whose KV was lost, and what their circuits let through."""
-        now_s = self._clock()
         return ((pair, kept.circuit.state(now_s)) for pair, kept in self._pairs.items())
 
     # What becomes of a request
 
-    def refresh(self) -> None:
+    def refresh(self, *, now_s: float) -> None:
         """Time has passed: let the next request in where a circuit is half open now."""
         if not self._tripped and not self._pairs:
             return
-        now_s = self._clock()
         shown = [self._show(subject, now_s) for subject in self._due.take(now_s)]
         if any(shown):
             self._on_let_in()
 
-    def booked(self, placement: Placement) -> None:
+    def booked(self, placement: Placement, *, now_s: float) -> None:
         """An attempt is sent to its workers; it may be the one request that a half-open circuit lets in."""
         if not self._tripped and not self._pairs:
             return
-        now_s = self._clock()
         for worker_id in _workers_of(placement):
             kept = self._workers.get(worker_id)
             if kept is not None and kept.circuit.take(now_s):
@@ -156,26 +110,33 @@ class Circuits:
             placement.tries += ((pair, kept_pair.circuit),)
             self._show_pair(pair, now_s)
 
-    def prefilled(self, placement: Placement) -> None:
+    def prefilled(self, placement: Placement, *, now_s: float) -> None:
         """A prefill leg came to its end."""
-        self._begun(placement.prefill_pick.rank.worker_id, has_ended=True)
+        self._begun(placement.prefill_pick.rank.worker_id, has_ended=True, now_s=now_s)
 
-    def begun(self, placement: Placement) -> None:
+    def begun(self, placement: Placement, *, now_s: float) -> None:
         """The first token came: of a pair, the KV did too."""
         placement.has_begun = True
         if self._is_instead_of_pairs(placement):
             self._fleet.parted.whole_failed = False
-        self._begun(placement.decision.decode.rank.worker_id, has_ended=False)
+        self._begun(placement.decision.decode.rank.worker_id, has_ended=False, now_s=now_s)
         pair = pair_of(placement)
         if pair is not None:
-            self._begun(pair.prefill, has_ended=True)
+            self._begun(pair.prefill, has_ended=True, now_s=now_s)
             if pair in self._pairs:
                 self._forget_pair(pair)
-                self._observed.pair_closed(pair.prefill, pair.decode)
-        self.give_back(placement)
+                self._listener.pair_closed(pair.prefill, pair.decode)
+        self.give_back(placement, now_s=now_s)
 
     def failed(
-        self, placement: Placement, leg: Leg, fault: Fault, *, since_s: float, has_begun: bool = False
+        self,
+        placement: Placement,
+        leg: Leg,
+        fault: Fault,
+        *,
+        since_s: float,
+        now_s: float,
+        has_begun: bool = False,
     ) -> None:
         """A leg failed through its worker's fault. ``since_s``: when it was sent, or became silent."""
         prefill = leg is Leg.PREFILL
@@ -190,19 +151,17 @@ class Circuits:
             return
         if not self._fleet.is_alive(worker_id):
             return  # the request plane knows, and will know when it is back
-        now_s = self._clock()
         circuit = self._circuit_of(card)
         if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun):
             self._tripped.add(worker_id)
             self._show_worker(worker_id, now_s)
-            self._observed.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
+            self._listener.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
 
-    def kv_lost(self, placement: Placement, *, since_s: float) -> None:
+    def kv_lost(self, placement: Placement, *, since_s: float, now_s: float) -> None:
         """KV of a pair did not arrive, and neither worker is known to be to blame."""
         pair = pair_of(placement)
         if not self._settings.failures or pair is None:
             return
-        now_s = self._clock()
         kept = self._pairs.get(pair)
         if kept is None:
             if len(self._pairs) >= PAIRS_MAX:
@@ -212,23 +171,22 @@ class Circuits:
         if kept.circuit.failed(now_s, Fault.KV_LOST, since_s=since_s, has_begun=False):
             self._show_pair(pair, now_s)
             for_s = self._open_for(kept.circuit, now_s)
-            self._observed.pair_opened(pair.prefill, pair.decode, for_s=for_s)
+            self._listener.pair_opened(pair.prefill, pair.decode, for_s=for_s)
 
-    def give_back(self, placement: Placement) -> None:
+    def give_back(self, placement: Placement, *, now_s: float) -> None:
         """What the attempt was let in for is known, or it will never be known. Idempotent."""
         if not placement.tries:
             return
-        now_s = self._clock()
         tries, placement.tries = placement.tries, ()
         for subject, circuit in tries:
             circuit.give_back()
             if self._show(subject, now_s):
                 self._on_let_in()
 
-    def released(self, placement: Placement) -> None:
+    def released(self, placement: Placement, *, now_s: float) -> None:
         """The attempt is over. Idempotent."""
         if placement.tries:
-            self.give_back(placement)
+            self.give_back(placement, now_s=now_s)
         if placement.has_begun:  # and did not fail: its client got all that it wanted
             placement.has_begun = False
             kept = self._workers.get(placement.decision.decode.rank.worker_id)
@@ -256,18 +214,18 @@ class Circuits:
         """Whether one worker has all of a request because KV does not arrive."""
         return bool(self._fleet.parted) and placement.decision.decode.leg is Leg.AGGREGATED
 
-    def _begun(self, worker_id: WorkerId, *, has_ended: bool) -> None:
+    def _begun(self, worker_id: WorkerId, *, has_ended: bool, now_s: float) -> None:
         card = self._fleet.card(worker_id)
         if card is None:
             return
         circuit = self._circuit_of(card)
-        was_open = circuit.begun(self._clock())
+        was_open = circuit.begun(now_s)
         if has_ended:
             circuit.ended()
         if was_open:
             self._closed(worker_id)
             self._fleet.set_circuit_open(worker_id, False)
-            self._observed.closed(worker_id)
+            self._listener.closed(worker_id)
             self._on_let_in()
 
     def _circuit_of(self, card: WorkerCard) -> Circuit:
@@ -348,38 +306,3 @@ def _workers_of(placement: Placement) -> Iterator[WorkerId]:
     if decision.prefill is not None:
         yield decision.prefill.rank.worker_id
     yield decision.decode.rank.worker_id
-
-
-SILENT_SHARE = 0.5
-"""Who had a request for this part of its deadline, and brought nothing, is silent; else it came too late."""
-
-
-def blame_loss(circuits: Circuits, attempt: Attempt, lost: LegLost, state: State) -> None:
-    """A leg was lost. That a worker is full, had the leg already or is leaving is no failure of its own."""
-    if lost.full or lost.repeated or lost.blameless:
-        return
-    is_prefill = lost.leg is Leg.PREFILL
-    circuits.failed(
-        attempt.placement,
-        lost.leg,
-        Fault.LOST,
-        since_s=attempt.prefill_sent_s if is_prefill else attempt.last_sent_s,
-        has_begun=not is_prefill and state is State.STREAMING,
-    )
-
-
-def blame_silence(
-    circuits: Circuits, attempt: Attempt, state: State, *, heard_s: float, before_s: float = inf
-) -> None:
-    """Nothing came in time, of legs that were sent ``before_s``. Of a pair whose legs both still run, either
-    may be what is waited for; the one that is well will show it with another request.
-    """
-    placement, task = attempt.placement, attempt.prefill_task
-    waits_for_prefill = state is State.DECODING and task is not None and not task.done()
-    if (state is State.PREFILLING or waits_for_prefill) and attempt.prefill_sent_s < before_s:
-        circuits.failed(placement, Leg.PREFILL, Fault.SILENT, since_s=attempt.prefill_sent_s)
-    leg = placement.decision.decode.leg
-    if state is State.DECODING and attempt.last_sent_s < before_s:
-        circuits.failed(placement, leg, Fault.SILENT, since_s=attempt.last_sent_s)
-    elif state is State.STREAMING:
-        circuits.failed(placement, leg, Fault.SILENT, since_s=heard_s, has_begun=True)

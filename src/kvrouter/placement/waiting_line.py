@@ -1,0 +1,125 @@
+"""The waiting lines of one model: who waits for what, and who is called when something changes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrouter.core.errors import AllWorkersBusy, RoutingRefused
+
+TRIES_PER_TURN = 16
+"""How many of those who wait are decided again in one turn of the event loop."""
+
+DOMAIN_WAITERS_MAX = 1024
+"""How many requests may wait for a decode worker to join a domain; admission has its own limit."""
+
+CallSoon = Callable[[Callable[[], None]], object]
+"""Calls a function in the next turn of the event loop, or of a simulation."""
+
+
+class WaitingLine:
+    """Parks requests until something changes; one that is called is decided again, and keeps its place.
+
+    A change calls the whole line, once: ``TRIES_PER_TURN`` in a turn of the event loop, which so stays free
+    however many wait. Changes that come meanwhile count as one, and call the line again after that.
+    """
+
+    def __init__(self, *, places_max: int, call_soon: CallSoon) -> None:
+        self._places_max = places_max
+        self._call_soon = call_soon
+        self._line: dict[int, Ticket] = {}
+        self._number = 0
+        self._called = 0
+        self._last_to_call = 0
+        self._has_changed = False
+        self._call_is_due = False
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    @property
+    def is_full(self) -> bool:
+        """True when one more request would be one too many."""
+        return len(self._line) >= self._places_max
+
+    def enter(self, on_called: Callable[[], None]) -> "Ticket":
+        """Take the last place in the line; ``on_called`` is called each time that the request may try again.
+
+        The caller leaves by :meth:`Ticket.leave`.
+        """
+        self._number += 1
+        ticket = self._line[self._number] = Ticket(self, self._number, on_called)
+        return ticket
+
+    def pulse(self) -> None:
+        """Something changed: those who wait may try again."""
+        if self._line:
+            self._has_changed = True
+            self._set_call()
+
+    def forget(self, number: int) -> None:
+        """A ticket was given back."""
+        self._line.pop(number, None)
+
+    def _set_call(self) -> None:
+        if not self._call_is_due:
+            self._call_is_due = True
+            self._call_soon(self._call)
+
+    def _call(self) -> None:
+        """Call the next piece of the line; one that came after the change has seen it already."""
+        self._call_is_due = False
+        if self._called >= self._last_to_call:
+            self._has_changed = False
+            self._called, self._last_to_call = 0, self._number
+        first, last = self._called, self._last_to_call
+        piece = [ticket for number, ticket in self._line.items() if first < number <= last]
+        for ticket in piece[:TRIES_PER_TURN]:
+            ticket.on_called()
+        more = len(piece) > TRIES_PER_TURN
+        self._called = piece[TRIES_PER_TURN - 1].number if more else last
+        if more or self._has_changed:
+            self._set_call()
+
+
+class Ticket:
+    """One request's place in a line."""
+
+    __slots__ = ("line", "number", "on_called")
+
+    def __init__(self, line: WaitingLine, number: int, on_called: Callable[[], None]) -> None:
+        self.line = line
+        self.number = number
+        self.on_called = on_called
+
+    def leave(self) -> None:
+        """Give the place back; idempotent."""
+        self.line.forget(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingLimits:
+    """How many requests may wait, and for how many seconds; 0 seconds: they are refused at once."""
+
+    admission_places_max: int
+    admission_wait_s: float
+    domain_wait_s: float
+
+
+class WaitingLines:
+    """The two lines: ``admission`` for workers that are busy, ``domain`` for one that should join."""
+
+    def __init__(self, limits: WaitingLimits, call_soon: CallSoon) -> None:
+        self.admission = WaitingLine(places_max=limits.admission_places_max, call_soon=call_soon)
+        self.domain = WaitingLine(places_max=DOMAIN_WAITERS_MAX, call_soon=call_soon)
+        self._limits = limits
+
+    def __len__(self) -> int:
+        return len(self.admission) + len(self.domain)
+
+    def line_for(self, refused: RoutingRefused) -> tuple[WaitingLine, float]:
+        """Where such a refusal may wait, and for how many seconds; 0: nowhere."""
+        limits = self._limits
+        if isinstance(refused, AllWorkersBusy):
+            return self.admission, limits.admission_wait_s if limits.admission_places_max else 0.0
+        if refused.domain is not None:
+            return self.domain, limits.domain_wait_s
+        return self.domain, 0.0

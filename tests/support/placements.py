@@ -1,0 +1,32 @@
+"""Doubles for placement without a service."""
+
+from dataclasses import dataclass, field
+
+from kvrouter.core.ids import WorkerId
+from kvrouter.fleet import Fault
+from kvrouter.placement.placement import Draw
+
+A_DRAW = Draw(seed=0, turn=0, room=0)
+
+
+@dataclass(slots=True)
+class CircuitEvents:
+    """A circuit listener that keeps what it heard, in order."""
+
+    heard: list[tuple[object, ...]] = field(default_factory=list)
+
+    def opened(self, worker_id: WorkerId, fault: Fault, *, for_s: float) -> None:
+        """A worker failed too often in a row."""
+        self.heard.append(("opened", worker_id, fault, for_s))
+
+    def closed(self, worker_id: WorkerId) -> None:
+        """A worker brought something again."""
+        self.heard.append(("closed", worker_id))
+
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+        """KV of a pair was lost."""
+        self.heard.append(("pair_opened", prefill, decode, for_s))
+
+    def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
+        """KV of a pair arrived again."""
+        self.heard.append(("pair_closed", prefill, decode))

@@ -1,0 +1,104 @@
+"""The placer of one model, without a service."""
+
+from array import array
+
+import pytest
+
+from kvrouter.core.constraints import RouterMode
+from kvrouter.core.errors import NoEligibleWorker
+from kvrouter.core.ids import Epoch, RouterId, WorkerId
+from kvrouter.core.workers import Role
+from kvrouter.fleet import CircuitSettings, Fleet
+from kvrouter.journey.journey import RetryPlan
+from kvrouter.ledger.native import Ledger
+from kvrouter.placement.cache_view import NoCacheView
+from kvrouter.placement.placement import Draw, Placement, attempt_request
+from kvrouter.placement.placer import Placer, hash_prompt
+from kvrouter.placement.waiting_line import WaitingLimits
+from kvrouter.routing.request import RoutingSettings
+from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request
+from tests.support.placements import A_DRAW, CircuitEvents
+
+
+def placer_of(*workers: tuple[int, Role], mode: RouterMode = RouterMode.KV) -> Placer:
+    fleet = Fleet(MODEL, BLOCK_SIZE)
+    for worker_id, role in workers:
+        fleet.join(card(worker_id, role))
+    return Placer(
+        fleet=fleet,
+        cache=NoCacheView(),
+        ledger=Ledger(1),
+        router_id=RouterId("here"),
+        settings=RoutingSettings(mode=mode),
+        tracks_active_blocks=True,
+        circuits=CircuitSettings(2, 1.0, 30.0),
+        circuit_seed=1,
+        circuit_listener=CircuitEvents(),
+        waiting=WaitingLimits(8, 5.0, 5.0),
+        call_soon=lambda _call: None,
+        now_s=0.0,
+    )
+
+
+def place(placer: Placer, draw: Draw = A_DRAW) -> Placement:
+    request = generate_request(request_id=f"r{draw.turn}")
+    asked = attempt_request(
+        request,
+        hash_prompt(array("I", request.token_ids), block_size=BLOCK_SIZE),
+        request.token_ids,
+        attempt=0,
+        excluded=frozenset(),
+        kv_lost_from=frozenset(),
+        plans=(RetryPlan.USUAL,),
+    )
+    return placer.place(asked, draw, now_s=0.0)
+
+
+def leave(placer: Placer, worker_id: int) -> None:
+    for slot in placer.fleet.leave(WorkerId(worker_id), Epoch(1)):
+        placer.freed(slot)
+    placer.fleet_changed(now_s=0.0)
+
+
+@pytest.mark.parametrize("mode", RouterMode)
+def test_a_decode_worker_that_leaves_during_prefill_is_replaced(mode: RouterMode) -> None:
+    """Its slot may be the last one, which is gone from every column."""
+    placer = placer_of((1, Role.PREFILL), (2, Role.DECODE), (3, Role.DECODE), mode=mode)
+    placement = next(
+        placement
+        for turn in range(64)
+        if (placement := place(placer, Draw(turn, turn, 0))).decision.decode.rank.worker_id == 3
+    )
+    leave(placer, 3)
+    assert placer.pick_decode_again(placement, now_s=0.0)
+    assert placement.decision.decode.rank.worker_id == 2
+
+
+@pytest.mark.parametrize("mode", RouterMode)
+def test_without_a_decode_worker_decode_is_refused(mode: RouterMode) -> None:
+    placer = placer_of((1, Role.PREFILL), (2, Role.DECODE), mode=mode)
+    placement = place(placer)
+    leave(placer, 2)
+    with pytest.raises(NoEligibleWorker):
+        placer.pick_decode_again(placement, now_s=0.0)
+
+
+def test_the_bootstrap_room_is_drawn_and_belongs_to_its_rank() -> None:
+    placer = placer_of((2, Role.DECODE))
+    placer.fleet.join(card(1, Role.PREFILL, bootstrap=True, dp_size=4))
+    rooms = set[int]()
+    for turn in range(16):
+        placement = place(placer, Draw(turn, turn, turn * 0x1234567))
+        assert placement.bootstrap is not None
+        assert placement.bootstrap.room % 4 == placement.prefill_pick.rank.dp_rank
+        rooms.add(placement.bootstrap.room)
+    assert len(rooms) == 16
+
+
+def test_a_released_placement_leaves_no_load() -> None:
+    placer = placer_of((1, Role.PREFILL), (2, Role.DECODE))
+    placement = place(placer)
+    assert len(placer.ledger) == 2
+    placer.release(placement, now_s=0.0)
+    placer.release(placement, now_s=0.0)
+    assert len(placer.ledger) == 0
