@@ -25,8 +25,8 @@ from kvrouter.ledger.journal import Journal, SharedLedger
 from kvrouter.ledger.native import Ledger
 from kvrouter.ledger.replicas import Replicas, Replication
 from kvrouter.placement.cache_view import PredictedCacheView
-from kvrouter.placement.placement import Draw, Placement, attempt_request
-from kvrouter.placement.placer import Placer, hash_prompt
+from kvrouter.placement.placement import Draw, Placement
+from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
 from kvrouter.placement.waiting_line import Ticket, WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card

@@ -12,8 +12,8 @@ from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey.journey import RetryPlan
 from kvrouter.ledger.native import Ledger
 from kvrouter.placement.cache_view import NoCacheView
-from kvrouter.placement.placement import Draw, Placement, attempt_request
-from kvrouter.placement.placer import Placer, hash_prompt
+from kvrouter.placement.placement import Draw, Placement
+from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import RoutingSettings
 from tests.support.fleets import BLOCK_SIZE, MODEL, card, generate_request

@@ -68,8 +68,10 @@ class Circuits:
         self._seed = seed
         self._on_let_in = on_let_in
         self._workers: dict[WorkerId, _Kept] = {}
-        self._tripped: set[WorkerId] = set()
-        """Workers whose circuit is not closed."""
+        self.not_closed: set[WorkerId | Pair] = set()
+        """Whose circuits are not closed. While there are none, which is nearly always, :meth:`refresh` and
+        :meth:`booked` have nothing to do, and need not be called.
+        """
         self._pairs: dict[Pair, _Kept] = {}
         self._due: DueTimes[WorkerId | Pair] = DueTimes()
         """When time alone changes something."""
@@ -89,16 +91,12 @@ class Circuits:
 
     def refresh(self, *, now_s: float) -> None:
         """Time has passed: let the next request in where a circuit is half open now."""
-        if not self._tripped and not self._pairs:
-            return
         shown = [self._show(subject, now_s) for subject in self._due.take(now_s)]
         if any(shown):
             self._on_let_in()
 
     def booked(self, placement: Placement, *, now_s: float) -> None:
         """An attempt is sent to its workers; it may be the one request that a half-open circuit lets in."""
-        if not self._tripped and not self._pairs:
-            return
         for worker_id in _workers_of(placement):
             kept = self._workers.get(worker_id)
             if kept is not None and kept.circuit.take(now_s):
@@ -153,7 +151,7 @@ class Circuits:
             return  # the request plane knows, and will know when it is back
         circuit = self._circuit_of(card)
         if circuit.failed(now_s, fault, since_s=since_s, has_begun=has_begun):
-            self._tripped.add(worker_id)
+            self.not_closed.add(worker_id)
             self._show_worker(worker_id, now_s)
             self._listener.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
 
@@ -168,6 +166,7 @@ class Circuits:
                 self._forget_pair(next(iter(self._pairs)))
             circuit = Circuit(self._pair_settings, now_s=-inf, seed=self._seed_of(*pair))
             kept = self._pairs[pair] = _Kept(circuit, self._incarnations(*pair))
+            self.not_closed.add(pair)
         if kept.circuit.failed(now_s, Fault.KV_LOST, since_s=since_s, has_begun=False):
             self._show_pair(pair, now_s)
             for_s = self._open_for(kept.circuit, now_s)
@@ -195,7 +194,9 @@ class Circuits:
 
     def fleet_changed(self) -> None:
         """What is known of workers that are gone goes; a new start is another worker."""
-        for worker_id in tuple(self._tripped):
+        for worker_id in tuple(self.not_closed):
+            if isinstance(worker_id, Pair):
+                continue
             if self._incarnations(worker_id) != self._workers[worker_id].incarnations:
                 self._closed(worker_id)
                 del self._workers[worker_id]
@@ -247,14 +248,14 @@ class Circuits:
         return seed
 
     def _closed(self, worker_id: WorkerId) -> None:
-        self._tripped.discard(worker_id)
+        self.not_closed.discard(worker_id)
         self._due.drop(worker_id)
 
     def _show(self, subject: WorkerId | Pair, now_s: float) -> bool:
         """Show the fleet what a circuit lets in, where it is not closed; return whether that is somebody."""
         if isinstance(subject, Pair):
             return subject in self._pairs and self._show_pair(subject, now_s)
-        return subject in self._tripped and self._show_worker(subject, now_s)
+        return subject in self.not_closed and self._show_worker(subject, now_s)
 
     def _show_worker(self, worker_id: WorkerId, now_s: float) -> bool:
         circuit = self._workers[worker_id].circuit
@@ -281,6 +282,7 @@ class Circuits:
 
     def _forget_pair(self, pair: Pair) -> None:
         del self._pairs[pair]
+        self.not_closed.discard(pair)
         self._due.drop(pair)
         self._fleet.set_parted(pair.prefill, pair.decode, False)
 

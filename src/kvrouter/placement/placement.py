@@ -1,14 +1,12 @@
 """A placement: one attempt's workers and leases, and what it was asked for and drawn from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from msgspec import structs
-
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
-from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
+from kvrouter.core.requests import Bootstrap, Leg, TokenBuffer
 from kvrouter.fleet import Circuit, Pair
 from kvrouter.journey.journey import RetryPlan, Shape
 from kvrouter.routing.request import Decision, Pick, RouteRequest
@@ -80,57 +78,3 @@ class Placement:
         if decision.prefill is None:
             raise RuntimeError("an aggregated attempt has no prefill worker")
         return decision.prefill
-
-
-def attempt_request(
-    request: GenerateRequest,
-    prompt: Prompt,
-    token_ids: TokenBuffer,
-    *,
-    attempt: int,
-    excluded: frozenset[WorkerId],
-    kv_lost_from: frozenset[WorkerId],
-    plans: Sequence[RetryPlan],
-) -> AttemptRequest:
-    """Return what one attempt of ``request`` asks for under each of ``plans``."""
-    usual = route_request(request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from))
-    return AttemptRequest(prompt, token_ids, {plan: _under(plan, usual, kv_lost_from) for plan in plans})
-
-
-def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
-    match plan:
-        case RetryPlan.USUAL:
-            return usual
-        case RetryPlan.OTHER_PREFILL:
-            return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
-        case RetryPlan.WHOLE:
-            return structs.replace(usual, whole=True)
-
-
-def route_request(
-    request: GenerateRequest,
-    prompt: Prompt,
-    *,
-    attempt: int,
-    excluded: frozenset[WorkerId],
-    has_lost_kv: bool = False,
-) -> RouteRequest:
-    """Return what routing needs to know of one attempt of ``request``.
-
-    One that has lost no KV itself begins with what worked for others; after that its journey says what to
-    try next.
-    """
-    return RouteRequest(
-        request_id=request.request_id,
-        isl_tokens=prompt.isl_tokens,
-        total_blocks=prompt.total_blocks,
-        constraints=request.constraints,
-        override=request.override,
-        pin=request.pin,
-        prefill_pin=request.prefill_pin,
-        excluded=excluded,
-        attempt=attempt,
-        whole_if_parted=not has_lost_kv,
-        has_media=request.has_media,
-        context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
-    )

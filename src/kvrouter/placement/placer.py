@@ -3,6 +3,7 @@
 No step waits between the reading and the booking. ``now_s`` is a moment of one monotonic clock, in seconds.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -12,7 +13,7 @@ from msgspec import structs
 from kvrouter.core.constraints import Pin, RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt, hash_seed
-from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot
+from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
@@ -22,7 +23,7 @@ from kvrouter.ledger.replicas import Replication
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.circuits import CircuitListener, Circuits
 from kvrouter.placement.load_at_report import LoadAtReport
-from kvrouter.placement.placement import AttemptRequest, Draw, Placement, route_request
+from kvrouter.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.routing.request import Decision, Pick, RouteRequest, RoutingSettings, View
 from kvrouter.routing.route import route, route_decode
@@ -43,6 +44,60 @@ def hash_prompt(
     seed = hash_seed(lora_name=lora_name, cache_namespace=cache_namespace)
     # An empty array has no buffer. Nothing may be known of a prompt that an engine tokenizes itself.
     return Prompt(token_ids or (), block_size=block_size, seed=seed)
+
+
+def attempt_request(
+    request: GenerateRequest,
+    prompt: Prompt,
+    token_ids: TokenBuffer,
+    *,
+    attempt: int,
+    excluded: frozenset[WorkerId],
+    kv_lost_from: frozenset[WorkerId],
+    plans: Sequence[RetryPlan],
+) -> AttemptRequest:
+    """Return what one attempt of ``request`` asks for under each of ``plans``."""
+    usual = route_request(request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from))
+    return AttemptRequest(prompt, token_ids, {plan: _under(plan, usual, kv_lost_from) for plan in plans})
+
+
+def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerId]) -> RouteRequest:
+    match plan:
+        case RetryPlan.USUAL:
+            return usual
+        case RetryPlan.OTHER_PREFILL:
+            return structs.replace(usual, excluded=usual.excluded | kv_lost_from)
+        case RetryPlan.WHOLE:
+            return structs.replace(usual, whole=True)
+
+
+def route_request(
+    request: GenerateRequest,
+    prompt: Prompt,
+    *,
+    attempt: int,
+    excluded: frozenset[WorkerId],
+    has_lost_kv: bool = False,
+) -> RouteRequest:
+    """Return what routing needs to know of one attempt of ``request``.
+
+    One that has lost no KV itself begins with what worked for others; after that its journey says what to
+    try next.
+    """
+    return RouteRequest(
+        request_id=request.request_id,
+        isl_tokens=prompt.isl_tokens,
+        total_blocks=prompt.total_blocks,
+        constraints=request.constraints,
+        override=request.override,
+        pin=request.pin,
+        prefill_pin=request.prefill_pin,
+        excluded=excluded,
+        attempt=attempt,
+        whole_if_parted=not has_lost_kv,
+        has_media=request.has_media,
+        context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,
+    )
 
 
 class Placer:
@@ -157,7 +212,8 @@ class Placer:
 
         ``own`` is where the request is booked already: its blocks are active there, so none would be new.
         """
-        self.circuits.refresh(now_s=now_s)
+        if self.circuits.not_closed:
+            self.circuits.refresh(now_s=now_s)
         n_slots = self.fleet.n_slots
         self.ledger.ensure_slots(n_slots)
         if len(self._not_active) < n_slots:
@@ -307,7 +363,8 @@ class Placer:
             placement.prefill_domains = prefill_card.runtime_config.topology_domains
             placement.bootstrap = _bootstrap(prefill_card, prefill, draw)
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
-        self.circuits.booked(placement, now_s=now_s)
+        if self.circuits.not_closed:
+            self.circuits.booked(placement, now_s=now_s)
         return placement
 
     def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:

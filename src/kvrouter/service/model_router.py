@@ -19,8 +19,8 @@ from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet, Pair
 from kvrouter.journey.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.cache_view import CacheView
-from kvrouter.placement.placement import AttemptRequest, Draw, Placement, attempt_request
-from kvrouter.placement.placer import Placer, hash_prompt
+from kvrouter.placement.placement import AttemptRequest, Draw, Placement
+from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
 from kvrouter.placement.waiting_line import WaitingLimits
 from kvrouter.routing.request import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.service.admission_queue import Wait
