@@ -15,7 +15,7 @@ from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.core.sync import SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleet import Fleet
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.placement.placement import Placement
 from kvrouter.service.instrumentation import ServiceInstrumentation
@@ -151,7 +151,7 @@ def make_router(name: str, n_workers: int, sync: ReplicaSync | None) -> ModelRou
     router = ModelRouter(
         fleet=Fleet(MODEL, BLOCK_SIZE),
         cache=NoCacheView(),
-        ledger=Ledger(),
+        ledger=NativeLedger(),
         router_id=RouterId(name),
         config=config,
         settings=routing_settings(config, None),

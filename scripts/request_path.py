@@ -27,7 +27,7 @@ from kvrouter.core.ids import ModelName
 HOME = Path(kvrouter.__file__).parent
 FIRST_BYTE = ("frontend/http/protocol.py", "data_received")
 OPENED = ("transports/requests/session.py", "open")
-SENT = ("transports/requests/tcp/pipe.py", "_flush")
+SENT = ("transports/requests/tcp/plane.py", "_flush")
 READY_LIMIT_S = 60.0
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot
-from kvrouter.ledger.native import Ledger as NativeLedger
-from kvrouter.ledger.port import LeaseExists, Ledger
+from kvrouter.ledger.port import LeaseExists, Ledger, NativeLedger
 from tests.oracles.ledger import NaiveLedger
 
 A, B = Slot(0), Slot(3)

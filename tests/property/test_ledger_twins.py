@@ -8,8 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot
-from kvrouter.ledger.native import Ledger
-from kvrouter.ledger.port import LeaseExists
+from kvrouter.ledger.port import LeaseExists, NativeLedger
 from tests.oracles.ledger import NaiveLedger
 
 N_SLOTS = 6
@@ -41,7 +40,7 @@ class Twins(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.native, self.naive = Ledger(2), NaiveLedger(2)
+        self.native, self.naive = NativeLedger(2), NaiveLedger(2)
         self.native.ensure_slots(N_SLOTS)
         self.naive.ensure_slots(N_SLOTS)
         self.asked: list[Prompt] = [Prompt([0, 0, 1, 1, 0, 0, 1], block_size=2)]

@@ -24,7 +24,7 @@ from kvrouter.core.sync import Deltas, Goodbye, StateQuestion, SyncMessage
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.journal import Journal, SharedLedger
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.ledger.replicas import Asks, Replicas
 from kvrouter.transports.sync.nats import decode_message, encode_message
 from tests.oracles.ledger import NaiveLedger
@@ -66,7 +66,7 @@ class Router:
     def __init__(self, router_id: RouterId, now_s: float) -> None:
         self.id = router_id
         self.fleet = Fleet(MODEL, block_size=2)
-        self.bare = Ledger(1)
+        self.bare = NativeLedger(1)
         self.journal = Journal(router_id, on_pending=lambda: None, pending_max=5)
         self.replicas = Replicas(router_id, silent_after_s=SILENT_AFTER_S, ask_again_s=1.0)
         self.ledger = SharedLedger(self.bare, self.fleet, self.journal)

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
-from kvrouter.text.detokenizer import (
+from kvrouter.text.model import (
     HELD_TOKENS_MAX,
+    MOCK_FOLDER,
     ByteLevelDetokenizer,
     Detokenizer,
     WindowDetokenizer,
     make_detokenizer,
 )
-from kvrouter.text.model import MOCK_FOLDER
 from kvrouter.text.token_lengths import byte_alphabet
 from kvrouter.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import InvalidRequest
-from kvrouter.text.detokenizer import STOP_CHARS_MAX, STOPS_MAX, StopMatcher
+from kvrouter.text.model import STOP_CHARS_MAX, STOPS_MAX, StopMatcher
 
 LETTERS = "ab^-]\n"
 STOPS = st.lists(st.text(LETTERS, min_size=1, max_size=5), max_size=STOPS_MAX)

@@ -4,6 +4,7 @@ from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import Reason
 from kvrouter.core.ids import Taint
 from kvrouter.core.workers import Enforcement, Role
+from kvrouter.routing.eligibility import required_taints
 from tests.support.fleets import card
 from tests.support.front import error_of, open_house, takeover_instructions
 
@@ -62,8 +63,8 @@ async def test_what_can_never_be_met_is_refused_by_its_field() -> None:
         error = error_of(await house.chat(fields={"nvext": {"routing_constraints": contradicting}}))
         assert error["param"] == field
     constraints = RoutingConstraints(required_decode_taints=frozenset({Taint(LARGE)}))
-    assert constraints.required(prefill=True) == frozenset()
-    assert constraints.required(prefill=False) == {LARGE}
+    assert required_taints(constraints, prefill=True) == frozenset()
+    assert required_taints(constraints, prefill=False) == {LARGE}
 
 
 async def test_a_refusal_counts_decode_ranks_without_it() -> None:

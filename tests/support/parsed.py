@@ -2,10 +2,9 @@
 
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.openai import parse, passthrough
-from kvrouter.frontend.openai.nvext import NvextReader
-from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall
+from kvrouter.frontend.openai.body import BodyBounds, scanned
+from kvrouter.frontend.openai.parse import READER, ChatCall, CompletionCall, NvextReader
 from kvrouter.frontend.openai.passthrough import PassedCall
-from kvrouter.frontend.openai.scanned import BodyBounds, scanned
 
 BOUNDS = BodyBounds()
 

@@ -22,7 +22,7 @@ from kvrouter.fleet import CircuitSettings, Fault, Fleet
 from kvrouter.index.native import ApproximateIndex
 from kvrouter.journey.journey import RetryPlan, Shape
 from kvrouter.ledger.journal import Journal, SharedLedger
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.ledger.replicas import Replicas, Replication
 from kvrouter.placement.cache_view import PredictedCacheView
 from kvrouter.placement.placement import Draw, Placement
@@ -63,7 +63,7 @@ class PlacementScript:
         self.placer = Placer(
             fleet=self.fleet,
             cache=PredictedCacheView(ApproximateIndex(ttl_s=20.0)),
-            ledger=Ledger(1),
+            ledger=NativeLedger(1),
             router_id=RouterId("here"),
             settings=RoutingSettings(
                 mode=modes[seed % len(modes)],
@@ -80,7 +80,7 @@ class PlacementScript:
             replication=Replication(self.journal, self.replicas),
         )
         self.other_journal = Journal(RouterId("other"), on_pending=lambda: None)
-        self.other = SharedLedger(Ledger(64), self.fleet, self.other_journal)
+        self.other = SharedLedger(NativeLedger(64), self.fleet, self.other_journal)
         self.incarnations: dict[WorkerId, Epoch] = {}
         self.open: list[Placement] = []
         self.tickets: list[Ticket] = []

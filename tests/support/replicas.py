@@ -8,7 +8,7 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.ids import Epoch, RequestId, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling
 from kvrouter.fleet import Fleet
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.placement.placement import Placement
 from kvrouter.service.instrumentation import ServiceInstrumentation
@@ -46,7 +46,7 @@ class ReplicaRouter:
         self.model = ModelRouter(
             fleet=Fleet(MODEL, BLOCK_SIZE),
             cache=NoCacheView(),
-            ledger=Ledger(),
+            ledger=NativeLedger(),
             router_id=RouterId(name),
             config=config,
             settings=routing_settings(config, None),

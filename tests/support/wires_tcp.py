@@ -5,7 +5,7 @@ from dataclasses import replace
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.requests.port import Registration, RequestServer
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.transports.requests.tcp.pipe import TcpAddress
+from kvrouter.transports.requests.tcp.plane import TcpAddress
 from tests.support.proxy import Proxy
 from tests.support.wire import DEAD_AFTER_S, SLOW_STREAM_LIMIT_S, Die, Wire
 

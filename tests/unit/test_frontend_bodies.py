@@ -15,10 +15,10 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import WorkerCard
-from kvrouter.frontend import bodies
-from kvrouter.frontend.bodies import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_LOOP_BYTES, PAGE_BYTES_MAX
+from kvrouter.frontend import prepare
 from kvrouter.frontend.openai import parse
-from kvrouter.frontend.openai.scanned import NUMBERS_MIN, BodyBounds, ScannedBody, scanned
+from kvrouter.frontend.openai.body import NUMBERS_MIN, BodyBounds, ScannedBody, scanned
+from kvrouter.frontend.prepare import BESIDE_PROMPT_BYTES, BODY_BYTES_MAX, OFF_LOOP_BYTES, PAGE_BYTES_MAX
 from kvrouter.text.tokenizer import EncodeLimits, EncodePool, PromptOverBudget
 from tests.support.fleets import MODEL, card
 from tests.support.front import CONTEXT_TOKENS, House, error_of, mock_text, open_house, says, token_ids
@@ -125,7 +125,7 @@ async def test_long_bodies_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPa
         threads.append(("decode", threading.current_thread().name))
         return decoder.decode(body.data)
 
-    monkeypatch.setattr(bodies, "scanned", noted_scan)
+    monkeypatch.setattr(prepare, "scanned", noted_scan)
     monkeypatch.setattr(parse, "decode_body", noted_decode)
     async with open_house(own(1), script=says("ok")) as house:
         assert (await house.chat("hello")).status_code == 200

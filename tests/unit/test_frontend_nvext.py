@@ -10,8 +10,7 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, WorkerId
 from kvrouter.core.requests import CallRoute
 from kvrouter.frontend.instrumentation import HINTS_LOGGED_MAX, FrontendInstrumentation
-from kvrouter.frontend.openai.nvext import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, NvextReader
-from kvrouter.frontend.openai.parse import Call
+from kvrouter.frontend.openai.parse import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, Call, NvextReader
 from kvrouter.telemetry import Telemetry
 from tests.support.parsed import parse_completion, parse_passed
 

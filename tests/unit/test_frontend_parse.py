@@ -11,19 +11,18 @@ from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX
 from kvrouter.core.requests import CallRoute
-from kvrouter.frontend.openai.decode import SHOWN_CHARS_MAX
-from kvrouter.frontend.openai.parse import ChatCall, CompletionCall
-from kvrouter.frontend.openai.routing_hints import TAINT_CHARS_MAX, TAINTS_MAX
-from kvrouter.frontend.openai.scanned import (
+from kvrouter.frontend.openai.body import (
     DEPTH_MAX,
     ITEMS_MAX,
     NUMBERS_MIN,
     SHORT_BYTES_MAX,
+    SHOWN_CHARS_MAX,
     TEXT_BYTES_MAX,
     BodyBounds,
     BodyOverBounds,
     scanned,
 )
+from kvrouter.frontend.openai.parse import TAINT_CHARS_MAX, TAINTS_MAX, ChatCall, CompletionCall
 from tests.support.parsed import parse_chat, parse_completion, parse_either, parse_passed
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

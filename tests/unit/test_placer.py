@@ -10,7 +10,7 @@ from kvrouter.core.ids import Epoch, RouterId, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitSettings, Fleet
 from kvrouter.journey.journey import RetryPlan
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.placement.placement import Draw, Placement
 from kvrouter.placement.placer import Placer, attempt_request, hash_prompt
@@ -27,7 +27,7 @@ def placer_of(*workers: tuple[int, Role], mode: RouterMode = RouterMode.KV) -> P
     return Placer(
         fleet=fleet,
         cache=NoCacheView(),
-        ledger=Ledger(1),
+        ledger=NativeLedger(1),
         router_id=RouterId("here"),
         settings=RoutingSettings(mode=mode),
         tracks_active_blocks=True,

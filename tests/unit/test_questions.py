@@ -9,7 +9,7 @@ from kvrouter import KvRouter, KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import LeaseKey, RequestId, RouterId
 from kvrouter.fleet import Fleet
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.service.model_router import DecisionLog, ModelRouter
@@ -30,7 +30,7 @@ def room(config: KvRouterConfig, *, workers: int = 2, seed: int = 7) -> ModelRou
     return ModelRouter(
         fleet=fleet,
         cache=NoCacheView(),
-        ledger=Ledger(),
+        ledger=NativeLedger(),
         router_id=RouterId("here"),
         config=config,
         settings=routing_settings(config, None),

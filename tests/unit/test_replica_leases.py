@@ -28,7 +28,7 @@ from kvrouter.core.sync import (
 )
 from kvrouter.fleet import Fleet
 from kvrouter.ledger.journal import Journal, SharedLedger, pieces
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.ledger.replicas import NEWS_AGE_S, Asks, Replicas
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
@@ -42,9 +42,9 @@ class Here:
     def __init__(self) -> None:
         self.less = 0
         self.replicas = Replicas(HERE, silent_after_s=5.0, ask_again_s=1.0, replicas_max=2, leases_max=3)
-        self.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1))
+        self.share(Fleet(MODEL, BLOCK_SIZE), NativeLedger(1))
 
-    def share(self, fleet: Fleet, ledger: Ledger) -> None:
+    def share(self, fleet: Fleet, ledger: NativeLedger) -> None:
         """The model has this fleet and this ledger from now on."""
         self.fleet, self.ledger = fleet, ledger
         self.replicas.share(fleet, ledger, on_less=self._on_less, before_more=lambda _now_s: None, now_s=0.0)
@@ -247,14 +247,14 @@ def test_a_prompt_that_cannot_be_is_kept_and_not_booked() -> None:
     here.hear(2, Free(lease().name))
     assert here.replicas.counts().leases == 0
     assert here.replicas.counts().unusable == 1
-    here.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1))
+    here.share(Fleet(MODEL, BLOCK_SIZE), NativeLedger(1))
     assert here.replicas.counts().unusable == 1, "a model's new ledger forgets nothing"
 
 
 def test_a_model_that_gets_a_new_ledger_takes_the_leases_along() -> None:
     here = Here()
     here.hear(1, lease())
-    here.share(Fleet(MODEL, BLOCK_SIZE), Ledger(1))
+    here.share(Fleet(MODEL, BLOCK_SIZE), NativeLedger(1))
     here.join(7)
     assert here.load() == (20, 3)
     here.hear(2, Free(lease().name))
@@ -273,7 +273,7 @@ class There:
         self.fleet.join(card(8))
         self.calls = 0
         self.journal = Journal(THERE, on_pending=self._on_pending, leases_max=2)
-        self.ledger = SharedLedger(Ledger(4), self.fleet, self.journal)
+        self.ledger = SharedLedger(NativeLedger(4), self.fleet, self.journal)
 
     def _on_pending(self) -> None:
         self.calls += 1

@@ -28,7 +28,7 @@ from kvrouter.transports.requests.messages import (
     whole_chunk,
 )
 from kvrouter.transports.requests.stream import is_bare
-from kvrouter.transports.requests.tcp.pipe import TcpAddress, read_address
+from kvrouter.transports.requests.tcp.plane import TcpAddress, read_address
 
 
 @given(bodies=st.lists(st.binary(max_size=40)), data=st.data())

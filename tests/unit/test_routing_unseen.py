@@ -7,9 +7,8 @@ from msgspec import structs
 
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.fleet import Fleet
-from kvrouter.routing.pick import UNSEEN_MAX, draw_unseen
 from kvrouter.routing.request import RouteRequest, RoutingSettings, View
-from kvrouter.routing.route import route
+from kvrouter.routing.route import UNSEEN_MAX, draw_unseen, route
 from tests.support.fleets import BLOCK_SIZE, MODEL, card
 
 

@@ -108,10 +108,10 @@ NO_LIMITS = {
     "kinds of numbers, formats and names of other systems": """
         wiring.worker_transports.PORT_MAX config.variables._PORT_MAX mock.remote.PORT_MAX
         mock.remote.HOST_CHARS_MAX engines.vllm.introspect.FIGURE_MAX fleet.columns.INTEGER_MAX
-        frontend.openai.nvext._NUMBER_DIGITS_MAX operator.plan.serving.PORT_DIGITS_MAX
+        frontend.openai.parse._NUMBER_DIGITS_MAX operator.plan.serving.PORT_DIGITS_MAX
         operator.plan.budgets.COUNT_DIGITS_MAX transports.events.port.BLOCKS_MAX
         transports.events.wire.EVENT_ID_MAX
-        transports.events.wire.COUNT_MAX transports.requests.tcp.pipe._ID_LIMIT
+        transports.events.wire.COUNT_MAX transports.requests.tcp.plane._ID_LIMIT
         placement.placer.ROOM_LIMIT
         operator.api.names.DOMAIN_CHARS_MAX operator.api.names.LABEL_PREFIX_CHARS_MAX
         operator.api.names.LABEL_KEY_CHARS_MAX operator.api.names.OBJECT_CHARS_MAX
@@ -137,14 +137,14 @@ NO_LIMITS = {
     """,
     "how much of a known size is done or remembered at a time": """
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
-        routing.pick.UNSEEN_MAX telemetry.logs.LINES_MAX text.detokenizer.HELD_TOKENS_MAX
-        frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.passthrough._MODEL_BYTES_MAX
+        routing.route.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
+        frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
         operator.reconcile.cluster.NESTED_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX
     """,
     "what messages of our own quote": """
-        config.problems._SHOWN_MAX_CHARS frontend.openai.scanned.SHOWN_BYTES_MAX text.chat.ERROR_CHARS_MAX
-        operator.reconcile.reconciler.WARNINGS_TOLD_MAX frontend.openai.decode.SHOWN_CHARS_MAX
+        config.problems._SHOWN_MAX_CHARS frontend.openai.body.SHOWN_BYTES_MAX text.chat.ERROR_CHARS_MAX
+        operator.reconcile.reconciler.WARNINGS_TOLD_MAX frontend.openai.body.SHOWN_CHARS_MAX
     """,
     "processes of `kvrouter up` and mock engines, which serve nobody else": """
         commands.multi_process.STOP_LIMIT_S commands.multi_process.NATS_LOG_MAX_BYTES
@@ -163,21 +163,21 @@ NO_LIMITS = {
 
 WHERE = {
     "connections": "processes.lifetime.CONNECTIONS",
-    "body of a request": "frontend.bodies.BODY",
-    "body of an operators' route": "frontend.bodies.PAGE",
-    "what a body may become": "frontend.openai.scanned",
+    "body of a request": "frontend.prepare.BODY",
+    "body of an operators' route": "frontend.prepare.PAGE",
+    "what a body may become": "frontend.openai.body",
     "blanks outside": "core.json_bounds",
     "requests that wait for a decode": "placement.waiting_line",
-    "a field's name": "frontend.openai.scanned",
-    "messages of a chat": "text.chat text.detokenizer frontend.openai.routing_hints frontend.openai.nvext",
+    "a field's name": "frontend.openai.body",
+    "messages of a chat": "text.chat text.model frontend.openai.parse frontend.openai.parse",
     "rendering a chat template": "text.chat text.template_budget",
     "descriptors that the process": "processes.lifetime.FILES",
     "refused connections": "processes.lifetime.REFUSED",
     "tokenizer and template": "text.source",
     "models whose tokenizers": "wiring.text_models",
     "text that a chat template renders": "text.chat.RENDERED",
-    "token ids of a body": "frontend.bodies.NUMBERS",
-    "token ids of `stop`": "frontend.openai.parse frontend.openai.schema",
+    "token ids of a body": "frontend.prepare.NUMBERS",
+    "token ids of `stop`": "frontend.openai.parse frontend.openai.body",
     "requests that are booked": "service.bookings service.prefill_dispatch",
     "pairs of workers": "placement.circuits",
     "decisions kept of one": "service.model_router frontend.instrumentation telemetry",

@@ -21,7 +21,7 @@ from kvrouter.transports.requests.messages import (
 )
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.tcp import TcpRequestAcceptor, TcpRequestPlane
-from kvrouter.transports.requests.tcp.pipe import new_nonce
+from kvrouter.transports.requests.tcp.plane import new_nonce
 from tests.support.scripted_worker import ScriptedWorker, leg, read_all
 from tests.support.tcp_peers import Mistakes, RawRouter, RawWorkers, encode_open
 from tests.support.wires_tcp import TOKEN

@@ -32,7 +32,7 @@ from kvrouter.transports.requests.memory import MemoryRequestPlane
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.mock_fleet import MemoryPlanes
 from kvrouter.wiring.router import build_service
-from kvrouter.wiring.text_models import AnnouncedTexts, encode_pool
+from kvrouter.wiring.text_models import TextModelLoader, encode_pool
 from kvrouter.wiring.tls import doubts
 
 _log = logging.getLogger("kvrouter.up")
@@ -101,9 +101,9 @@ async def pods_served(
             subscriber=planes.events,
             telemetry=telemetry,
         )
-        texts = AnnouncedTexts(folders, pool)
-        stack.push_async_callback(texts.loaded)
-        stack.callback(await discovery.watch(texts.on_card, texts.on_gone))
+        loader = TextModelLoader(folders, pool)
+        stack.push_async_callback(loader.loaded)
+        stack.callback(await discovery.watch(loader.on_card, loader.on_gone))
         workers = EngineWorkers(settings, MemoryTransports(planes), folders=folders.keys())
         fleet = await stack.enter_async_context(
             pods_followed(
@@ -118,7 +118,7 @@ async def pods_served(
         yield await stack.enter_async_context(
             open_door(
                 service,
-                texts,
+                loader.texts,
                 settings=front,
                 telemetry=telemetry,
                 sockets=sockets,

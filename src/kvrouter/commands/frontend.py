@@ -26,7 +26,7 @@ from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.router import build_service, new_router_id
 from kvrouter.wiring.router_transports import router_wires
 from kvrouter.wiring.telemetry_hooks import SyncGauges
-from kvrouter.wiring.text_models import AnnouncedTexts, encode_pool
+from kvrouter.wiring.text_models import TextModelLoader, encode_pool
 
 logger = logging.getLogger("kvrouter.frontend")
 
@@ -53,7 +53,7 @@ async def frontend(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     pool = encode_pool(front)
-    texts = AnnouncedTexts(folders, pool)
+    loader = TextModelLoader(folders, pool)
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
@@ -71,16 +71,16 @@ async def frontend(
                 router_id=router_id,
                 sync=sync,
             )
-            stop_texts = await wires.discovery.watch(texts.on_card, texts.on_gone)
+            stop_texts = await wires.discovery.watch(loader.on_card, loader.on_gone)
             async with (
                 syncing(sync, telemetry),
-                open_door(service, texts, settings=front, telemetry=telemetry, sockets=sockets) as app,
+                open_door(service, loader.texts, settings=front, telemetry=telemetry, sockets=sockets) as app,
                 saving(wires.snapshots, service, settings.router.snapshot_threshold),
             ):
                 yield app
             stop_texts()
     finally:
-        await texts.loaded()
+        await loader.loaded()
         pool.close()
 
 

@@ -27,7 +27,7 @@ from kvrouter.transports.discovery.port import CardSink, Discovery, GoneSink, St
 from kvrouter.wiring.frontend import GOODBYE_S, ServingApp, serving
 from kvrouter.wiring.router import build_service, new_router_id
 from kvrouter.wiring.router_transports import router_wires
-from kvrouter.wiring.text_models import AnnouncedTexts, encode_pool
+from kvrouter.wiring.text_models import TextModelLoader, encode_pool
 
 logger = logging.getLogger("kvrouter.standalone")
 
@@ -83,7 +83,7 @@ async def standalone(
     telemetry = Telemetry()
     telemetry.build_info.set(1, installed_version())
     pool = encode_pool(front)
-    texts = AnnouncedTexts(folders, pool)
+    loader = TextModelLoader(folders, pool)
     try:
         async with (
             claimed(front.http_host, front.http_port) as sockets,
@@ -119,7 +119,7 @@ async def standalone(
             )
             app = RouterApp(
                 service,
-                texts,
+                loader.texts,
                 bookings,
                 prefills,
                 settings=front,
@@ -127,7 +127,7 @@ async def standalone(
                 lease_ttl_s=spec.lease_ttl_s,
                 takes_prefills=spec.component is RouterComponent.PREFILL,
             )
-            stop_texts = await discovery.watch(texts.on_card, texts.on_gone)
+            stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
             async with (
                 syncing(sync, telemetry),
                 serving(service, app, settings=front, sockets=sockets) as server,
@@ -141,7 +141,7 @@ async def standalone(
                     app.close()
             stop_texts()
     finally:
-        await texts.loaded()
+        await loader.loaded()
         pool.close()
 
 

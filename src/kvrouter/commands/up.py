@@ -20,7 +20,7 @@ from kvrouter.wiring.fleet_build import link_table, tokenizer_folders
 from kvrouter.wiring.frontend import ServingApp, open_door
 from kvrouter.wiring.mock_fleet import MemoryPlanes, MockFleet
 from kvrouter.wiring.router import build_service
-from kvrouter.wiring.text_models import AnnouncedTexts
+from kvrouter.wiring.text_models import TextModelLoader
 
 if TYPE_CHECKING:
     from kvrouter.attach.fleet_engines import AttachedFleet
@@ -60,14 +60,14 @@ async def embedded(
             telemetry=telemetry,
             links=link_table(fleet),
         )
-        texts = AnnouncedTexts(folders, mock.encode_pool, mock.texts)
-        stop_texts = await mock.discovery.watch(texts.on_card, texts.on_gone)
+        loader = TextModelLoader(folders, mock.encode_pool, mock.texts)
+        stop_texts = await mock.discovery.watch(loader.on_card, loader.on_gone)
         try:
             async with _attached(settings, fleet, mock.planes, engine_key=engine_key) as attached:
-                await texts.loaded()
+                await loader.loaded()
                 async with open_door(
                     service,
-                    texts,
+                    loader.texts,
                     settings=front,
                     telemetry=telemetry,
                     sockets=sockets,
@@ -76,7 +76,7 @@ async def embedded(
                     yield Embedded(app.service, app.server, app.telemetry, mock, attached)
         finally:
             stop_texts()
-            await texts.loaded()
+            await loader.loaded()
 
 
 @asynccontextmanager

@@ -27,12 +27,6 @@ class RoutingConstraints(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     preferred_taints: Mapping[Taint, float] = {}
     required_decode_taints: frozenset[Taint] = frozenset()
 
-    def required(self, *, prefill: bool) -> frozenset[Taint]:
-        """Return what the worker of a leg must carry."""
-        if prefill or not self.required_decode_taints:
-            return self.required_taints
-        return self.required_taints | self.required_decode_taints
-
 
 def adapter_taint(name: str) -> Taint:
     """Return the taint of workers whose engine has the adapter ``name``: calls that name it need one."""

@@ -14,17 +14,14 @@ from starlette.routing import Route
 from kvrouter.config import AdminAccess, FrontendSettings
 from kvrouter.core.errors import RoutingRefused, Unauthorized
 from kvrouter.core.ids import ModelName, RequestId
-from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.decision_json import attempts_json, decided_json, refused_json
 from kvrouter.frontend.errors import UnknownDecision
 from kvrouter.frontend.fleet_state import fleet_json
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
-from kvrouter.frontend.openai.decode import decode_body
+from kvrouter.frontend.openai.body import Name, NonNegativeInt, ScannedBody, decode_body
 from kvrouter.frontend.openai.parse import parse_either
-from kvrouter.frontend.openai.scanned import ScannedBody
-from kvrouter.frontend.openai.schema import Name, NonNegativeInt
 from kvrouter.frontend.pages import json_page
-from kvrouter.frontend.prepare import RequestPreparer
+from kvrouter.frontend.prepare import Bodies, RequestPreparer
 from kvrouter.frontend.response_writer import RequestIds
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService

@@ -13,14 +13,13 @@ from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.ids import ModelName
 from kvrouter.frontend.admin import AdminRoutes
-from kvrouter.frontend.bodies import BODY_BYTES_MAX, Bodies
 from kvrouter.frontend.errors import MethodNotAllowed, UnknownPath, error_body, error_headers
 from kvrouter.frontend.fleet_state import Gauges
 from kvrouter.frontend.generate import GenerateRoutes
 from kvrouter.frontend.http import AsgiBridge, BodyLimit, Handler, HttpServer, Limits, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.pages import SETTLE_S, Awaited, Pages, nobody_awaited
-from kvrouter.frontend.prepare import RequestPreparer
+from kvrouter.frontend.prepare import BODY_BYTES_MAX, Bodies, RequestPreparer
 from kvrouter.service.router import RouterService
 from kvrouter.telemetry import Telemetry
 from kvrouter.text.model import TextModel

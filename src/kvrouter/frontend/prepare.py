@@ -1,30 +1,144 @@
-"""Prepares a request: from a parsed call to token ids, or an error that names the field."""
+"""Prepares a request: from a body, read within bounds, to token ids, or an error that names the field."""
 
+import asyncio
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.config import UnknownNvext
-from kvrouter.core.constraints import RoutingConstraints, adapter_taint
+from kvrouter.config import FrontendSettings, UnknownNvext
+from kvrouter.core.constraints import Pin, RouterConfigOverride, RouterMode, RoutingConstraints, adapter_taint
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
-from kvrouter.core.ids import ModelName, RequestId
+from kvrouter.core.ids import ModelName, RequestId, Taint, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
+from kvrouter.core.workers import Role, WorkerCard
+from kvrouter.fleet import Fleet
+from kvrouter.frontend.errors import UnknownWorker
+from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
-from kvrouter.frontend.openai.nvext import Header, NvextReader, refuse_unknown
-from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall
-from kvrouter.frontend.openai.passthrough import PassedCall, model_of
-from kvrouter.frontend.openai.scanned import ScannedBody
-from kvrouter.frontend.pin_checks import refuse_contradictions
+from kvrouter.frontend.openai.body import (
+    NUMBERS_MIN,
+    BodyBounds,
+    BodyOverBounds,
+    ScannedBody,
+    model_of,
+    scanned,
+)
+from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Header, NvextReader, refuse_unknown
+from kvrouter.frontend.openai.passthrough import PassedCall
 from kvrouter.frontend.response_passthrough import passed_tokens
+from kvrouter.placement.cache_view import NoCacheView
+from kvrouter.routing.cost import rules_of
+from kvrouter.routing.request import RoutingSettings
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.service.router import RouterService
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
+from kvrouter.topology import Required, RouterTopologyDefault, derive, topology_domains
+
+_PIN = "nvext.worker_id"
+_PREFILL_PIN = "nvext.prefill_worker_id"
+_REQUIRED = "nvext.routing_constraints.required_taints"
+_REQUIRED_DECODE = "nvext.routing_constraints.required_decode_taints"
+_OVERRIDE = "nvext.router_config_override"
+
+
+def refuse_contradictions(call: Call, model: ModelRouter) -> None:
+    """Raise :class:`InvalidRequest` naming the field of a hint that ``model`` cannot meet."""
+    if isinstance(model.cache, NoCacheView):
+        _check_override(call.override, model.settings)
+    fleet = model.fleet
+    receiver = _pinned(fleet, call.pin, field=_PIN, rank_field="nvext.dp_rank")
+    sender = _pinned(fleet, call.prefill_pin, field=_PREFILL_PIN, rank_field="nvext.prefill_dp_rank")
+    if receiver is not None:
+        _check_receiver_role(receiver)
+    if sender is not None:
+        _check_sender_role(sender, fleet)
+    required, of_decode = call.constraints.required_taints, call.constraints.required_decode_taints
+    for card, field, at, taints in (
+        (receiver, _PIN, _REQUIRED, required),
+        (receiver, _PIN, _REQUIRED_DECODE, of_decode),
+        (sender, _PREFILL_PIN, _REQUIRED, required),
+    ):
+        if card is not None:
+            _check_taints(taints, card, fleet, field=field, at=at)
+    if receiver is not None and sender is not None:
+        _check_domain(sender, receiver, model.settings.topology_default)
+
+
+def _check_override(override: RouterConfigOverride, settings: RoutingSettings) -> None:
+    """Without an index there is no overlap: a request may not weigh what nobody knows."""
+    why = f"no index is kept by this router (its mode is {settings.mode.value}, its overlap_score_weight "
+    why += f"{settings.overlap_score_weight:g}), so there is no overlap to weigh"
+    if override.overlap_score_weight is not None and override.overlap_score_weight > 0:
+        raise _wrong(f"{_OVERRIDE}.overlap_score_weight", why)
+    if override.router_mode is RouterMode.KV and rules_of(settings, override).overlap_score_weight > 0:
+        raise _wrong(
+            f"{_OVERRIDE}.router_mode", f"{why}; with overlap_score_weight 0 beside it, kv weighs load alone"
+        )
+
+
+def _pinned(fleet: Fleet, pin: Pin | None, *, field: str, rank_field: str) -> WorkerCard | None:
+    """Return the worker that is asked for by name; None when none is."""
+    if pin is None:
+        return None
+    card = fleet.card(pin.worker_id)
+    if card is None:
+        raise UnknownWorker(f"{field}: no worker {pin.worker_id} is here", param=field)
+    if pin.dp_rank is not None and fleet.slot_of(WorkerRank(pin.worker_id, pin.dp_rank)) is None:
+        raise UnknownWorker(
+            f"{rank_field}: worker {pin.worker_id} has no rank {pin.dp_rank}", param=rank_field
+        )
+    return card
+
+
+def _check_receiver_role(card: WorkerCard) -> None:
+    if card.role is Role.PREFILL:
+        raise _wrong(_PIN, f"worker {card.worker_id} only prefills: {_PREFILL_PIN} is the field for it")
+
+
+def _check_sender_role(card: WorkerCard, fleet: Fleet) -> None:
+    if card.role is Role.PREFILL:
+        return
+    why = f"worker {card.worker_id} has the role {card.role}, not prefill"
+    if not any(other.role is Role.PREFILL for other in fleet):
+        why += f"; no worker of {fleet.model!r} has it, so requests are not split"
+    raise _wrong(_PREFILL_PIN, why)
+
+
+def _check_taints(taints: Iterable[Taint], card: WorkerCard, fleet: Fleet, *, field: str, at: str) -> None:
+    """A pin may not name a worker that does not carry what is required of its leg."""
+    slot = fleet.slots_of(card.worker_id)[0]  # the ranks of a worker carry the same
+    missing = [taint for taint in taints if not fleet.carries(taint)[slot]]
+    if missing:
+        names = ", ".join(map(repr, sorted(missing)))
+        raise _wrong(at, f"worker {card.worker_id}, which {field} asks for, does not carry {names}")
+
+
+def _check_domain(
+    sender: WorkerCard, receiver: WorkerCard, router_default: RouterTopologyDefault | None
+) -> None:
+    constraint = derive(sender.runtime_config, router_default=router_default)
+    if constraint is None or not isinstance(constraint.policy, Required):
+        return
+    domain, ours = constraint.domain, constraint.value
+    theirs = topology_domains(receiver.runtime_config).get(domain)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    raise _wrong(
+        _PIN,
+        f"worker {receiver.worker_id} is in {domain}={theirs}, and KV of worker {sender.worker_id}, which "
+        f"{_PREFILL_PIN} asks for, may not leave {domain}={ours}",
+    )
+
+
+def _wrong(field: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {what}", param=field)
 
 
 class Named(NamedTuple):
@@ -278,3 +392,124 @@ def _request(
         cache_namespace=call.cache_namespace,
         context_tokens=len(token_ids) + (call.max_tokens or 1),
     )
+
+
+OFF_LOOP_BYTES = 128 * 1024
+"""A longer body is read in a thread: a tenth of a millisecond to scan, some tenths to decode."""
+
+THREADS = 2
+BODY_BYTES_MAX = 64 * 1024 * 1024
+"""No body is longer than this unless a setting says so, whatever contexts could need."""
+
+PAGE_BYTES_MAX = 64 * 1024
+"""For the routes of operators, whose bodies are a few numbers."""
+
+BESIDE_PROMPT_BYTES = 2 * 1024 * 1024
+"""The rest of a body, next to the text of a prompt: names of fields, quotes, everything that is no prompt."""
+
+ESCAPED_BYTES_PER_BYTE = 3
+"""JSON that is written in ASCII has six bytes for a character of two, and twelve for one of four."""
+
+TOKEN_CHARS_MIN = 16
+"""Characters of a token, though the longest of a vocabulary be shorter: escaped ones are written longer."""
+
+TOKEN_ID_BYTES = 12
+"""A token id in a list: ten digits, a comma, a space."""
+
+NUMBERS_MAX = 16_777_216
+"""Token ids, though a worker say that its context is longer."""
+
+Parsed = TypeVar("Parsed")
+
+
+class Bodies:
+    """Scans and parses the bodies of one HTTP app; :meth:`close` ends its threads.
+
+    A body that is refused costs one scan, without the interpreter. One that is not costs what its bounds
+    allow to be built of it.
+    """
+
+    def __init__(
+        self,
+        service: RouterService,
+        texts: Mapping[ModelName, TextModel],
+        observed: FrontendInstrumentation,
+        settings: FrontendSettings,
+    ) -> None:
+        self._service = service
+        self._texts = texts
+        self._observed = observed
+        self._settings = settings
+        self._bounds = BodyBounds(
+            depth=settings.body_max_depth,
+            values=settings.body_max_values,
+            items=settings.body_max_items,
+            numbers=settings.body_max_token_ids or NUMBERS_MIN,
+            text_bytes=settings.body_max_text_bytes,
+        )
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvrouter-body")
+
+    async def scan(self, data: bytes) -> ScannedBody:
+        """Look through a body; raise :class:`InvalidRequest` with the field's path as ``param``."""
+        try:
+            if len(data) <= OFF_LOOP_BYTES:
+                return scanned(data, self._bounds)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, scanned, data, self._bounds_of(data))
+        except BodyOverBounds as refused:
+            self._observed.body_refused(refused.bound)
+            raise
+
+    async def parse(self, body: ScannedBody, parse: Callable[[ScannedBody], Parsed]) -> Parsed:
+        """Return ``parse(body)``."""
+        if len(body.data) <= OFF_LOOP_BYTES:
+            return parse(body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, parse, body)
+
+    async def read(self, data: bytes, parse: Callable[[ScannedBody], Parsed]) -> Parsed:
+        """Scan and parse."""
+        return await self.parse(await self.scan(data), parse)
+
+    def prompt_limit(self) -> BodyLimit:
+        """Return how long a body with a prompt may be: what the longest context here can need."""
+        if self._settings.body_max_bytes is not None:
+            return BodyLimit(self._settings.body_max_bytes, "as KVROUTER_BODY_MAX_BYTES says")
+        needed_bytes: list[int] = []
+        for model in self._service.models():
+            needed_bytes.append(TOKEN_ID_BYTES * (model.fleet.context_length_tokens or 0))
+            if model.fleet.takes_calls:
+                needed_bytes.append(BODY_BYTES_MAX)  # its calls may hold images, of which nobody here knows
+        for name, text in self._texts.items():
+            # Of a model without any worker so far nobody knows whether it takes calls.
+            router = self._service.find(name)
+            needed = BODY_BYTES_MAX if router is None else _needed_bytes(served_text(text, router))
+            needed_bytes.append(needed)
+        most_bytes = max(needed_bytes, default=BODY_BYTES_MAX)
+        return BodyLimit(
+            min(BODY_BYTES_MAX, BESIDE_PROMPT_BYTES + most_bytes),
+            "which no prompt for the longest context here needs; KVROUTER_BODY_MAX_BYTES sets another limit",
+        )
+
+    def page_limit(self) -> BodyLimit:
+        """Return how long the body of an operator's route may be."""
+        return BodyLimit(PAGE_BYTES_MAX, "which no body of this route needs")
+
+    def close(self) -> None:
+        """Read no more bodies."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _bounds_of(self, data: bytes) -> BodyBounds:
+        """The bounds of a long body: as many token ids as the longest context here holds."""
+        if self._settings.body_max_token_ids is not None or len(data) < 2 * NUMBERS_MIN:
+            return self._bounds
+        texts = (served_text(text, self._service.find(name)) for name, text in self._texts.items())
+        contexts = [text.context_length_tokens for text in texts]
+        contexts += [model.fleet.context_length_tokens or 0 for model in self._service.models()]
+        numbers = min(NUMBERS_MAX, max(NUMBERS_MIN, *contexts, 0))
+        return dataclasses.replace(self._bounds, numbers=numbers)
+
+
+def _needed_bytes(text: TextModel) -> int:
+    """How long the text of a prompt may be in JSON."""
+    chars = max(text.prompt_max_chars, TOKEN_CHARS_MIN * text.context_length_tokens)
+    return max(ESCAPED_BYTES_PER_BYTE * chars, TOKEN_ID_BYTES * text.context_length_tokens)

@@ -20,8 +20,7 @@ from kvrouter.frontend.openai.passthrough import PassedCall
 from kvrouter.frontend.response_writer import ResponseWriter, placed_nvext
 from kvrouter.service.request_run import ANSWERED, Generation
 from kvrouter.text.chat import media_named
-from kvrouter.text.detokenizer import AnswerText, StopMatcher
-from kvrouter.text.model import TextModel
+from kvrouter.text.model import AnswerText, StopMatcher, TextModel
 
 
 async def pass_whole(exchange: ResponseWriter, call: Call, generation: Generation) -> None:

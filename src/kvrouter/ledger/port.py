@@ -1,10 +1,11 @@
-"""The port of the ledger."""
+"""The ledger: the load of each slot as the sum of open leases; the port, and the native one."""
 
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter._native import Ledger as _Ledger
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot
 
@@ -84,3 +85,26 @@ class Ledger(Protocol):
 
     def __len__(self) -> int:
         """The number of open leases."""
+
+
+class NativeLedger(_Ledger):
+    """The ledger of the native core; its columns are arrays that are views of the native memory."""
+
+    __slots__ = ("_columns",)
+
+    def __init__(self, n_slots: int = 64) -> None:  # noqa: ARG002 - what the native part is made with
+        self._columns = self._take_columns()
+
+    def ensure_slots(self, n_slots: int) -> bool:
+        """Make room for ``n_slots`` slots. True when the columns are new: take them again."""
+        is_new = super().ensure_slots(n_slots)
+        if is_new:
+            self._columns = self._take_columns()
+        return is_new
+
+    def columns(self) -> LedgerColumns:
+        """The load by slot, to read in place."""
+        return self._columns
+
+    def _take_columns(self) -> LedgerColumns:
+        return LedgerColumns(np.asarray(self.prefill_tokens), np.asarray(self.active_blocks))

@@ -14,9 +14,7 @@ from kvrouter.core.constraints import RoutingConstraints
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import RequestId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvTransferParams, Sampling, TokenBuffer
-from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX
-from kvrouter.frontend.openai.routing_hints import check_wishes
-from kvrouter.frontend.openai.schema import (
+from kvrouter.frontend.openai.body import (
     NonNegativeInt,
     NvExt,
     Penalty,
@@ -25,6 +23,7 @@ from kvrouter.frontend.openai.schema import (
     Seed,
     TokenId,
 )
+from kvrouter.frontend.openai.parse import STOP_TOKENS_MAX, check_wishes
 from kvrouter.frontend.prepare import answer_tokens
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID
 from kvrouter.service.prefill_dispatch import Prefilled

@@ -19,11 +19,35 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter.core.constraints import RouterConfigOverride, RouterMode
 from kvrouter.core.ids import Slot, Taint
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN_VALUE, Fleet, FloatColumn, IntColumn
-from kvrouter.routing.request import RouteRequest, Rules, View, fitted
+from kvrouter.routing.eligibility import fitted
+from kvrouter.routing.request import Pick, RouteRequest, RoutingSettings, View
 from kvrouter.topology import Link, LinkTable, Preferred, TransferConstraint
+
+
+class Rules(NamedTuple):
+    """How this one request is picked for: the settings with its override."""
+
+    mode: RouterMode
+    overlap_score_weight: float
+    temperature: float
+
+
+def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules:
+    """Return the rules for a request; what its override leaves None is the router's."""
+    mode, weight, temperature = (
+        override.router_mode,
+        override.overlap_score_weight,
+        override.router_temperature,
+    )
+    return Rules(
+        settings.mode if mode is None else mode,
+        settings.overlap_score_weight if weight is None else weight,
+        settings.temperature if temperature is None else temperature,
+    )
 
 
 def transfer_blocks(
@@ -197,3 +221,24 @@ def _multiplier(fleet: Fleet, weights: Mapping[Taint, float]) -> FloatColumn | N
     for weight in distinct - {0.0}:
         multiplier[sums == weight] = exp(-tanh(weight))
     return multiplier
+
+
+def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *, unseen: int = 0) -> Pick:
+    """Return the pick of ``slot``."""
+    rank = fleet.rank_at(slot)
+    if rank is None:
+        raise ValueError(f"slot {slot} is free")
+    overlap, prefill, decode, transfer, multiplier, cost = costs
+    return Pick(
+        slot=slot,
+        rank=rank,
+        leg=leg,
+        overlap_blocks=0 if overlap is None else overlap.item(slot),
+        prefill_blocks=0.0 if prefill is None else prefill.item(slot),
+        decode_blocks=0.0 if decode is None else decode.item(slot),
+        transfer_blocks=0.0 if transfer is None else transfer.item(slot),
+        multiplier=1.0 if multiplier is None else multiplier.item(slot),
+        cost=cost.item(slot),
+        candidates=candidates,
+        unseen=unseen,
+    )

@@ -5,12 +5,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrouter.core.constraints import Pin
+from kvrouter.core.constraints import Pin, RoutingConstraints
 from kvrouter.core.errors import Reason
-from kvrouter.core.ids import WorkerId, WorkerRank
+from kvrouter.core.ids import Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN, BoolColumn, Fleet, IntColumn
-from kvrouter.routing.request import RouteRequest, View, fitted
+from kvrouter.routing.request import RouteRequest, View
+
+
+def fitted(column: IntColumn, n_slots: int) -> IntColumn:
+    """Return the first ``n_slots`` entries; raises ValueError when the column is shorter."""
+    length = len(column)
+    if length == n_slots:
+        return column
+    if length < n_slots:
+        raise ValueError(f"a column of {length} entries for a fleet of {n_slots} slots")
+    return column[:n_slots]
+
+
+def required_taints(constraints: RoutingConstraints, *, prefill: bool) -> frozenset[Taint]:
+    """Return what the worker of a leg must carry."""
+    if prefill or not constraints.required_decode_taints:
+        return constraints.required_taints
+    return constraints.required_taints | constraints.required_decode_taints
 
 
 class Mask(NamedTuple):
@@ -67,7 +84,7 @@ def screen(request: RouteRequest, fleet: Fleet, leg: Leg) -> Screen:
     """Ask everything of the fleet that this request asks for ``leg``."""
     columns = fleet.derived(_role_columns, (leg is Leg.PREFILL, request.last_resort))
     pin = request.prefill_pin if leg is Leg.PREFILL else request.pin
-    required = request.constraints.required(prefill=leg is Leg.PREFILL)
+    required = required_taints(request.constraints, prefill=leg is Leg.PREFILL)
     context_tokens = _context_tokens(request, leg)
     is_short_for_some = context_tokens > fleet.shortest_context_tokens
     if not required and pin is None and not request.excluded and not is_short_for_some:

@@ -9,32 +9,11 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason, Routi
 from kvrouter.core.ids import Slot
 from kvrouter.core.requests import Leg
 from kvrouter.fleet import UNKNOWN_VALUE, BoolColumn, Fleet
-from kvrouter.routing.cost import Costs, leg_costs
+from kvrouter.routing.cost import Costs, leg_costs, pick_at, rules_of
 from kvrouter.routing.eligibility import Screen, Step, Stopped, first_refusals
 from kvrouter.routing.pair import DomainGroups, Screens, Tiers, shares_domain, tiers_of
-from kvrouter.routing.request import Candidate, Pick, RouteRequest, View, rules_of
+from kvrouter.routing.request import Candidate, RouteRequest, View
 from kvrouter.topology import Fallback, Preferred, Required, TransferConstraint
-
-
-def pick_at(slot: Slot, leg: Leg, fleet: Fleet, costs: Costs, candidates: int, *, unseen: int = 0) -> Pick:
-    """Return the pick of ``slot``."""
-    rank = fleet.rank_at(slot)
-    if rank is None:
-        raise ValueError(f"slot {slot} is free")
-    overlap, prefill, decode, transfer, multiplier, cost = costs
-    return Pick(
-        slot=slot,
-        rank=rank,
-        leg=leg,
-        overlap_blocks=0 if overlap is None else overlap.item(slot),
-        prefill_blocks=0.0 if prefill is None else prefill.item(slot),
-        decode_blocks=0.0 if decode is None else decode.item(slot),
-        transfer_blocks=0.0 if transfer is None else transfer.item(slot),
-        multiplier=1.0 if multiplier is None else multiplier.item(slot),
-        cost=cost.item(slot),
-        candidates=candidates,
-        unseen=unseen,
-    )
 
 
 def rows_of(

@@ -1,7 +1,6 @@
 """The types of a decision: the request, the view, the settings, the decision."""
 
 from math import isfinite
-from typing import NamedTuple
 
 import msgspec
 
@@ -47,28 +46,6 @@ class RoutingSettings(msgspec.Struct, frozen=True):
         tokens = self.active_prefill_tokens_threshold
         if tokens is not None:
             _check_at_least_0("active_prefill_tokens_threshold", tokens)
-
-
-class Rules(NamedTuple):
-    """How this one request is picked for: the settings with its override."""
-
-    mode: RouterMode
-    overlap_score_weight: float
-    temperature: float
-
-
-def rules_of(settings: RoutingSettings, override: RouterConfigOverride) -> Rules:
-    """Return the rules for a request; what its override leaves None is the router's."""
-    mode, weight, temperature = (
-        override.router_mode,
-        override.overlap_score_weight,
-        override.router_temperature,
-    )
-    return Rules(
-        settings.mode if mode is None else mode,
-        settings.overlap_score_weight if weight is None else weight,
-        settings.temperature if temperature is None else temperature,
-    )
 
 
 def _check_at_least_0(name: str, number: float) -> None:
@@ -127,16 +104,6 @@ class View(msgspec.Struct, frozen=True):
     unseen: float = 0.0
     tokens_at_report: IntColumn | None = None
     blocks_at_report: IntColumn | None = None
-
-
-def fitted(column: IntColumn, n_slots: int) -> IntColumn:
-    """Return the first ``n_slots`` entries; raises ValueError when the column is shorter."""
-    length = len(column)
-    if length == n_slots:
-        return column
-    if length < n_slots:
-        raise ValueError(f"a column of {length} entries for a fleet of {n_slots} slots")
-    return column[:n_slots]
 
 
 class Pick(msgspec.Struct, frozen=True):

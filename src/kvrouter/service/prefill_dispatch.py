@@ -33,10 +33,17 @@ from kvrouter.journey.journey import (
     State,
 )
 from kvrouter.placement.placement import Placement
-from kvrouter.service.attempt import SILENT_SHARE, Attempt, blame_loss
+from kvrouter.service.attempt import (
+    SILENT_SHARE,
+    Attempt,
+    blame_loss,
+    lost_leg,
+    prefill_leg,
+    read_prefill,
+    taken_in,
+)
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
-from kvrouter.service.legs import lost_leg, prefill_leg, read_prefill, taken_in
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.transports.requests.port import EngineStream, RequestPlane
 

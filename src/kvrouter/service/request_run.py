@@ -68,9 +68,13 @@ from kvrouter.service.attempt import (
     TooLong,
     blame_loss,
     blame_silence,
+    last_leg,
+    lost_leg,
+    open_decode,
+    prefill_leg,
+    read_prefill,
 )
 from kvrouter.service.instrumentation import ServiceInstrumentation, Times
-from kvrouter.service.legs import last_leg, lost_leg, open_decode, prefill_leg, read_prefill
 from kvrouter.service.model_router import ModelRouter
 from kvrouter.transports.requests.port import (
     EngineStream,

@@ -15,9 +15,8 @@ from kvrouter.core.requests import GenerateRequest
 from kvrouter.core.workers import LoadReport, ModelInput, WorkerCard
 from kvrouter.fleet.fleet import FleetChange
 from kvrouter.routing.request import Decision
-from kvrouter.service.attempt import Timeouts
+from kvrouter.service.attempt import Timeouts, taken_in
 from kvrouter.service.instrumentation import ServiceInstrumentation
-from kvrouter.service.legs import taken_in
 from kvrouter.service.liveness import Liveness
 from kvrouter.service.model_router import DecisionLog, ModelRouter
 from kvrouter.service.request_run import Generation

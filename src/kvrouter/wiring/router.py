@@ -10,7 +10,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import ModelName, RouterId
 from kvrouter.fleet import Fleet
 from kvrouter.index.native import ApproximateIndex, BlockIndex
-from kvrouter.ledger.native import Ledger
+from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.routing.request import RoutingSettings
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
@@ -54,7 +54,7 @@ def build_service(
         return ModelRouter(
             fleet=Fleet(model, block_size),
             cache=_cache_view(config, subscriber, of_model),
-            ledger=Ledger(),
+            ledger=NativeLedger(),
             router_id=own_id,
             config=config,
             settings=settings,

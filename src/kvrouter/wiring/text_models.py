@@ -4,8 +4,9 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from kvrouter.config import FrontendSettings
 from kvrouter.core.errors import KvrouterError
@@ -39,12 +40,13 @@ def encode_pool(front: FrontendSettings) -> EncodePool:
     )
 
 
-class AnnouncedTexts(Mapping[ModelName, TextModel]):
+class TextModelLoader:
     """Loads a model's tokenizer when its first worker is announced, off the event loop.
 
     ``folders`` are this host's own, by model; without one what the cards name is read, a folder or a Hugging
     Face repository: what most of the model's workers name of those that can be read, the one in use among
-    equals. ``texts`` are loaded already.
+    equals. ``given`` are loaded already. :attr:`texts` are those that are loaded.
+
     A model whose tokenizer cannot be loaded has workers and no text: its requests are refused, and the next
     announcement tries again.
     """
@@ -53,11 +55,12 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         self,
         folders: Mapping[ModelName, Path],
         pool: EncodePool,
-        texts: Mapping[ModelName, TextModel] | None = None,
+        given: Mapping[ModelName, TextModel] | None = None,
     ) -> None:
         self._folders = folders
         self._pool = pool
-        self._texts: dict[ModelName, TextModel] = dict(texts or {})
+        self._texts: dict[ModelName, TextModel] = dict(given or {})
+        self.texts: Mapping[ModelName, TextModel] = MappingProxyType(self._texts)
         self._loading: dict[ModelName, asyncio.Task[None]] = {}
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._loaded_from: dict[ModelName, str] = {}
@@ -65,15 +68,6 @@ class AnnouncedTexts(Mapping[ModelName, TextModel]):
         self._over_budget: set[ModelName] = set()
         for model in self._texts:
             self._check_budget(model)
-
-    def __getitem__(self, model: ModelName) -> TextModel:
-        return self._texts[model]
-
-    def __iter__(self) -> Iterator[ModelName]:
-        return iter(self._texts)
-
-    def __len__(self) -> int:
-        return len(self._texts)
 
     def on_card(self, card: WorkerCard) -> None:
         """A worker was announced."""

@@ -7,8 +7,17 @@ It knows nothing of routing or OpenAI beyond the shape of an error. A handler ge
 from kvrouter.frontend.http.asgi import AsgiBridge
 from kvrouter.frontend.http.limits import BodyLimit, Limits
 from kvrouter.frontend.http.protocol import Handler, HttpEvent
-from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder, Stream
-from kvrouter.frontend.http.response import SSE_DONE, SSE_FILLER, Request, error_body, sse_event
+from kvrouter.frontend.http.response import (
+    SSE_DONE,
+    SSE_FILLER,
+    Disconnect,
+    Disconnected,
+    Request,
+    Responder,
+    Stream,
+    error_body,
+    sse_event,
+)
 from kvrouter.frontend.http.server import HttpServer, Observer
 
 __all__ = [

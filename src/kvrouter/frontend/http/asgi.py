@@ -7,8 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-from kvrouter.frontend.http.responder import Responder
-from kvrouter.frontend.http.response import Request
+from kvrouter.frontend.http.response import Request, Responder
 
 __all__ = ["AsgiApp", "AsgiBridge"]
 

@@ -18,16 +18,18 @@ from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import BodyTooLarge, KvrouterError
 from kvrouter.frontend.http.connection import ServerConnection
 from kvrouter.frontend.http.limits import Limits
-from kvrouter.frontend.http.responder import Disconnect, Disconnected, Responder
 from kvrouter.frontend.http.response import (
     CONTINUE,
     PROCESSING,
     UPLOADS_FULL,
     BadRequest,
     ConnectionClosed,
+    Disconnect,
+    Disconnected,
     Event,
     Request,
     RequestHead,
+    Responder,
     error_body,
     refusal_bytes,
 )

@@ -1,12 +1,13 @@
-"""HTTP messages as values and bytes: requests, heads, whole responses, chunks, server-sent events."""
+"""HTTP messages as values and bytes, and the responder, which writes one request's response."""
 
+import asyncio
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import StrEnum
 from http import HTTPStatus
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 
@@ -255,3 +256,264 @@ def refusal_bytes(refusal: BadRequest, date_line: bytes) -> bytes:
         chunked=False,
     )
     return head + body
+
+
+__all__ = ["Disconnect", "Disconnected", "Responder", "Stream", "Wire"]
+
+_WITHOUT_BODY = frozenset({204, 304})
+
+
+class Disconnect(StrEnum):
+    """Why nobody reads the answer any more."""
+
+    CLIENT_LEFT = "client_left"
+    WRITE_STALLED = "write_stalled"
+    WRITE_OVERFLOW = "write_overflow"
+    DRAIN_CUT = "drain_cut"
+    HANDLER_FAILED = "handler_failed"
+
+
+class Disconnected(Exception):
+    """Nobody reads the answer any more; ``reason`` says why."""
+
+    def __init__(self, reason: Disconnect) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class Wire(Protocol):
+    """What a responder needs of the connection it answers on."""
+
+    @property
+    def flush_at_bytes(self) -> int:
+        """Unflushed bytes of a stream from which it is flushed at once."""
+
+    @property
+    def may_keep_alive(self) -> bool:
+        """Whether the server, for its part, would take another request on this connection."""
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the bytes not yet taken by the client are below the high-water mark."""
+
+    async def wait_writable(self) -> None:
+        """Returns once ``is_writable``, or once the connection is lost."""
+
+    def date_line(self) -> bytes:
+        """The Date header line of this second."""
+
+    def write(self, data: bytes) -> None:
+        """Hands bytes to the transport."""
+
+    def flush_soon(self) -> None:
+        """Calls ``flush`` before the event loop waits for sockets again."""
+
+    def flush(self) -> None:
+        """Hands what the open stream holds to the transport."""
+
+
+class Stream:
+    """A response body in pieces; made by :meth:`Responder.start_stream`."""
+
+    __slots__ = (
+        "_chunked",
+        "_dropped",
+        "_end",
+        "_filler",
+        "_flush_at_bytes",
+        "_head",
+        "_pieces",
+        "_pieces_bytes",
+        "_responder",
+        "_wire",
+    )
+
+    def __init__(
+        self, responder: "Responder", wire: Wire, *, head: bytes, chunked: bool, dropped: bool, filler: bytes
+    ) -> None:
+        self._responder = responder
+        self._wire = wire
+        self._head = head
+        self._chunked = chunked
+        self._dropped = dropped  # the answer to a HEAD has no body
+        self._filler = filler
+        self._pieces: list[bytes] = []
+        self._pieces_bytes = 0
+        self._end = b""
+        self._flush_at_bytes = wire.flush_at_bytes
+
+    @property
+    def ready(self) -> bool:
+        """Whether the client keeps up: its unsent bytes are below the high-water mark, and it is there."""
+        return self._wire.is_writable and self._responder.disconnected is None
+
+    def write(self, data: bytes) -> None:
+        """Adds to the body, without waiting. Nothing happens when the client is gone.
+
+        A caller that writes on although the stream is not ``ready`` loses its client at
+        ``Limits.overflow_bytes``. Raises RuntimeError after ``end``.
+        """
+        responder = self._responder
+        if responder.ended:
+            raise RuntimeError("the stream has ended")
+        if responder.disconnected is not None or self._dropped or not data:
+            return
+        if not self._pieces and not self._head:
+            self._wire.flush_soon()
+        self._pieces.append(data)
+        self._pieces_bytes += len(data)
+        if self._pieces_bytes >= self._flush_at_bytes:
+            self._wire.flush()
+
+    async def wait_ready(self) -> None:
+        """Returns once ``ready``. Raises :class:`Disconnected` when the client is gone."""
+        await self._wire.wait_writable()
+        if self._responder.disconnected is not None:
+            raise Disconnected(self._responder.disconnected)
+
+    def end(self) -> None:
+        """The body is complete. Nothing happens the second time, or when the client is gone."""
+        if self._responder.ended:
+            return
+        self._responder.ended = True
+        if self._chunked and not self._dropped:
+            self._end = LAST_CHUNK
+        if self._responder.disconnected is None:
+            self._wire.flush()
+
+    def probe(self) -> None:
+        """Writes the filler, so that a client that has closed answers with a reset."""
+        self.write(self._filler)
+
+    def take(self) -> bytes:
+        """What is to be sent now: of the head, the pieces and the end, what was not sent yet."""
+        pieces = self._pieces
+        if len(pieces) == 1 and self._chunked and not self._head and not self._end:
+            data = b"%x\r\n%b\r\n" % (self._pieces_bytes, pieces.pop())  # a token of a stream under way
+            self._pieces_bytes = 0
+            return data
+        parts = [self._head]
+        if pieces:
+            if self._chunked:
+                parts.append(chunk(pieces, self._pieces_bytes))
+            else:
+                parts += pieces
+        parts.append(self._end)
+        self._head = self._end = b""
+        self._pieces = []
+        self._pieces_bytes = 0
+        return b"".join(parts)
+
+
+class Responder:
+    """Answers one request: either :meth:`send`, or :meth:`start_stream` and the stream's ``end``."""
+
+    def __init__(self, request: Request, wire: Wire, *, client: tuple[str, int] | None) -> None:
+        self.request = request
+        self.client = client
+        """(host, port) of the other side, None where the transport has no such address."""
+        self.keep_alive = request.head.keep_alive
+        """Whether the connection stays open after this answer; settled when the head is made."""
+        self.ended = False
+        """Whether the answer is complete."""
+        self.stream: Stream | None = None
+        """The stream, once it is started."""
+        self._started = False
+        self._wire = wire
+        self.disconnected: Disconnect | None = None
+        """Why nobody reads the answer any more, None while somebody does.
+
+        A client that only shut its writing side is still there: it may read. One that closed looks the
+        same until something is sent to it, so the server probes it (``Limits.probe_s``).
+        """
+        self._on_disconnect: list[Callable[[Disconnect], None]] = []
+
+    @property
+    def started(self) -> bool:
+        """Whether a head was made, so that no other answer can be given any more."""
+        return self._started
+
+    def on_disconnect(self, callback: Callable[[Disconnect], None]) -> None:
+        """Calls ``callback`` once, from the event loop, when the client goes (or has gone) before the end."""
+        if self.disconnected is None:
+            self._on_disconnect.append(callback)
+        else:
+            asyncio.get_running_loop().call_soon(callback, self.disconnected)
+
+    async def send(self, status: int, headers: ResponseHeaders = (), body: bytes = b"") -> None:
+        """The whole answer; returns when the client has taken all but what the high-water mark allows.
+
+        Nothing happens when the client is gone. Raises RuntimeError when an answer was started before, and
+        ValueError for a head that HTTP does not allow.
+        """
+        self.answer(status, headers, body)
+        await self._wire.wait_writable()
+
+    def answer(self, status: int, headers: ResponseHeaders = (), body: bytes = b"") -> None:
+        """``send`` without the wait."""
+        if status in _WITHOUT_BODY and body:
+            raise ValueError(f"a {status} has no body")
+        head = self._head(status, headers, content_bytes=None if status in _WITHOUT_BODY else len(body))
+        self.ended = True
+        if self.disconnected is None:
+            self._wire.write(head if self.request.method == "HEAD" else head + body)
+
+    async def start_stream(
+        self, status: int, headers: ResponseHeaders = (), *, filler: bytes = b""
+    ) -> Stream:
+        """Starts a body in pieces. Its head leaves at the end of this turn of the event loop.
+
+        ``filler`` is something that readers of this body skip (``SSE_FILLER`` for an event stream); with it
+        a client that closed its connection is noticed before the next piece. An HTTP/1.0 client gets no
+        chunks: its body lasts until the connection closes. Raises as ``send`` does.
+        """
+        if status in _WITHOUT_BODY:
+            raise ValueError(f"a {status} has no body")
+        chunked = self.request.head.http_version == "1.1"
+        self.keep_alive = self.keep_alive and chunked
+        head = self._head(status, headers, content_bytes=None, chunked=chunked)
+        self.stream = Stream(
+            self, self._wire, head=head, chunked=chunked, dropped=self.request.method == "HEAD", filler=filler
+        )
+        self._wire.flush_soon()
+        return self.stream
+
+    def tell(self, reason: Disconnect) -> None:
+        """The server's side of ``disconnected``: nobody reads the answer any more."""
+        if self.disconnected is not None or self.ended:
+            return
+        self.disconnected = reason
+        loop = asyncio.get_running_loop()
+        for callback in self._on_disconnect:
+            loop.call_soon(callback, reason)
+        self._on_disconnect.clear()
+
+    def release(self) -> None:
+        """The handler has returned: lets go of what refers back to this responder, so that the request's body
+        is freed with its last user.
+        """
+        self.stream = None
+        self._on_disconnect.clear()
+
+    def _head(
+        self, status: int, headers: ResponseHeaders, *, content_bytes: int | None, chunked: bool = False
+    ) -> bytes:
+        if self._started:
+            raise RuntimeError("an answer was started before")
+        if status < 200:
+            raise ValueError(f"{status} is no final answer")
+        self.keep_alive = self.keep_alive and self._wire.may_keep_alive
+        if self.request.head.http_version == "1.0":
+            connection = b"keep-alive" if self.keep_alive else None
+        else:
+            connection = None if self.keep_alive else b"close"
+        head = response_head(
+            status,
+            headers,
+            date_line=self._wire.date_line(),
+            connection=connection,
+            content_bytes=content_bytes,
+            chunked=chunked,
+        )
+        self._started = True
+        return head

@@ -12,14 +12,15 @@ from typing import TypeAlias
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.frontend.http.limits import Limits
 from kvrouter.frontend.http.protocol import Handler, HttpEvent, HttpProtocol
-from kvrouter.frontend.http.responder import Disconnect, Responder
 from kvrouter.frontend.http.response import (
     CONNECTIONS_FULL,
     UPLOAD_TOO_SLOW,
     UPLOADS_FULL,
     BadRequest,
     DateHeader,
+    Disconnect,
     Request,
+    Responder,
     refusal_bytes,
 )
 from kvrouter.telemetry import Event as LogEvent

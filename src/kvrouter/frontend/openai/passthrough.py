@@ -12,18 +12,20 @@ from msgspec import UNSET, Raw, UnsetType
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import ModelName
 from kvrouter.core.requests import CallRoute, ClientCall, Sampling
-from kvrouter.frontend.openai.decode import Prompt, decode_body, read_prompt, refuse_misplaced
-from kvrouter.frontend.openai.nvext import NvextReader
-from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call
-from kvrouter.frontend.openai.scanned import ScannedBody
-from kvrouter.frontend.openai.schema import (
+from kvrouter.frontend.openai.body import (
     CacheSalt,
     MisplacedFields,
     Name,
     NonNegativeInt,
+    Prompt,
+    ScannedBody,
     StreamOptions,
+    decode_body,
+    read_prompt,
+    refuse_misplaced,
 )
-from kvrouter.text.detokenizer import stops_fit
+from kvrouter.frontend.openai.parse import COMPLETION_TOKENS_DEFAULT, READER, Call, NvextReader
+from kvrouter.text.model import stops_fit
 
 
 class PassedBody(MisplacedFields, frozen=True, kw_only=True):
@@ -186,24 +188,6 @@ def _first_prompt(scanned: ScannedBody) -> Prompt | None:
     if scanned.data[begin : begin + 1] not in (b'"', b"["):
         return None
     return read_prompt(scanned.data, begin, end, at="prompt")
-
-
-_MODEL = msgspec.json.Decoder(Name)
-_MODEL_BYTES_MAX = 4_096
-"""Far more than the longest name, whatever its characters are written as."""
-
-
-def model_of(scanned: ScannedBody) -> str:
-    """Return the model that a body names; raise :class:`InvalidRequest` naming the field."""
-    raw = scanned.raw("model")
-    if raw is None:
-        raise InvalidRequest("model: must be given", param="model")
-    if len(raw) > _MODEL_BYTES_MAX:
-        raise InvalidRequest("model: far too long for a name", param="model")
-    try:
-        return _MODEL.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"model: {error}", param="model") from None
 
 
 def _refuse_between_engines(fields: Mapping[str, Raw]) -> None:

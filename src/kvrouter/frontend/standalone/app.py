@@ -10,11 +10,10 @@ from kvrouter.config import FrontendSettings
 from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.frontend.admin import AdminRoutes
 from kvrouter.frontend.app import HttpApp
-from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.fleet_state import Gauges
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.pages import Pages, json_page
-from kvrouter.frontend.prepare import RequestPreparer
+from kvrouter.frontend.prepare import Bodies, RequestPreparer
 from kvrouter.frontend.standalone.calls import Calls, TokenRequestParser, parse_output
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.prefill_dispatch import PrefillDispatch

@@ -16,19 +16,37 @@ from kvrouter.core.errors import InvalidRequest, KvrouterError, ShuttingDown
 from kvrouter.core.ids import ModelName, RequestId, Slot
 from kvrouter.core.requests import Bootstrap, GenerateRequest, TokenBuffer
 from kvrouter.fleet import Fleet
-from kvrouter.frontend.bodies import Bodies
 from kvrouter.frontend.decision_json import Json, policy_json
 from kvrouter.frontend.errors import JSON_HEADERS, error_body, error_headers
 from kvrouter.frontend.generate import CLIENT_LEFT_STATUS
 from kvrouter.frontend.http import Disconnected, Request, Responder
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
-from kvrouter.frontend.openai.decode import decode_body, read_messages, read_token_ids
-from kvrouter.frontend.openai.nvext import NvextReader
-from kvrouter.frontend.openai.parse import READER, Call, ChatCall, CompletionCall, call_of, one_prompt
-from kvrouter.frontend.openai.scanned import ScannedBody
-from kvrouter.frontend.openai.schema import CacheSalt, GenerateBody, Name, PositiveInt
-from kvrouter.frontend.pin_checks import refuse_contradictions
-from kvrouter.frontend.prepare import CalledModel, RequestPreparer, answer_tokens
+from kvrouter.frontend.openai.body import (
+    CacheSalt,
+    GenerateBody,
+    Name,
+    PositiveInt,
+    ScannedBody,
+    decode_body,
+    read_messages,
+    read_token_ids,
+)
+from kvrouter.frontend.openai.parse import (
+    READER,
+    Call,
+    ChatCall,
+    CompletionCall,
+    NvextReader,
+    call_of,
+    one_prompt,
+)
+from kvrouter.frontend.prepare import (
+    Bodies,
+    CalledModel,
+    RequestPreparer,
+    answer_tokens,
+    refuse_contradictions,
+)
 from kvrouter.frontend.response_writer import USABLE_REQUEST_ID, cancel_with
 from kvrouter.routing.request import Decision, Pick
 from kvrouter.service.bookings import Bookings

@@ -21,7 +21,7 @@ from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeti
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES
 from kvrouter.transports.requests.session_legs import SessionLegs
-from kvrouter.transports.requests.tcp.pipe import (
+from kvrouter.transports.requests.tcp.plane import (
     CLOSE_WITHIN_S,
     TcpAddress,
     TcpPipe,

@@ -1,0 +1,479 @@
+"""The bodies of the OpenAI API: their schema, what a scan finds in them, and how they are decoded.
+
+A scan says where the fields of a body are; a field is decoded to typed values, or to an error that names it.
+Fields that change the answer, or where it is computed, and that are not supported here are refused: left
+alone in silence, a client would take text without its grammar for what it asked for.
+
+Messages and prompts are decoded after everything else of a call was checked: they are what is long. Token ids
+are read natively and stay packed: as Python objects a million of them would hold the interpreter for a tenth
+of a second, and ten times the memory.
+"""
+
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import itemgetter
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from kvrouter.core.constraints import RouterConfigOverride, RoutingConstraints
+from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.json_bounds import BLANKS_IN_ROW_MAX, BLANKS_MAX, JsonBounds, JsonRefused, token_ids
+from kvrouter.core.requests import TokenBuffer
+
+Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
+WorkerNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+PositiveInt = Annotated[int, Meta(ge=1, lt=2**31)]
+NonNegativeInt = Annotated[int, Meta(ge=0, lt=2**31)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+CacheSalt = Annotated[str, Meta(max_length=1024)]
+
+
+WORDS_MAX = 64
+"""How many extra fields, or annotations, one request may name."""
+
+EXTRA_FIELDS = ("worker_id", "timing")
+"""What an answer's own ``nvext`` can report."""
+
+
+class StreamOptions(Struct, frozen=True):
+    """``stream_options``."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
+    """``nvext``: what a request asks of routing, and what it wants to know about it."""
+
+    routing_constraints: RoutingConstraints = RoutingConstraints()
+    router_config_override: RouterConfigOverride = RouterConfigOverride()
+    worker_id: WorkerNumber | None = None
+    dp_rank: NonNegativeInt | None = None
+    prefill_worker_id: WorkerNumber | None = None
+    prefill_dp_rank: NonNegativeInt | None = None
+    cache_salt: CacheSalt | None = None
+    extra_fields: Annotated[tuple[str, ...], Meta(max_length=WORDS_MAX)] = ()
+    decode_worker_id: WorkerNumber | None = None
+    """As ``worker_id``."""
+    backend_instance_id: WorkerNumber | None = None
+    """As ``worker_id``."""
+    token_data: TokenBuffer | None = None
+    """The prompt, tokenized already. Not decoded with the rest, see :mod:`.nvext`."""
+    annotations: Annotated[tuple[str, ...], Meta(max_length=WORDS_MAX)] = ()
+
+    @property
+    def asks_only(self) -> bool:
+        """Whether the call is not to be sent: it asks where it would go."""
+        return bool(self.annotations)
+
+
+class ResponseFormat(Struct, frozen=True):
+    """``response_format``."""
+
+    type: Name
+
+
+class MisplacedFields(Struct, frozen=True, kw_only=True):
+    """Fields of ``nvext``, placed next to it: nothing would read them there; see :mod:`.refused`."""
+
+    routing_constraints: object = None
+    router_config_override: object = None
+    worker_id: object = None
+    dp_rank: object = None
+    prefill_worker_id: object = None
+    prefill_dp_rank: object = None
+    decode_worker_id: object = None
+    backend_instance_id: object = None
+    token_data: object = None
+    extra_fields: object = None
+
+
+class RefusedFields(MisplacedFields, frozen=True, kw_only=True):
+    """Fields that ask for what an engine that takes tokens does not have; see :mod:`.refused`."""
+
+    audio: object = None
+    best_of: PositiveInt | None = None
+    echo: bool | None = None
+    function_call: object = None
+    functions: list[object] | None = None
+    guided_choice: object = None
+    guided_grammar: object = None
+    guided_json: object = None
+    guided_regex: object = None
+    logit_bias: dict[str, float] | None = None
+    modalities: list[object] | None = None
+    prompt_logprobs: object = None
+    structured_outputs: object = None
+    suffix: str | None = None
+    tool_choice: object = None
+    tools: list[object] | None = None
+
+
+class GenerateBody(RefusedFields, frozen=True, kw_only=True):
+    """What both routes share."""
+
+    model: Name
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    n: PositiveInt | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    max_tokens: PositiveInt | None = None
+    min_tokens: NonNegativeInt | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    response_format: ResponseFormat | None = None
+    cache_salt: CacheSalt | None = None
+    nvext: Raw = Raw(b"null")
+    """See :mod:`.nvext`."""
+
+
+class ChatBody(GenerateBody, frozen=True, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Raw
+    """See :mod:`.prompts`."""
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionBody(GenerateBody, frozen=True, kw_only=True):
+    """``POST /v1/completions``."""
+
+    prompt: Raw
+    """See :mod:`.prompts`."""
+    logprobs: int | None = None
+
+
+DEPTH_MAX = 64
+VALUES_MAX = 65_536
+ITEMS_MAX = 8_192
+NUMBERS_MIN = 262_144
+"""As many token ids are decoded whatever the contexts are, so that the error can say how many they were."""
+
+TEXT_BYTES_MAX = 16 * 1024 * 1024
+SHORT_BYTES_MAX = 16_384
+KEY_BYTES_MAX = 4_096
+NUMBER_BYTES_MAX = 512
+BLANKS_PER_NUMBER = 8
+"""A list of token ids that is indented has about as many before each."""
+
+SHOWN_BYTES_MAX = 16
+TOKEN_FIELDS = ("prompt", "token_ids", "nvext.token_data")
+SHORT_FIELDS = ("nvext",)
+"""What an error about them quotes is short."""
+
+_NAME = msgspec.json.Decoder(str)
+
+
+class BodyOverBounds(InvalidRequest):
+    """The body is JSON, and would become more objects than a request needs."""
+
+    code = "body_over_bounds"
+
+    def __init__(self, message: str, *, param: str | None, bound: str) -> None:
+        super().__init__(message, param=param)
+        self.bound = bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BodyBounds:
+    """What one body may hold. The scan itself takes about a millisecond a megabyte, whatever it holds."""
+
+    depth: int = DEPTH_MAX
+    """Lists and objects inside each other."""
+    values: int = VALUES_MAX
+    """Values of all kinds, token ids apart."""
+    items: int = ITEMS_MAX
+    """Elements of one list, token ids apart, or fields of one object."""
+    numbers: int = NUMBERS_MIN
+    """Token ids."""
+    text_bytes: int = TEXT_BYTES_MAX
+    """Strings that are not plain ASCII, as images are: as they are written or as Python holds them,
+    whichever is more. To decode a megabyte stops everybody for some 3 ms, and one wide character lets each
+    of its string take four bytes."""
+
+    @property
+    def blanks(self) -> int:
+        """Blanks outside of strings: those of an indented body with as many token ids as may be."""
+        return max(BLANKS_MAX, BLANKS_PER_NUMBER * self.numbers)
+
+
+class ScannedBody(NamedTuple):
+    """A body that is JSON within its bounds.
+
+    ``fields`` are those of the outermost object: where each begins and ends, and how many characters, and
+    bytes of UTF-8, the strings in it have.
+    """
+
+    data: bytes
+    fields: Mapping[str, tuple[int, int, int, int]]
+
+    def raw(self, field: str) -> memoryview | None:
+        """The JSON of a field, None where it is absent."""
+        found = self.fields.get(field)
+        return None if found is None else memoryview(self.data)[found[0] : found[1]]
+
+
+def scanned(data: bytes, bounds: BodyBounds) -> ScannedBody:
+    """Look through a body; others run meanwhile, if it is long.
+
+    Raises :class:`InvalidRequest` with the field's path as ``param``, :class:`BodyOverBounds` for one that
+    holds too much.
+    """
+    try:
+        fields, _ = _native(bounds).scan(data)
+    except JsonRefused as refused:
+        raise _refusal(refused, bounds, data) from None
+    if any("\\" in name for name in fields):
+        # Of a name that is written in two ways the last field counts, as for the engine that gets the body.
+        in_order = sorted(fields.items(), key=itemgetter(1))
+        fields = {_unescaped(name): span for name, span in in_order}
+    return ScannedBody(data, fields)
+
+
+def _unescaped(name: str) -> str:
+    """The name that is meant; one with half a surrogate pair, which no decoder takes, as it is written."""
+    try:
+        return _NAME.decode(f'"{name}"')
+    except msgspec.DecodeError:
+        return name
+
+
+@lru_cache(maxsize=64)
+def _native(bounds: BodyBounds) -> JsonBounds:
+    return JsonBounds(
+        depth=bounds.depth,
+        values=bounds.values,
+        items=bounds.items,
+        numbers=bounds.numbers,
+        text_bytes=bounds.text_bytes,
+        short_bytes=SHORT_BYTES_MAX,
+        key_bytes=KEY_BYTES_MAX,
+        number_bytes=NUMBER_BYTES_MAX,
+        blanks_in_row=BLANKS_IN_ROW_MAX,
+        blanks=bounds.blanks,
+        number_fields=TOKEN_FIELDS,
+        short_fields=SHORT_FIELDS,
+    )
+
+
+def _refusal(refused: JsonRefused, bounds: BodyBounds, data: bytes) -> InvalidRequest:
+    path = refused.path
+    if refused.kind == "syntax":
+        found = data[refused.at : refused.at + SHOWN_BYTES_MAX].decode("utf-8", "replace")
+        where = f"at byte {refused.at}, {found!r}" if found else "at the end"
+        return InvalidRequest(f"the body is not valid JSON: {refused.what} ({where})")
+    if refused.kind == "not_finite":
+        what = "must be a finite number"
+        return InvalidRequest(f"{path}: {what}" if path else what, param=path or None)
+    over = {
+        "depth": f"more than {bounds.depth} lists and objects inside each other (KVROUTER_BODY_MAX_DEPTH)",
+        "values": f"with it the body holds more than {bounds.values} values (KVROUTER_BODY_MAX_VALUES)",
+        "items": f"more than {bounds.items} elements or fields (KVROUTER_BODY_MAX_ITEMS)",
+        "numbers": f"more than {bounds.numbers} token ids (KVROUTER_BODY_MAX_TOKEN_IDS)",
+        "text_bytes": f"more than {bounds.text_bytes} bytes of text (KVROUTER_BODY_MAX_TEXT_BYTES)",
+        "short_bytes": f"a text is longer than {SHORT_BYTES_MAX} bytes",
+        "key_bytes": f"a field's name is longer than {KEY_BYTES_MAX} bytes",
+        "number_bytes": f"a number is longer than {NUMBER_BYTES_MAX} bytes",
+        "blanks": f"with these the body holds more than {BLANKS_IN_ROW_MAX} blanks in a row, "
+        f"or {bounds.blanks} in all",
+    }[refused.kind]
+    return BodyOverBounds(f"{path}: {over}" if path else over, param=path or None, bound=refused.kind)
+
+
+Body = TypeVar("Body")
+
+SHOWN_CHARS_MAX = 300
+"""What an error quotes of a body is cut here: a client knows what it sent."""
+
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(?P<path>[^`]*)`$")
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
+_UNKNOWN = re.compile(r"contains unknown field `(?P<field>[^`]+)`")
+
+
+def decode_body(decoder: "msgspec.json.Decoder[Body]", body: ScannedBody) -> Body:
+    """Return what ``body`` means; raise :class:`InvalidRequest` with the field's path as ``param``."""
+    try:
+        return decoder.decode(body.data)
+    except msgspec.ValidationError as error:
+        raise named_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(shown(f"the body is not valid JSON: {error}")) from None
+
+
+def named_error(message: str, *, at: str = "") -> InvalidRequest:
+    """Turn msgspec's message, which ends in the path, into one that begins with it, below ``at``."""
+    found = _PATH.search(message)
+    below = found["path"] if found else ""
+    path = f"{at}.{below}" if at and below and not below.startswith("[") else at + below
+    what = message[: found.start()] if found else message
+    for pattern in (_MISSING, _UNKNOWN):
+        named = pattern.search(what)
+        if named:
+            path = f"{path}.{named['field']}" if path else named["field"]
+    what, path = what[:1].lower() + what[1:], shown(path)
+    return InvalidRequest(shown(f"{path}: {what}" if path else what), param=path or None)
+
+
+def shown(text: str) -> str:
+    """Return ``text`` short enough for an error, and without halves of surrogate pairs."""
+    cut = text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…"
+    return cut.encode("utf-8", "replace").decode()
+
+
+_HARMLESS: Mapping[str, Sequence[object]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": ({},),
+    "modalities": ([], ["text"]),
+    "prompt_logprobs": (),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+"""The values, apart from null, with which a field asks for nothing; ``auto`` without tools chooses none."""
+
+_HARMLESS_IN_CHAT: Mapping[str, Sequence[object]] = {"logprobs": (False,), "top_logprobs": (0,)}
+_HARMLESS_IN_COMPLETION: Mapping[str, Sequence[object]] = {"logprobs": ()}
+"""A number: at 0 it asks for the log probability of each chosen token."""
+
+
+def refuse_fields(body: GenerateBody) -> None:
+    """Raise :class:`InvalidRequest` naming the first field that cannot be honoured where it is."""
+    refuse_misplaced(body)
+    _refuse(body, _HARMLESS)
+    if isinstance(body, ChatBody):
+        _refuse(body, _HARMLESS_IN_CHAT)
+    elif isinstance(body, CompletionBody):
+        _refuse(body, _HARMLESS_IN_COMPLETION)
+
+
+def refuse_misplaced(body: MisplacedFields) -> None:
+    """Raise :class:`InvalidRequest` naming the first field that belongs into ``nvext``."""
+    for field in MisplacedFields.__struct_fields__:
+        if getattr(body, field) is not None:
+            raise InvalidRequest(
+                f"{field}: belongs into nvext, as nvext.{field}; beside it nothing reads it", param=field
+            )
+
+
+def _refuse(body: GenerateBody, harmless: Mapping[str, Sequence[object]]) -> None:
+    for field, values in harmless.items():
+        value = getattr(body, field)
+        if value is None or value in values:
+            continue
+        if field == "best_of":
+            raise InvalidRequest(f"{field}: one answer a request, not {value}", param=field)
+        raise InvalidRequest(
+            f"{field}: needs an engine that takes text; the workers of this model take tokens", param=field
+        )
+
+
+Content = TypeVar("Content")
+
+_MESSAGES = msgspec.json.Decoder(list[dict[str, object]])
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_LIST = re.compile(rb"\[\s*+(?P<inner>\[\s*+)?+(?P<first>[^\s\[])")
+_END = re.compile(rb"\s*+\]")
+
+
+class Prompt(NamedTuple):
+    """The first prompt of a field that may hold several; ``is_only``: it holds no other."""
+
+    content: str | TokenBuffer
+    is_only: bool = True
+
+
+def read_messages(body: ScannedBody) -> list[dict[str, object]]:
+    """Return the messages of a body that has them; raise :class:`InvalidRequest` naming what is wrong."""
+    begin, end, _, _ = body.fields["messages"]
+    messages = _decoded(_MESSAGES, memoryview(body.data)[begin:end], "messages")
+    if not messages:
+        raise InvalidRequest("messages: must not be empty", param="messages")
+    return messages
+
+
+def read_prompt(data: bytes, begin: int, end: int, *, at: str) -> Prompt:
+    """Return the first prompt of the field ``at``, in any of OpenAI's four forms; ``data`` is JSON from
+    ``begin`` to ``end``.
+
+    Raises :class:`InvalidRequest` naming the field, or an element of it.
+    """
+    written = _LIST.match(data, begin, end)
+    if written is None:
+        return Prompt(_decoded(_TEXT, memoryview(data)[begin:end], at))
+    first = written["first"]
+    if written["inner"]:
+        content, list_end = read_token_ids(data, written.start("inner"), at=f"{at}[0]")
+        return Prompt(content, is_only=_END.match(data, list_end) is not None)
+    if first == b'"':
+        texts = _decoded(_TEXTS, memoryview(data)[begin:end], at)
+        return Prompt(texts[0], is_only=len(texts) == 1)
+    return Prompt(read_token_ids(data, begin, at=at)[0])
+
+
+def read_token_ids(data: bytes, begin: int, *, at: str) -> tuple[TokenBuffer, int]:
+    """Return the token ids of the list that begins at ``begin`` in JSON, and where it ends.
+
+    Raises :class:`InvalidRequest` naming the element of the field ``at`` that is none.
+    """
+    try:
+        packed, end = token_ids(data, begin)
+    except JsonRefused as refused:
+        if data[refused.at : refused.at + 1] in (b'"', b"["):
+            raise InvalidRequest(f"{at}: either token ids or texts, not both", param=at) from None
+        at += refused.path
+        raise InvalidRequest(f"{at}: token ids are whole numbers from 0 to {2**32 - 1}", param=at) from None
+    ids = array("I")
+    ids.frombytes(packed)
+    return ids, end
+
+
+def _decoded(decoder: "msgspec.json.Decoder[Content]", data: memoryview, at: str) -> "Content":
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise named_error(str(error), at=at) from None
+
+
+_MODEL = msgspec.json.Decoder(Name)
+_MODEL_BYTES_MAX = 4_096
+"""Far more than the longest name, whatever its characters are written as."""
+
+
+def model_of(scanned: ScannedBody) -> str:
+    """Return the model that a body names; raise :class:`InvalidRequest` naming the field."""
+    raw = scanned.raw("model")
+    if raw is None:
+        raise InvalidRequest("model: must be given", param="model")
+    if len(raw) > _MODEL_BYTES_MAX:
+        raise InvalidRequest("model: far too long for a name", param="model")
+    try:
+        return _MODEL.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"model: {error}", param="model") from None
