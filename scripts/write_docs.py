@@ -97,7 +97,7 @@ transfer policy mean what they mean for every worker.
   (`worker_refused`), and asked again every ten seconds: it may be started anew as it should be.
 - **An engine that is not up yet** holds nobody up: the door is open, `/ready` names the engines that are
   awaited, and each joins once it answers. One that comes back as another one, with other ranks or a longer
-  context, gets another worker.
+  context, gets another worker; one that then contradicts the file has none, and is logged as such.
 - **A key** that engines ask for is read from `KVROUTER_ENGINE_API_KEY`, and from nowhere else.
 - Groups of several kinds may share a file, and a model too where all its engines have blocks of one size. A
   model's prefill and decode engines must be of one kind: KV goes between engines that understand each other.

@@ -14,7 +14,7 @@ from kvrouter.attach.attachment import attach
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, Leg
 from kvrouter.core.workers import Role
-from kvrouter.engines.attach import EngineAt, EngineKind
+from kvrouter.engines.attach import AttachSpec
 from kvrouter.transports.requests.port import EngineStream
 from tests.engines.real_engine import MODEL
 from tests.engines.vllm_server import VllmServer
@@ -209,8 +209,8 @@ async def _is_right(engine: VllmServer, answer: httpx.Response, prompt: list[int
 @asynccontextmanager
 async def _adapter(engine: VllmServer, role: Role) -> AsyncIterator[Callable[[Any], Awaitable[EngineStream]]]:
     """An engine as its worker has it."""
-    at = EngineAt(kind=EngineKind.VLLM, url=engine.url, wait_s=60.0, role=role)
-    attached = await attach(at, WorkerId(9))
+    at = AttachSpec(kind="vllm", worker_id=WorkerId(9), url=engine.url, wait_s=60.0, role=role)
+    attached = await attach(at)
     try:
         yield attached.engine.submit
     finally:

@@ -9,13 +9,12 @@ from urllib.parse import urlsplit
 
 from kvrouter.attach.attachment import EngineWorkers
 from kvrouter.attach.pod_fleet import JOINED, PodFleet, PodPolicy, worker_id_of
-from kvrouter.attach.spec import EngineWorkerSpec
 from kvrouter.attach.transport_provider import MemoryTransports, WorkerTransports
 from kvrouter.commands.engine_pods import PodsDiscovery
 from kvrouter.config import Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EnginePod, WorkerCard
-from kvrouter.engines.attach import Attached
+from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.requests.memory import MemoryRequestPlane
@@ -68,7 +67,7 @@ class ContestedGround(MemoryTransports):
         self.mistakes: list[Exception] = []
 
     @asynccontextmanager
-    async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
+    async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         await self.is_free.wait()
         if self.mistakes:
             raise self.mistakes[0]

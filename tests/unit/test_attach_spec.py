@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.attach.spec import EngineWorkerSpec, engine_lines, worker_spec
+from kvrouter.attach.spec import file_engines
 from kvrouter.cli import main
 from kvrouter.commands.multi_process import ENGINE_WAIT_S, worker_commands
 from kvrouter.config import Settings, load_fleet, read_document
 from kvrouter.core.workers import Role
+from kvrouter.engines.attach import AttachSpec
 
 FILE = """\
 version: 1
@@ -52,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 class Run:
     """What a worker process was asked to be."""
 
-    spec: EngineWorkerSpec
+    spec: AttachSpec
     settings: Settings
     environ: Mapping[str, str]
 
@@ -62,7 +63,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     runs: list[Run] = []
 
     def serve(
-        settings: Settings, spec: EngineWorkerSpec, environ: Mapping[str, str], *, drain_limit_s: float
+        settings: Settings, spec: AttachSpec, environ: Mapping[str, str], *, drain_limit_s: float
     ) -> int:
         assert drain_limit_s > 0
         runs.append(Run(spec, settings, environ))
@@ -84,15 +85,15 @@ def test_the_workers_as_processes_are_those_that_the_file_describes(path: Path, 
     for command in commands[2:]:
         assert main(command.arguments) == 0
     assert [run.spec for run in runs] == [
-        worker_spec(fleet, line, engine_key="k", wait_s=float(ENGINE_WAIT_S)) for line in engine_lines(fleet)
+        engine.spec for engine in file_engines(fleet, engine_key="k", wait_s=float(ENGINE_WAIT_S))
     ]
     p, d0, d1, q = (run.spec for run in runs)
-    assert (p.worker_id, p.at.url, p.at.role, p.at.api_key) == (3, "http://p:8000", Role.PREFILL, "k")
-    assert (p.at.kv_events, p.at.kv_events_replay) == ("tcp://p:5557", "tcp://p:5657")
-    assert (p.at.block_size, p.at.context_length, p.tokenizer) == (32, 1024, str(path.parent))
+    assert (p.worker_id, p.url, p.role, p.api_key) == (3, "http://p:8000", Role.PREFILL, "k")
+    assert (p.kv_events, p.kv_events_replay) == ("tcp://p:5557", "tcp://p:5657")
+    assert (p.block_size, p.context_length, p.tokenizer) == (32, 1024, str(path.parent))
     assert p.runtime_config.topology_levels == ("zone", "rack")
-    assert [each.at.url for each in (d0, d1)] == ["http://d:8", "http://e:8"]
-    assert (q.at.publishes_kv_events, q.at.block_size, q.tokenizer) == (False, None, None)
+    assert [each.url for each in (d0, d1)] == ["http://d:8", "http://e:8"]
+    assert (q.publishes_kv_events, q.block_size, q.tokenizer) == (False, None, None)
     assert {run.settings.planes.namespace for run in runs} == {"ours"}
     assert [run.environ.get("DYN_TOPOLOGY_ENABLED") for run in runs] == [None, None, None, "true"]
 

@@ -1,12 +1,9 @@
 """Engines that run already, in the fleet file: what a line may say, and what contradicts itself."""
 
-from typing import get_args
-
 import pytest
 
 from kvrouter.config import AttachedEngineSpec, FleetFile, MockEngineSpec, load_fleet, parse_document
 from kvrouter.core.errors import ConfigError
-from kvrouter.engines.attach import EngineKind
 
 GOOD = """\
 version: 1
@@ -33,10 +30,6 @@ def test_what_is_not_said_is_not_known() -> None:
         ("http://a:8000",),
         ("http://b:8000", "https://c"),
     ]
-
-
-def test_the_kinds_of_the_file_are_those_that_can_be_attached() -> None:
-    assert set(get_args(AttachedEngineSpec.model_fields["kind"].annotation)) == set(EngineKind)
 
 
 def test_an_engine_without_a_kind_is_a_mock_engine() -> None:

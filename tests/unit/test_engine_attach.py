@@ -10,11 +10,11 @@ import pytest
 
 from kvrouter.attach import attachment as attached_module
 from kvrouter.attach.attachment import attach
-from kvrouter.attach.spec import EngineWorkerSpec, engine_card
+from kvrouter.attach.spec import engine_card
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import DpRank, Epoch, WorkerId
-from kvrouter.core.workers import EventLane, EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
-from kvrouter.engines.attach import Attached, EngineAt, EngineKind, events_of
+from kvrouter.core.workers import EventLane, EventSource, ModelType, Role, WorkerCard
+from kvrouter.engines.attach import Attached, AttachSpec, events_of
 from kvrouter.engines.kv_events.listener import EventsAt
 from tests.support.engine_server import SGLANG_PAGES, VLLM_PAGES, ScriptedEngine, scripted_engine
 from tests.support.trtllm_answers import TRTLLM_PAGES
@@ -24,29 +24,29 @@ W = WorkerId(7)
 HERE = "host.example"
 """Under which others reach the worker's host: the engine's own loopback would lead them astray."""
 PAGES = {
-    EngineKind.VLLM: VLLM_PAGES,
-    EngineKind.SGLANG: SGLANG_PAGES,
-    EngineKind.TRTLLM: TRTLLM_PAGES,
+    "vllm": VLLM_PAGES,
+    "sglang": SGLANG_PAGES,
+    "trtllm": TRTLLM_PAGES,
 }
-KINDS = pytest.mark.parametrize("kind", list(EngineKind))
-PUBLISHING_KINDS = pytest.mark.parametrize("kind", [EngineKind.VLLM, EngineKind.SGLANG])
+KINDS = pytest.mark.parametrize("kind", list(PAGES))
+PUBLISHING_KINDS = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 @asynccontextmanager
-async def attaching(scripted: ScriptedEngine, at: EngineAt) -> AsyncIterator[Attached]:
+async def attaching(scripted: ScriptedEngine, at: AttachSpec) -> AsyncIterator[Attached]:
     async with asyncio.timeout(60):
-        attached = await attach(replace(at, url=at.url or scripted.url), W)
+        attached = await attach(replace(at, url=at.url or scripted.url))
     try:
         yield attached
     finally:
         await attached.engine.stop()
 
 
-def at(kind: EngineKind, **said: Any) -> EngineAt:
-    return EngineAt(kind=kind, url="", **{"wait_s": 600.0, **said})
+def at(kind: str, **said: Any) -> AttachSpec:
+    return AttachSpec(kind=kind, url="", worker_id=W, **{"wait_s": 600.0, **said})
 
 
-async def refused(scripted: ScriptedEngine, said: EngineAt) -> ConfigError:
+async def refused(scripted: ScriptedEngine, said: AttachSpec) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         async with attaching(scripted, said):
             pass
@@ -54,7 +54,7 @@ async def refused(scripted: ScriptedEngine, said: EngineAt) -> ConfigError:
 
 
 async def test_vllm_is_asked_for_all_that_its_card_says() -> None:
-    async with scripted_engine() as scripted, attaching(scripted, at(EngineKind.VLLM)) as attached:
+    async with scripted_engine() as scripted, attaching(scripted, at("vllm")) as attached:
         assert replace(attached, engine=None) == Attached(  # type: ignore[arg-type]
             engine=None,  # type: ignore[arg-type]
             version="vllm 0.32.0",
@@ -75,14 +75,14 @@ async def test_vllms_other_names_and_its_adapters_are_on_its_card() -> None:
         base = models["data"][0]
         models["data"] = [base, {**base, "id": "alias"}, {**base, "id": "french", "parent": "tiny"}]
         scripted.set_json("/v1/models", models)
-        async with attaching(scripted, at(EngineKind.VLLM)) as attached:
-            card = card_of(attached, at(EngineKind.VLLM))
+        async with attaching(scripted, at("vllm")) as attached:
+            card = card_of(attached, at("vllm"))
     assert card.names == {"alias": None, "french": "french"}
     assert card.runtime_config.taints == {"kvrouter.adapter/french"}
 
 
 async def test_a_prefill_engine_whose_kv_nobody_may_find_is_warned_of() -> None:
-    said = at(EngineKind.VLLM, role=Role.PREFILL)
+    said = at("vllm", role=Role.PREFILL)
     async with scripted_engine() as scripted:
         async with attaching(scripted, said) as attached:
             assert ["NixlConnector" in warning for warning in attached.warnings] == [True]
@@ -93,7 +93,7 @@ async def test_a_prefill_engine_whose_kv_nobody_may_find_is_warned_of() -> None:
 
 
 async def test_sglang_is_asked_for_all_that_its_card_says() -> None:
-    said = at(EngineKind.SGLANG)
+    said = at("sglang")
     async with scripted_engine(SGLANG_PAGES) as scripted, attaching(scripted, said) as attached:
         assert (attached.version, attached.model) == ("sglang 0.5.23", "tiny")
         assert (attached.block_size, attached.total_kv_blocks, attached.context_length) == (16, 64, 4096)
@@ -102,7 +102,7 @@ async def test_sglang_is_asked_for_all_that_its_card_says() -> None:
 
 
 async def test_tensorrt_llm_is_asked_for_all_that_it_tells() -> None:
-    said = at(EngineKind.TRTLLM)
+    said = at("trtllm")
     async with scripted_engine(TRTLLM_PAGES) as scripted, attaching(scripted, said) as attached:
         assert replace(attached, engine=None) == Attached(  # type: ignore[arg-type]
             engine=None,  # type: ignore[arg-type]
@@ -121,26 +121,26 @@ async def test_tensorrt_llm_is_asked_for_all_that_it_tells() -> None:
 async def test_what_tensorrt_llm_does_not_tell_has_to_be_said() -> None:
     async with scripted_engine(TRTLLM_PAGES) as scripted:
         del scripted.pages["/prometheus/metrics"]
-        error = await refused(scripted, at(EngineKind.TRTLLM))
+        error = await refused(scripted, at("trtllm"))
         assert error.param == "context_length"
         assert error.message.startswith("the engine at ")
         assert "--max_seq_len" in error.message
         scripted.set_json("/metrics", [])
-        error = await refused(scripted, at(EngineKind.TRTLLM, context_length=4096))
+        error = await refused(scripted, at("trtllm", context_length=4096))
         assert error.param == "block_size"
         assert error.message.startswith("the engine at ")
         assert "enable_iter_perf_stats" in error.message
-        async with attaching(scripted, at(EngineKind.TRTLLM, context_length=4096, block_size=64)) as attached:
+        async with attaching(scripted, at("trtllm", context_length=4096, block_size=64)) as attached:
             assert (attached.context_length, attached.block_size) == (4096, 64)
             assert attached.total_kv_blocks is None
             assert ["enable_iter_perf_stats" in warning for warning in attached.warnings] == [True]
-            assert card_of(attached, at(EngineKind.TRTLLM)).runtime_config.total_kv_blocks is None
+            assert card_of(attached, at("trtllm")).runtime_config.total_kv_blocks is None
 
 
 async def test_an_old_tensorrt_llm_gets_a_warning() -> None:
     async with scripted_engine(TRTLLM_PAGES) as scripted:
         scripted.set_json("/version", {"version": "1.1.0"})
-        async with attaching(scripted, at(EngineKind.TRTLLM)) as attached:
+        async with attaching(scripted, at("trtllm")) as attached:
             assert ["does not tell its load" in warning for warning in attached.warnings] == [True]
 
 
@@ -150,29 +150,29 @@ async def test_whoever_publishes_tensorrt_llms_events_is_listened_to() -> None:
             ({"kv_events": "tcp://h:5557"}, True),
             ({"publishes_kv_events": False}, False),
         ):
-            async with attaching(scripted, at(EngineKind.TRTLLM, **said)) as attached:
+            async with attaching(scripted, at("trtllm", **said)) as attached:
                 assert attached.publishes_kv_events is publishes
 
 
 @KINDS
-async def test_a_model_that_it_does_not_serve_is_named_with_the_mend(kind: EngineKind) -> None:
+async def test_a_model_that_it_does_not_serve_is_named_with_the_mend(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, model="big"))
     assert error.param == "model"
     assert error.message.startswith("the engine serves tiny, not 'big'")
-    assert ("named big" if kind is EngineKind.TRTLLM else "--served-model-name big") in error.message
+    assert ("named big" if kind == "trtllm" else "--served-model-name big") in error.message
 
 
 @pytest.mark.parametrize(
     ("kind", "told", "flag"),
     [
-        (EngineKind.VLLM, 32, "--block-size"),
-        (EngineKind.SGLANG, 16, "--page-size"),
-        (EngineKind.TRTLLM, 32, "kv_cache_config.tokens_per_block"),
+        ("vllm", 32, "--block-size"),
+        ("sglang", 16, "--page-size"),
+        ("trtllm", 32, "kv_cache_config.tokens_per_block"),
     ],
 )
 async def test_a_block_size_that_it_does_not_have_is_named_with_the_mend(
-    kind: EngineKind, told: int, flag: str
+    kind: str, told: int, flag: str
 ) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, block_size=64))
@@ -186,13 +186,13 @@ async def test_a_block_size_that_it_does_not_have_is_named_with_the_mend(
 @pytest.mark.parametrize(
     ("kind", "told", "flag"),
     [
-        (EngineKind.VLLM, 2048, "--max-model-len"),
-        (EngineKind.SGLANG, 4096, "--context-length"),
-        (EngineKind.TRTLLM, 4096, "--max_seq_len"),
+        ("vllm", 2048, "--max-model-len"),
+        ("sglang", 4096, "--context-length"),
+        ("trtllm", 4096, "--max_seq_len"),
     ],
 )
 async def test_a_context_that_it_does_not_have_is_named_with_the_mend(
-    kind: EngineKind, told: int, flag: str
+    kind: str, told: int, flag: str
 ) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, context_length=9999))
@@ -207,16 +207,16 @@ async def test_events_that_an_engine_tells_itself_alone_get_a_warning() -> None:
     async with scripted_engine() as scripted:
         source = scripted.json("/kv_event_sources")["0"]
         scripted.set_json("/kv_event_sources", {"0": {**source, "endpoint": "inproc://kv"}})
-        async with attaching(scripted, at(EngineKind.VLLM)) as attached:
+        async with attaching(scripted, at("vllm")) as attached:
             assert not attached.publishes_kv_events
             assert any("at inproc://kv, where its own process" in warning for warning in attached.warnings)
-        named = at(EngineKind.VLLM, kv_events="tcp://h:1", kv_events_replay="tcp://h:2")
+        named = at("vllm", kv_events="tcp://h:1", kv_events_replay="tcp://h:2")
         async with attaching(scripted, named) as attached:
             assert (attached.publishes_kv_events, attached.warnings) == (True, ())
 
 
 @KINDS
-async def test_endpoints_that_the_operator_names_win_over_what_the_engine_tells(kind: EngineKind) -> None:
+async def test_endpoints_that_the_operator_names_win_over_what_the_engine_tells(kind: str) -> None:
     said = at(kind, kv_events="tcp://h:5557", kv_events_replay="tcp://h:6557")
     topics: list[str] = []
     for rank, events in events_of(said, {DpRank(0): EventsAt("tcp://e:1", None, "t")}, 2)[0].items():
@@ -241,7 +241,7 @@ async def test_endpoints_that_the_operator_names_win_over_what_the_engine_tells(
         "tcp://h:0",
     ],
 )
-async def test_an_endpoint_that_is_none_is_named(kind: EngineKind, flag: str, endpoint: str) -> None:
+async def test_an_endpoint_that_is_none_is_named(kind: str, flag: str, endpoint: str) -> None:
     said = {"kv_events": "tcp://h:1", flag: endpoint}
     async with scripted_engine(PAGES[kind]) as scripted:
         error = await refused(scripted, at(kind, **said))
@@ -250,7 +250,7 @@ async def test_an_endpoint_that_is_none_is_named(kind: EngineKind, flag: str, en
 
 
 @KINDS
-async def test_another_server_is_named_at_once(kind: EngineKind) -> None:
+async def test_another_server_is_named_at_once(kind: str) -> None:
     async with scripted_engine({}) as scripted:
         error = await refused(scripted, at(kind))
     assert error.param == "url"
@@ -258,7 +258,7 @@ async def test_another_server_is_named_at_once(kind: EngineKind) -> None:
 
 
 @KINDS
-async def test_a_key_that_is_wanted_is_asked_for_at_once(kind: EngineKind) -> None:
+async def test_a_key_that_is_wanted_is_asked_for_at_once(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         for path in scripted.pages:
             scripted.set_page(path, '{"error":"Unauthorized"}', status=401)
@@ -267,7 +267,7 @@ async def test_a_key_that_is_wanted_is_asked_for_at_once(kind: EngineKind) -> No
 
 
 @KINDS
-async def test_an_engine_that_nobody_can_read_is_refused(kind: EngineKind) -> None:
+async def test_an_engine_that_nobody_can_read_is_refused(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         scripted.set_page("/v1/models", "<html>")
         with pytest.raises(ProtocolError):
@@ -276,15 +276,13 @@ async def test_an_engine_that_nobody_can_read_is_refused(kind: EngineKind) -> No
 
 
 @KINDS
-async def test_an_engine_that_comes_later_is_waited_for(
-    kind: EngineKind, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_comes_later_is_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attached_module, "ASK_AGAIN_S", 0.005)
     async with scripted_engine(PAGES[kind]) as scripted:
         pages = dict(scripted.pages)
         for path in scripted.pages:
             scripted.set_page(path, "loading", status=503)
-        attaching_task = asyncio.create_task(attach(replace(at(kind), url=scripted.url), W))
+        attaching_task = asyncio.create_task(attach(replace(at(kind), url=scripted.url)))
         await until(lambda: sum(scripted.asked.values()) >= 3)
         assert not attaching_task.done()
         scripted.pages.update(pages)
@@ -293,7 +291,7 @@ async def test_an_engine_that_comes_later_is_waited_for(
 
 
 @KINDS
-async def test_an_engine_that_never_comes_is_given_up(kind: EngineKind) -> None:
+async def test_an_engine_that_never_comes_is_given_up(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
         await scripted.stop()
         error = await refused(scripted, at(kind, wait_s=0.0))
@@ -303,9 +301,9 @@ async def test_an_engine_that_never_comes_is_given_up(kind: EngineKind) -> None:
 
 
 @PUBLISHING_KINDS
-async def test_without_events_or_replay_there_is_a_warning(kind: EngineKind) -> None:
+async def test_without_events_or_replay_there_is_a_warning(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
-        if kind is EngineKind.VLLM:
+        if kind == "vllm":
             source = scripted.json("/kv_event_sources")["0"]
             scripted.set_json("/kv_event_sources", {"0": {**source, "replay_endpoint": None}})
         else:
@@ -315,7 +313,7 @@ async def test_without_events_or_replay_there_is_a_warning(kind: EngineKind) -> 
         async with attaching(scripted, at(kind)) as attached:
             assert attached.publishes_kv_events
             assert any("no replay_endpoint" in warning for warning in attached.warnings)
-        if kind is EngineKind.VLLM:
+        if kind == "vllm":
             scripted.set_json("/kv_event_sources", {})
         else:
             scripted.set_json("/server_info", {**info, "kv_events": None})
@@ -328,9 +326,9 @@ async def test_without_events_or_replay_there_is_a_warning(kind: EngineKind) -> 
 
 
 @PUBLISHING_KINDS
-async def test_an_engine_without_a_prefix_cache_gets_a_warning(kind: EngineKind) -> None:
+async def test_an_engine_without_a_prefix_cache_gets_a_warning(kind: str) -> None:
     async with scripted_engine(PAGES[kind]) as scripted:
-        if kind is EngineKind.VLLM:
+        if kind == "vllm":
             scripted.replace("/metrics", 'enable_prefix_caching="True"', 'enable_prefix_caching="False"')
         else:
             scripted.set_json("/server_info", {**scripted.json("/server_info"), "disable_radix_cache": True})
@@ -347,7 +345,7 @@ async def test_a_role_that_sglang_does_not_have_is_named_with_the_mend(
 ) -> None:
     async with scripted_engine(SGLANG_PAGES) as scripted:
         scripted.set_json("/server_info", {**scripted.json("/server_info"), "disaggregation_mode": mode})
-        error = await refused(scripted, at(EngineKind.SGLANG, role=role))
+        error = await refused(scripted, at("sglang", role=role))
     assert error.param == "role"
     assert f"--disaggregation-mode {start_with}" in error.message
 
@@ -355,22 +353,16 @@ async def test_a_role_that_sglang_does_not_have_is_named_with_the_mend(
 async def test_a_prefill_worker_of_sglang_tells_where_handoffs_meet() -> None:
     async with scripted_engine(SGLANG_PAGES) as scripted:
         scripted.set_json("/server_info", {**scripted.json("/server_info"), "disaggregation_mode": "prefill"})
-        async with attaching(scripted, at(EngineKind.SGLANG, role=Role.PREFILL)) as attached:
+        async with attaching(scripted, at("sglang", role=Role.PREFILL)) as attached:
             assert attached.bootstrap == ("127.0.0.1", 8998)
-            card = card_of(attached, at(EngineKind.SGLANG, role=Role.PREFILL))
+            card = card_of(attached, at("sglang", role=Role.PREFILL))
     assert (card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port) == (HERE, 8998)
     assert (card.component, card.serves) == ("prefill", ModelType.Prefill)
 
 
-def card_of(attached: Attached, said: EngineAt) -> WorkerCard:
+def card_of(attached: Attached, said: AttachSpec) -> WorkerCard:
     return engine_card(
-        EngineWorkerSpec(
-            at=said,
-            worker_id=W,
-            tokenizer=None,
-            runtime_config=ModelRuntimeConfig(),
-            enable_local_indexer=True,
-        ),
+        replace(said, enable_local_indexer=True),
         attached,
         incarnation=Epoch(5),
         address="tcp://h:1/7/5",
@@ -381,8 +373,8 @@ def card_of(attached: Attached, said: EngineAt) -> WorkerCard:
 
 
 async def test_the_card_says_what_the_engine_said() -> None:
-    async with scripted_engine() as scripted, attaching(scripted, at(EngineKind.VLLM)) as attached:
-        card = card_of(attached, at(EngineKind.VLLM))
+    async with scripted_engine() as scripted, attaching(scripted, at("vllm")) as attached:
+        card = card_of(attached, at("vllm"))
     assert (card.model, card.block_size, card.context_length, card.dp_size) == ("tiny", 32, 2048, 1)
     assert (card.role, card.component, card.serves) == (
         Role.BOTH,

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError
+from kvrouter.engines.attach import KeyRefused
 from kvrouter.engines.openai import server as server_module
-from kvrouter.engines.openai.server import SAID_MAX_CHARS, EngineServer, KeyRefused, failure_of
+from kvrouter.engines.openai.server import SAID_MAX_CHARS, EngineServer, failure_of
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.support.engine_server import JSON, Answer, Ends, ScriptedEngine, page, scripted_engine
 

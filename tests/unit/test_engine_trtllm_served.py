@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvrouter.config import FrontendSettings, Settings, load_fleet, parse_docume
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, KvLoss, Leg
 from kvrouter.core.workers import LoadReport
-from kvrouter.engines.attach import EngineAt, EngineKind
+from kvrouter.engines.attach import AttachSpec
 from kvrouter.engines.port import Engine, EngineState, WatchedEngine
 from kvrouter.transports.requests.port import StreamBroken
 from tests.support.engine_heard import Heard
@@ -27,10 +28,14 @@ CONTEXT = Answer((page("trtllm-1.3.0-completion-context.json"),), content_type=J
 ENDED = Answer((page("trtllm-1.3.0-chat-context-stop.json"),), content_type=JSON)
 
 
+def asked_for(scripted: ScriptedTrtllm) -> AttachSpec:
+    return AttachSpec(kind="trtllm", worker_id=WorkerId(7), url=scripted.url, wait_s=60.0)
+
+
 @asynccontextmanager
 async def serving(scripted: ScriptedTrtllm) -> AsyncIterator[Engine]:
-    at = EngineAt(kind=EngineKind.TRTLLM, url=scripted.url, wait_s=60.0, publishes_kv_events=False)
-    attached = await attach(at, WorkerId(7))
+    at = replace(asked_for(scripted), publishes_kv_events=False)
+    attached = await attach(at)
     try:
         yield attached.engine
     finally:
@@ -104,7 +109,7 @@ async def test_an_attached_engine_tells_its_events_its_load_and_what_it_does_not
     heard, loads = Heard(), list[LoadReport]()
     polls = [native(0, created()), native(1, stored((1, list(range(32)))))]
     async with scripted_trtllm(polls) as scripted:
-        attached = await attach(EngineAt(kind=EngineKind.TRTLLM, url=scripted.url, wait_s=60.0), WorkerId(7))
+        attached = await attach(asked_for(scripted))
         assert isinstance(attached.engine, WatchedEngine)
         attached.engine.watch(states.append)
         await attached.engine.start(heard.on_events, loads.append)

@@ -14,6 +14,7 @@ from kvrouter.commands.engine_pods import PodsDiscovery
 from kvrouter.config import Settings
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import Role
+from kvrouter.engines.attach import AttachSpec
 from kvrouter.processes.standby import holders
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from tests.support.fleets import card
@@ -72,9 +73,7 @@ async def test_those_of_one_process_wait_by_one_watch_and_connect_when_their_pla
     async with network_transports(Settings()) as wired:
 
         async def stands(worker_id: WorkerId) -> None:
-            spec: Any = SimpleNamespace(
-                worker_id=worker_id, at=SimpleNamespace(role=Role.PREFILL), enable_local_indexer=False
-            )
+            spec = AttachSpec(kind="vllm", url="http://e", worker_id=worker_id, role=Role.PREFILL)
             attached: Any = SimpleNamespace(publishes_kv_events=True)
             async with wired.stand(spec, attached):
                 pass

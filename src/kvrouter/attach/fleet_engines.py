@@ -4,8 +4,8 @@ import asyncio
 import logging
 from typing import Self
 
-from kvrouter.attach.attachment import EngineAttachment, EngineSpec, EngineWorkers
-from kvrouter.attach.spec import EngineLine, engine_lines, worker_spec
+from kvrouter.attach.attachment import EngineAttachment, EngineWorkers
+from kvrouter.attach.spec import FileEngine, file_engines
 from kvrouter.attach.transport_provider import MemoryTransports
 from kvrouter.config import FleetFile, Settings
 from kvrouter.core.errors import ConfigError, KvrouterError
@@ -39,20 +39,21 @@ class AttachedFleet:
         self._tasks: list[asyncio.Task[None]] = []
         workers = EngineWorkers(settings, MemoryTransports(planes))
         self._engines = [
-            (line, self._attachment_of(line, workers, engine_key=engine_key)) for line in engine_lines(fleet)
+            (engine.group, self._attachment_of(engine, workers))
+            for engine in file_engines(fleet, engine_key=engine_key)
         ]
-        self._unheard = {line.worker_id for line, _ in self._engines}
+        self._unheard = {each.spec.worker_id for _, each in self._engines}
 
     @property
     def workers(self) -> dict[WorkerId, Worker]:
         """Those that have joined."""
-        return {line.worker_id: each.worker for line, each in self._engines if each.worker is not None}
+        return {each.spec.worker_id: each.worker for _, each in self._engines if each.worker is not None}
 
     def awaited(self) -> list[str]:
         """The engines that have no worker yet: a line for each, without addresses, as clients may see it."""
         return [
-            f"the engine of {line.at} (group {line.group.name!r}) {each.awaited}"
-            for line, each in self._engines
+            f"the engine of {each.spec.written_at} (group {group.name!r}) {each.awaited}"
+            for group, each in self._engines
             if each.worker is None
         ]
 
@@ -79,52 +80,34 @@ class AttachedFleet:
         for _, each in self._engines:
             await each.leave()
 
-    def _attachment_of(
-        self, line: EngineLine, workers: EngineWorkers, *, engine_key: str | None
-    ) -> EngineAttachment:
-        said = EngineSpec(
-            at=line.at,
-            spec=worker_spec(self._fleet, line, engine_key=engine_key, wait_s=0.0),
-            places=self._places(line),
-            dp_size=line.group.dp_size,
-            contract=contract_of(line.group),
-        )
+    def _attachment_of(self, engine: FileEngine, workers: EngineWorkers) -> EngineAttachment:
+        worker_id = engine.spec.worker_id
 
         def on_refused(error: KvrouterError) -> None:
-            self._refused(line, error)
+            self._refused(engine, error)
 
         def on_heard() -> None:
-            self._unheard.discard(line.worker_id)
+            self._unheard.discard(worker_id)
             if not self._unheard:
                 self._all_heard.set()
 
-        return EngineAttachment(said, workers, on_refused=on_refused, on_heard=on_heard)
+        return EngineAttachment(
+            engine.spec,
+            workers,
+            contract=contract_of(engine.group),
+            on_refused=on_refused,
+            on_heard=on_heard,
+        )
 
-    def _places(self, line: EngineLine) -> dict[str, str]:
-        """Where the file says, or may say, what an engine may contradict."""
-        model = f"models[{self._fleet.models.index(self._fleet.model_of(line.group))}]"
-        group = f"workers[{self._fleet.workers.index(line.group)}]"
-        return {
-            "model": f"{model}.name",
-            "tokenizer": f"{model}.tokenizer",
-            "block_size": f"{model}.block_size",
-            "context_length": f"{model}.context_length",
-            "role": f"{group}.role",
-            "dp_size": f"{group}.dp_size",
-            "kind": f"{group}.engine.kind",
-            "kv_events": f"{group}.engine.kv_events_endpoint",
-            "kv_events_replay": f"{group}.engine.kv_events_replay_endpoint",
-        }
-
-    def _refused(self, line: EngineLine, error: KvrouterError) -> None:
+    def _refused(self, engine: FileEngine, error: KvrouterError) -> None:
         if self._mistakes is not None:
             self._mistakes.append(error)
-        elif self._refusals.get(line.worker_id) != error.message:
-            self._refusals[line.worker_id] = error.message
-            model = self._fleet.model_of(line.group).name
-            log_event(
-                _log, Event.WORKER_REFUSED, worker=str(line.worker_id), model=model, reason=error.message
-            )
+            return
+        worker_id = engine.spec.worker_id
+        if self._refusals.get(worker_id) != error.message:
+            self._refusals[worker_id] = error.message
+            model = self._fleet.model_of(engine.group).name
+            log_event(_log, Event.WORKER_REFUSED, worker=str(worker_id), model=model, reason=error.message)
 
 
 def _as_one(mistakes: list[KvrouterError]) -> KvrouterError:

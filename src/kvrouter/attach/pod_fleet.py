@@ -9,14 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
 
-from kvrouter.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineSpec, EngineWorkers
-from kvrouter.attach.spec import EngineLine, worker_spec
+from msgspec import structs
+
+from kvrouter.attach.attachment import TRIED_AGAIN_S, EngineAttachment, EngineWorkers
+from kvrouter.attach.spec import attach_spec
 from kvrouter.config import KvTransferSpec, Settings
 from kvrouter.config.engine_pods import KIND_LABEL, PLACES, engine_of
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
 from kvrouter.core.workers import Enforcement, EnginePod
+from kvrouter.engines.attach import AttachSpec
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.kubernetes import (
     STORE_ERRORS,
@@ -60,30 +63,12 @@ def worker_id_of(uid: str) -> WorkerId:
     return WorkerId(int.from_bytes(digest[:8], "big") % DRAWN_WORKER_IDS)
 
 
-class _Wanted:
-    """What is to be made of a pod's engine."""
-
-    def __init__(self, said: EngineSpec, start: str, *, rests: bool) -> None:
-        self.said = said
-        self.start = start
-        self.rests = rests
-
-    def is_same_worker(self, other: "_Wanted") -> bool:
-        """Whether the same worker may go on, wherever its place is now."""
-        mine, its = self.said.spec, other.said.spec
-        moved = replace(mine, runtime_config=its.runtime_config)
-        stays = _but_place(self.said) == _but_place(other.said) and moved == its
-        return stays and (self.start, self.said.dp_size) == (other.start, other.said.dp_size)
-
-
-def _but_place(said: EngineSpec) -> tuple[object, ...]:
-    config = said.spec.runtime_config
-    return (
-        config.taints,
-        config.kv_transfer_domain,
-        config.kv_transfer_enforcement,
-        config.kv_transfer_preferred_weight,
-    )
+def is_same_worker(one: AttachSpec, other: AttachSpec) -> bool:
+    """Whether the worker of one may go on as the other's, whichever domains that is in."""
+    domains = other.runtime_config.topology_domains
+    levels = other.runtime_config.topology_levels
+    moved = structs.replace(one.runtime_config, topology_domains=domains, topology_levels=levels)
+    return replace(one, runtime_config=moved) == other
 
 
 class PodAttachment:
@@ -92,56 +77,62 @@ class PodAttachment:
     def __init__(
         self,
         pod: EnginePod,
-        wanted: _Wanted,
+        spec: AttachSpec,
         workers: EngineWorkers,
         write_event: PodEventWriter,
         *,
         drain_limit_s: float,
     ) -> None:
         self.pod = pod
-        self.wanted: _Wanted | None = wanted
+        self.spec: AttachSpec | None = spec
         self.attachment: EngineAttachment | None = None
         self._workers = workers
         self._write_event = write_event
         self._drain_limit_s = drain_limit_s
+        self._rests = False
         self._changed = asyncio.Event()
         self._refusal = ""
 
-    def want(self, wanted: _Wanted | None) -> None:
-        """From now on; None when the pod is gone."""
-        self.wanted = wanted
+    def want(self, spec: AttachSpec | None) -> None:
+        """What is asked for from now on; None when the pod is gone."""
+        self.spec, self._rests = spec, False
+        self._changed.set()
+
+    def rest(self) -> None:
+        """The worker takes no new requests until :meth:`want`."""
+        self._rests = True
         self._changed.set()
 
     async def run(self) -> None:
         """Make it so until the pod is gone."""
-        while (wanted := self.wanted) is not None:
+        while (spec := self.spec) is not None:
             self._changed.clear()
             attachment = self.attachment = EngineAttachment(
-                wanted.said,
+                spec,
                 self._workers,
                 on_refused=self._refused,
                 on_joined=self._joined,
                 drain_limit_s=self._drain_limit_s,
             )
-            await attachment.rest(wanted.rests)
+            await attachment.rest(self._rests)
             life = asyncio.create_task(attachment.run())
             drain_limit_s = 0.0
             try:
-                await self._until_another(attachment, wanted)
+                await self._until_another(attachment, spec)
                 # A restarted engine has nobody's answers any more.
-                is_restarted = self.wanted is not None and self.wanted.start != wanted.start
+                is_restarted = self.spec is not None and self.spec.start != spec.start
                 drain_limit_s = 0.0 if is_restarted else self._drain_limit_s
             finally:
                 life.cancel()
                 await asyncio.wait({life})
                 await attachment.leave(drain_limit_s=drain_limit_s)
 
-    async def _until_another(self, attachment: EngineAttachment, wanted: _Wanted) -> None:
+    async def _until_another(self, attachment: EngineAttachment, spec: AttachSpec) -> None:
         """Let the worker rest and move as its pod does, until another worker is wanted, or none."""
-        while (now := self.wanted) is not None and wanted.is_same_worker(now):
-            await attachment.rest(now.rests)
-            if now.said.spec != attachment.said.spec:
-                await attachment.move(now.said)
+        while (now := self.spec) is not None and is_same_worker(spec, now):
+            await attachment.rest(self._rests)
+            if now != attachment.spec:
+                await attachment.move(now)
             await self._changed.wait()
             self._changed.clear()
 
@@ -194,7 +185,7 @@ class PodFleet:
         """The pods whose engines have no worker: a line for each, as clients may see it."""
         lines = [f"the engine of pod {pod.name} {short}" for pod, short, _ in self._without.values()]
         for seat in self._seats.values():
-            if seat.wanted is not None and (seat.attachment is None or seat.attachment.worker is None):
+            if seat.spec is not None and (seat.attachment is None or seat.attachment.worker is None):
                 why = "does not answer" if seat.attachment is None else seat.attachment.awaited
                 lines.append(f"the engine of pod {seat.pod.name} {why}")
         return lines
@@ -222,22 +213,22 @@ class PodFleet:
             return
         if pod.is_ready and not pod.is_leaving:
             self._serve(pod, seat)
-        elif seat is None or seat.wanted is None:
+        elif seat is None or seat.spec is None:
             self._without[pod.uid] = pod, "is not ready", ""
         else:
-            seat.want(_Wanted(seat.wanted.said, seat.wanted.start, rests=True))
+            seat.rest()
 
     def on_gone(self, uid: str) -> None:
         """A pod is gone, has ended, or is no engine any more."""
         self._without.pop(uid, None)
         seat = self._seats.get(uid)
-        if seat is not None and seat.wanted is not None:
+        if seat is not None and seat.spec is not None:
             log_event(_log, Event.ENGINE_POD_GONE, pod=seat.pod.name)
             seat.want(None)
 
     def _serve(self, pod: EnginePod, seat: PodAttachment | None) -> None:
         try:
-            wanted = self._wanted(pod)
+            spec = self._spec_of(pod)
         except ConfigError as error:
             self._mistaken(pod, error)
             if seat is not None:
@@ -246,23 +237,23 @@ class PodFleet:
         self._without.pop(pod.uid, None)
         if seat is not None:
             seat.pod = pod
-            seat.want(wanted)
+            seat.want(spec)
             return
         log_event(
             _log,
             Event.ENGINE_POD_FOUND,
             pod=pod.name,
-            worker=str(wanted.said.worker_id),
-            url=wanted.said.spec.at.url,
+            worker=str(spec.worker_id),
+            url=spec.url,
         )
-        seat = PodAttachment(pod, wanted, self._workers, self._write_event, drain_limit_s=self._drain_limit_s)
+        seat = PodAttachment(pod, spec, self._workers, self._write_event, drain_limit_s=self._drain_limit_s)
         self._seats[pod.uid] = seat
         self._tasks[pod.uid] = asyncio.create_task(self._run(seat))
 
     async def _run(self, seat: PodAttachment) -> None:
         uid = seat.pod.uid
         try:
-            while seat.wanted is not None:
+            while seat.spec is not None:
                 try:
                     await seat.run()
                 except Exception as error:  # noqa: BLE001 - a mistake of ours is shown, and costs this pod alone
@@ -279,15 +270,19 @@ class PodFleet:
             self._write_event(pod, reason=MISTAKEN, message=error.message, warns=True)
         self._without[pod.uid] = pod, "is described wrongly: an event on the pod says how", error.message
 
-    def _wanted(self, pod: EnginePod) -> _Wanted:
+    def _spec_of(self, pod: EnginePod) -> AttachSpec:
         described = engine_of(pod, policy=self._policy.transfer, levels=self._policy.levels)
-        at = f"pod {pod.name}"
-        line = EngineLine(worker_id_of(pod.uid), described.group, described.engine, described.url, at)
-        spec = worker_spec(described.fleet, line, engine_key=self._policy.engine_key, wait_s=0.0)
-        if described.model is None:
-            spec = replace(spec, at=replace(spec.at, model=None))
-        said = EngineSpec(at=at, spec=spec, places=PLACES, dp_size=described.group.dp_size)
-        return _Wanted(said, described.start, rests=False)
+        spec = attach_spec(
+            described.fleet,
+            described.group,
+            described.engine,
+            worker_id=worker_id_of(pod.uid),
+            url=described.url,
+            engine_key=self._policy.engine_key,
+            written_at=f"pod {pod.name}",
+            fields_at=PLACES,
+        )
+        return replace(spec, model=described.model, start=described.start)
 
 
 ANSWER_S = 5.0

@@ -1,8 +1,9 @@
-"""The attachment record: what is asked for of an engine's worker, and the card that it publishes."""
+"""What is asked for of the engines of a fleet file, and the card that an engine's worker publishes."""
 
+import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,31 +15,16 @@ from kvrouter.config.problems import dotted
 from kvrouter.core.constraints import adapter_taint
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
-from kvrouter.core.workers import EventSource, ModelRuntimeConfig, ModelType, Role, WorkerCard
-from kvrouter.engines.attach import Attached, EngineAt, EngineKind
+from kvrouter.core.workers import EventSource, ModelType, Role, WorkerCard
+from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.text.source import is_repository, settled_source
 from kvrouter.wiring.fleet_build import numbered_workers, placed_config, said_context_length
 from kvrouter.wiring.tls import LOOPBACK
 from kvrouter.worker.topology_env import parse_topology_env
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineWorkerSpec:
-    """Which worker a process is: its engine, and what no engine knows of itself.
-
-    ``runtime_config`` has its place, its taints and its transfer policy.
-    """
-
-    at: EngineAt
-    worker_id: WorkerId
-    tokenizer: str | None
-    runtime_config: ModelRuntimeConfig
-    enable_local_indexer: bool = False
-    is_standby: bool = False
-
-
 def engine_card(
-    spec: EngineWorkerSpec,
+    spec: AttachSpec,
     attached: Attached,
     *,
     incarnation: Epoch,
@@ -52,15 +38,15 @@ def engine_card(
         worker_id=spec.worker_id,
         incarnation=incarnation,
         model=ModelName(attached.model),
-        role=spec.at.role,
+        role=spec.role,
         block_size=attached.block_size,
         context_length=attached.context_length,
         address=address,
         dp_size=attached.dp_size,
         dp_start=attached.dp_start,
         namespace=namespace,
-        component="prefill" if spec.at.role is Role.PREFILL else "backend",
-        serves=ModelType.Prefill if spec.at.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
+        component="prefill" if spec.role is Role.PREFILL else "backend",
+        serves=ModelType.Prefill if spec.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=attached.publishes_kv_events,
         event_source=event_source,
         tokenizer=tokenizer_of(spec, attached),
@@ -79,7 +65,7 @@ def engine_card(
     )
 
 
-def tokenizer_of(spec: EngineWorkerSpec, attached: Attached) -> str | None:
+def tokenizer_of(spec: AttachSpec, attached: Attached) -> str | None:
     """What the model is tokenized with: what was said, else the engine's own, where that can be read here.
 
     It is a folder of this host, or a Hugging Face repository.
@@ -95,64 +81,93 @@ def _reached_at(engine_host: str, here: str) -> str:
     return here if engine_host in LOOPBACK else engine_host
 
 
-class EngineLine(NamedTuple):
-    """One engine of the file, and where the file names it."""
+class FileEngine(NamedTuple):
+    """One engine of a fleet file, and the group that it is in."""
 
-    worker_id: WorkerId
     group: WorkerGroup
-    engine: AttachedEngineSpec
-    url: str
-    at: str
-    """As ``workers[0].engine.url``."""
+    spec: AttachSpec
 
 
-def engine_lines(fleet: FleetFile) -> Iterator[EngineLine]:
-    """Every engine of the file that runs already."""
+def file_engines(
+    fleet: FleetFile, *, engine_key: str | None, wait_s: float = math.inf
+) -> Iterator[FileEngine]:
+    """Every engine of the file that runs already; each may take ``wait_s`` seconds to answer at first."""
     seen = Counter[str]()
     for worker_id, group in numbered_workers(fleet):
-        if isinstance(group.engine, AttachedEngineSpec):
-            number = seen[group.name]
-            seen[group.name] += 1
-            at = dotted(url_path(fleet.workers.index(group), group.engine, number))
-            yield EngineLine(worker_id, group, group.engine, group.engine.all_urls[number], at)
+        if not isinstance(group.engine, AttachedEngineSpec):
+            continue
+        number = seen[group.name]
+        seen[group.name] += 1
+        position = fleet.workers.index(group)
+        model = f"models[{fleet.models.index(fleet.model_of(group))}]"
+        line = f"workers[{position}]"
+        spec = attach_spec(
+            fleet,
+            group,
+            group.engine,
+            worker_id=worker_id,
+            url=group.engine.all_urls[number],
+            engine_key=engine_key,
+            written_at=dotted(url_path(position, group.engine, number)),
+            fields_at={
+                "model": f"{model}.name",
+                "tokenizer": f"{model}.tokenizer",
+                "block_size": f"{model}.block_size",
+                "context_length": f"{model}.context_length",
+                "role": f"{line}.role",
+                "dp_size": f"{line}.dp_size",
+                "kind": f"{line}.engine.kind",
+                "kv_events": f"{line}.engine.kv_events_endpoint",
+                "kv_events_replay": f"{line}.engine.kv_events_replay_endpoint",
+            },
+        )
+        yield FileEngine(group, dataclasses.replace(spec, wait_s=wait_s))
 
 
-def worker_spec(
-    fleet: FleetFile, line: EngineLine, *, engine_key: str | None, wait_s: float
-) -> EngineWorkerSpec:
-    """The worker for an engine of the file, which may take ``wait_s`` seconds to answer."""
-    model = fleet.model_of(line.group)
-    return EngineWorkerSpec(
-        at=EngineAt(
-            kind=EngineKind(line.engine.kind),
-            url=line.url,
-            role=line.group.role,
-            model=model.name,
-            block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
-            context_length=said_context_length(fleet, model),
-            kv_events=line.engine.kv_events_endpoint,
-            kv_events_replay=line.engine.kv_events_replay_endpoint,
-            publishes_kv_events=line.engine.kv_events,
-            api_key=engine_key,
-            wait_s=wait_s,
-        ),
-        worker_id=line.worker_id,
+def attach_spec(
+    fleet: FleetFile,
+    group: WorkerGroup,
+    engine: AttachedEngineSpec,
+    *,
+    worker_id: WorkerId,
+    url: str,
+    engine_key: str | None,
+    written_at: str,
+    fields_at: Mapping[str, str],
+) -> AttachSpec:
+    """Return what is asked for of one engine of a group."""
+    model = fleet.model_of(group)
+    return AttachSpec(
+        kind=engine.kind,
+        url=url,
+        worker_id=worker_id,
+        role=group.role,
+        model=model.name,
         tokenizer=fleet.said_tokenizer(model),
-        runtime_config=placed_config(fleet, line.group),
+        block_size=model.mock_block_size if fleet.has_mocks(model) else model.block_size,
+        context_length=said_context_length(fleet, model),
+        dp_size=group.dp_size,
+        kv_events=engine.kv_events_endpoint,
+        kv_events_replay=engine.kv_events_replay_endpoint,
+        publishes_kv_events=engine.kv_events,
+        api_key=engine_key,
+        runtime_config=placed_config(fleet, group),
+        written_at=written_at,
+        fields_at=fields_at,
     )
 
 
-def pick_engine(fleet: FleetFile, kind: str, *, group: str | None, index: int) -> EngineLine:
+def pick_engine(engines: Iterable[FileEngine], kind: str, *, group: str | None, index: int) -> FileEngine:
     """Return engine ``index`` of a group of engines of this kind. Raises ConfigError that names the flag."""
-    lines = [line for line in engine_lines(fleet) if line.engine.kind == kind]
-    names = list(dict.fromkeys(line.group.name for line in lines))
+    of_kind = [engine for engine in engines if engine.spec.kind == kind]
+    names = list(dict.fromkeys(engine.group.name for engine in of_kind))
     if not names:
         raise ConfigError(f"--fleet: the file has no engines of kind {kind!r}", param="fleet")
     if group is None and len(names) > 1:
         raise ConfigError(f"--group: must be one of {', '.join(names)}", param="group")
     if group is not None and group not in names:
         raise ConfigError(f"--group: must be one of {', '.join(names)}, not {group!r}", param="group")
-    found = [line for line in lines if line.group.name == (group or names[0])]
+    found = [engine for engine in of_kind if engine.group.name == (group or names[0])]
     if not 0 <= index < len(found):
         raise ConfigError(
             f"--index: group {found[0].group.name!r} has engines 0 to {len(found) - 1}, not {index}",
@@ -161,8 +176,8 @@ def pick_engine(fleet: FleetFile, kind: str, *, group: str | None, index: int) -
     return found[index]
 
 
-def worker_environ(line: EngineLine, environ: Mapping[str, str]) -> Mapping[str, str]:
+def worker_environ(group: WorkerGroup, environ: Mapping[str, str]) -> Mapping[str, str]:
     """The environment of a worker process: its own topology contract, else that of its group."""
     own = parse_topology_env(environ)
-    contract = {str(name): value for name, value in line.group.topology_env.items()}
+    contract = {str(name): value for name, value in group.topology_env.items()}
     return environ if own.enabled else {**environ, **contract}

@@ -7,12 +7,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrouter.attach.spec import EngineWorkerSpec
 from kvrouter.config import Settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane, EventSource, Role
-from kvrouter.engines.attach import Attached
+from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.processes.standby import Holders, holders
 from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.card_tracker import lost_why
@@ -43,9 +42,7 @@ class WorkerTransports:
 class TransportProvider(Protocol):
     """Provides the transports of all workers of a process."""
 
-    def stand(
-        self, spec: EngineWorkerSpec, attached: Attached
-    ) -> AbstractAsyncContextManager[WorkerTransports]:
+    def stand(self, spec: AttachSpec, attached: Attached) -> AbstractAsyncContextManager[WorkerTransports]:
         """The transports of this engine's worker. Raises KvrouterError where it cannot be had."""
 
 
@@ -56,7 +53,7 @@ class MemoryTransports:
         self._planes = planes
 
     @asynccontextmanager
-    async def stand(self, _spec: EngineWorkerSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
+    async def stand(self, _spec: AttachSpec, _attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Nothing has to be made, and nobody else can have its place."""
         yield WorkerTransports(
             discovery=self._planes.discovery,
@@ -76,7 +73,7 @@ class NetworkTransports:
         self._known = known
 
     @asynccontextmanager
-    async def stand(self, spec: EngineWorkerSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
+    async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
         """Wait until the place is free, and connect what the settings ask for."""
         lost = asyncio.Event()
 
@@ -87,7 +84,7 @@ class NetworkTransports:
         await self._known.until_free(spec.worker_id)
         async with worker_wires(
             self._settings,
-            component="prefill" if spec.at.role is Role.PREFILL else "backend",
+            component="prefill" if spec.role is Role.PREFILL else "backend",
             has_local_indexer=spec.enable_local_indexer,
             publishes_kv_events=attached.publishes_kv_events,
             on_lost=on_lost,

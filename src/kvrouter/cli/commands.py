@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvrouter.cli.engines import topology, worker_sglang, worker_trtllm, worker_vllm
+from kvrouter.cli.engines import ENGINE_COMMANDS, topology
 from kvrouter.cli.flags import SettingsCommand, given_flags, setting_options
 from kvrouter.cli.operator import operator
 from kvrouter.cli.processes import begin, frontend, model_folders, router, warn, worker, worker_pods
@@ -131,9 +131,8 @@ def _serve_engine_pods(
 
 kvrouter.add_command(frontend)
 kvrouter.add_command(worker)
-worker.add_command(worker_vllm)
-worker.add_command(worker_sglang)
-worker.add_command(worker_trtllm)
+for command in ENGINE_COMMANDS:
+    worker.add_command(command)
 worker.add_command(worker_pods)
 kvrouter.add_command(router)
 

@@ -21,31 +21,11 @@ from kvrouter.config.problems import read_document, without_password
 from kvrouter.config.sources import ENGINE_KEY_VARIABLE, load_settings
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import WorkerId
+from kvrouter.engines.registry import ENGINES, help_of
 from kvrouter.text.source import is_repository
 
 if TYPE_CHECKING:
-    from kvrouter.attach.spec import EngineWorkerSpec
-
-
-_VLLM_HELP = """Make a vLLM server part of a fleet; the server's own image and command stay as they are.
-
-Its model, block size, capacity, ranks and event sources are asked of it. Start it with prefix caching and KV
-events, as the page on vLLM shows. A key that it asks for is taken from KVROUTER_ENGINE_API_KEY.
-"""
-
-_SGLANG_HELP = """Make an SGLang server part of a fleet; the server's own image and command stay as they are.
-
-Its model, page size, capacity, ranks and event sources are asked of it. Start it with KV events and
---enable-cache-report, as the page on SGLang shows. A key that it asks for is taken from
-KVROUTER_ENGINE_API_KEY.
-"""
-
-_TRTLLM_HELP = """Make a TensorRT-LLM server part of a fleet; its own image and command stay as they are.
-
-Its model is asked of it, and what else it tells: where it tells neither its block size nor its context, give
---block-size and --context-length. Its KV events are asked for over HTTP, or heard where --kv-events says. The
-page on TensorRT-LLM shows how to start it. A key that it asks for is taken from KVROUTER_ENGINE_API_KEY.
-"""
+    from kvrouter.engines.attach import AttachSpec
 
 
 _FILE_OPTIONS = (
@@ -64,6 +44,21 @@ _FILE_OPTIONS = (
         help="Which engine of the group, from 0; with --fleet.",
     ),
 )
+
+_FLAGS_AT = {
+    field: f"--{field.replace('_', '-')}"
+    for field in (
+        "url",
+        "model",
+        "tokenizer",
+        "role",
+        "block_size",
+        "context_length",
+        "kv_events",
+        "kv_events_replay",
+    )
+}
+"""The flag of what an engine may contradict: by the name of the field."""
 
 _PLACE_FLAGS = ("role", "domain", "taint", "kv_transfer_domain", "kv_transfer_enforcement",
                 "kv_transfer_preferred_weight")  # fmt: skip
@@ -87,7 +82,8 @@ class EngineFlags:
 _ENGINE_FLAGS = tuple(field.name for field in fields(EngineFlags))
 
 
-def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
+def _engine_command(kind: str) -> click.Command:
+    texts = help_of(kind)
     options = [
         click.option("--url", metavar="URL", help="Its server, as http://127.0.0.1:8000."),
         *_FILE_OPTIONS,
@@ -152,7 +148,7 @@ def _engine_command(kind: str, *, short_help: str, text: str) -> click.Command:
 
     for option in reversed(options):
         serve = option(serve)
-    command = click.command(kind, cls=SettingsCommand, short_help=short_help, help=text)(serve)
+    command = click.command(kind, cls=SettingsCommand, short_help=texts.short, help=texts.text)(serve)
     command.params.extend(setting_options("planes", "log"))
     return command
 
@@ -181,7 +177,7 @@ def _serve(
         document=None if document is None else settings_document(document),
     )
     begin(loaded)
-    from kvrouter.attach.spec import pick_engine, worker_environ, worker_spec  # noqa: PLC0415
+    from kvrouter.attach.spec import file_engines, pick_engine, worker_environ  # noqa: PLC0415
     from kvrouter.commands.engine_worker import serve_engine_worker  # noqa: PLC0415
 
     environ: Mapping[str, str] = os.environ
@@ -196,33 +192,31 @@ def _serve(
             fleet_of_one(said),
             engine_key=engine_key,
             worker_id=worker_id_of(worker_id),
-            wait_s=engine_wait_s,
         )
     else:
         if said:
             given = ", ".join(flag_of(name) for name in said)
             raise click.UsageError(f"{given}: the fleet file says so already")
         of_file = load_fleet(document).fleet
-        line = pick_engine(of_file, kind, group=group, index=index)
-        spec = worker_spec(of_file, line, engine_key=engine_key, wait_s=engine_wait_s)
+        engines = file_engines(of_file, engine_key=engine_key)
+        picked = pick_engine(engines, kind, group=group, index=index)
+        spec = picked.spec
         if worker_id is not None:
             spec = replace(spec, worker_id=worker_id_of(worker_id))
-        environ = worker_environ(line, os.environ)
-    spec = replace(spec, enable_local_indexer=enable_local_indexer, is_standby=is_standby)
+        environ = worker_environ(picked.group, os.environ)
+    spec = replace(
+        spec,
+        wait_s=engine_wait_s,
+        enable_local_indexer=enable_local_indexer,
+        is_standby=is_standby,
+    )
     sys.exit(serve_engine_worker(loaded.settings, spec, environ, drain_limit_s=drain_limit_s))
 
 
 def _spec_of_flags(
-    kind: str,
-    engine: EngineFlags,
-    place: FleetFile,
-    *,
-    engine_key: str | None,
-    worker_id: WorkerId,
-    wait_s: float,
-) -> "EngineWorkerSpec":
-    from kvrouter.attach.spec import EngineWorkerSpec  # noqa: PLC0415
-    from kvrouter.engines.attach import EngineAt, EngineKind  # noqa: PLC0415
+    kind: str, engine: EngineFlags, place: FleetFile, *, engine_key: str | None, worker_id: WorkerId
+) -> "AttachSpec":
+    from kvrouter.engines.attach import AttachSpec  # noqa: PLC0415
     from kvrouter.wiring.fleet_build import placed_config  # noqa: PLC0415
 
     if engine.url is None:
@@ -232,23 +226,21 @@ def _spec_of_flags(
     if engine.no_kv_events and engine.kv_events is not None:
         raise click.UsageError("--no-kv-events and --kv-events contradict each other")
     (group,) = place.workers
-    return EngineWorkerSpec(
-        at=EngineAt(
-            kind=EngineKind(kind),
-            url=_checked_url(engine.url),
-            wait_s=wait_s,
-            role=group.role,
-            model=engine.model,
-            block_size=engine.block_size,
-            context_length=engine.context_length,
-            kv_events=engine.kv_events,
-            kv_events_replay=engine.kv_events_replay,
-            publishes_kv_events=not engine.no_kv_events,
-            api_key=engine_key,
-        ),
+    return AttachSpec(
+        kind=kind,
+        url=_checked_url(engine.url),
         worker_id=worker_id,
+        role=group.role,
+        model=engine.model,
         tokenizer=None if engine.tokenizer is None else _checked_tokenizer(engine.tokenizer),
+        block_size=engine.block_size,
+        context_length=engine.context_length,
+        kv_events=engine.kv_events,
+        kv_events_replay=engine.kv_events_replay,
+        publishes_kv_events=not engine.no_kv_events,
+        api_key=engine_key,
         runtime_config=placed_config(place, group),
+        fields_at=_FLAGS_AT,
     )
 
 
@@ -267,13 +259,8 @@ def _checked_url(url: str) -> str:
     return url
 
 
-worker_vllm = _engine_command("vllm", short_help="Beside a vLLM server that runs already.", text=_VLLM_HELP)
-worker_sglang = _engine_command(
-    "sglang", short_help="Beside an SGLang server that runs already.", text=_SGLANG_HELP
-)
-worker_trtllm = _engine_command(
-    "trtllm", short_help="Beside a TensorRT-LLM server that runs already.", text=_TRTLLM_HELP
-)
+ENGINE_COMMANDS = tuple(_engine_command(kind) for kind in ENGINES)
+"""``kvrouter worker vllm`` and its like: one for each kind that is registered."""
 
 
 TERMINATED = 128 + signal.SIGTERM

@@ -1,103 +1,130 @@
-"""``kvrouter worker vllm``, ``sglang`` and ``trtllm``: a worker process for one engine."""
+"""``kvrouter worker vllm`` and its like: a worker process for one engine."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
-from kvrouter.attach.attachment import attach, tell
-from kvrouter.attach.spec import EngineWorkerSpec, engine_card
+from kvrouter.attach.attachment import EngineAttachment, EngineWorkers
+from kvrouter.attach.transport_provider import WorkerTransports
 from kvrouter.commands.worker_process import WorkerProcess, logger
 from kvrouter.config import Settings
-from kvrouter.core.errors import ConfigError
+from kvrouter.core.errors import KvrouterError
 from kvrouter.core.workers import Role
+from kvrouter.engines.attach import Attached, AttachSpec
 from kvrouter.processes.standby import until_free
+from kvrouter.telemetry import Event, log_event
 from kvrouter.transports.discovery.port import GoneSink
 from kvrouter.wiring.router_transports import settled
-from kvrouter.wiring.tls import advertised
 from kvrouter.wiring.worker_transports import worker_wires
-from kvrouter.worker import Worker, new_incarnation
+from kvrouter.worker import Worker
 from kvrouter.worker.topology_env import parse_topology_env
 
 
-@dataclass(frozen=True, slots=True)
-class RunningEngineWorker:
-    """A worker that serves."""
+class ProcessTransports:
+    """The transports of the one worker of this process: they are what its settings say.
 
-    worker: Worker
+    ``on_lost`` hears when another start of its id has its place, which ends the process.
+    """
+
+    def __init__(self, settings: Settings, on_lost: GoneSink | None) -> None:
+        self._settings = settings
+        self._on_lost = on_lost
+
+    @asynccontextmanager
+    async def stand(self, spec: AttachSpec, attached: Attached) -> AsyncIterator[WorkerTransports]:
+        """Connect what the settings ask for; a standby waits until the worker's place is free."""
+        async with worker_wires(
+            self._settings,
+            component="prefill" if spec.role is Role.PREFILL else "backend",
+            has_local_indexer=spec.enable_local_indexer,
+            publishes_kv_events=attached.publishes_kv_events,
+            on_lost=self._on_lost,
+        ) as wires:
+            if spec.is_standby:
+                await until_free(wires.discovery, spec.worker_id)
+            yield WorkerTransports(
+                discovery=wires.discovery,
+                events=wires.events,
+                requests=wires.requests,
+                recovery=wires.recovery,
+                source=wires.events.source,
+                address_of=wires.requests.address_of,
+            )
+
+
+class RunningEngineWorker:
+    """A worker that serves, and the task that keeps its engine attached."""
+
+    def __init__(self, attachment: EngineAttachment, task: asyncio.Task[None]) -> None:
+        self._attachment = attachment
+        self._task = task
+
+    @property
+    def worker(self) -> Worker | None:
+        """It; None while its engine, which was started as another one, is attached again."""
+        return self._attachment.worker
 
     async def drain(self, limit_s: float) -> bool:
-        """Take no new legs, and wait up to ``limit_s`` seconds for those that run."""
-        return await self.worker.drain(limit_s)
+        """Take no new legs, and wait up to ``limit_s`` seconds for those that run; the engine is attached no
+        more.
+        """
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        return self.worker is None or await self.worker.drain(limit_s)
 
 
 @asynccontextmanager
 async def engine_worker(
     settings: Settings,
-    spec: EngineWorkerSpec,
+    spec: AttachSpec,
     environ: Mapping[str, str],
     *,
     on_lost: GoneSink | None = None,
 ) -> AsyncIterator[RunningEngineWorker]:
     """Run the worker on this event loop: inside, it serves; ``on_lost`` hears when another has its place.
 
-    Raises TopologyUnavailable, ConfigError, or NatsUnreachable.
+    Raises what hinders its first start: TopologyUnavailable, ConfigError, or NatsUnreachable. An engine that
+    is started as another one later, and contradicts ``spec``, is logged, and asked again.
     """
-    topology = parse_topology_env(environ)
-    settings = settled(settings, kv_events=spec.at.publishes_kv_events)
+    contract = parse_topology_env(environ)
+    settings = settled(settings, kv_events=spec.publishes_kv_events)
+    workers = EngineWorkers(settings, ProcessTransports(settings, on_lost), folders=None, log=logger)
+    serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_joined(_: Worker) -> None:
+        if not serves.done():
+            serves.set_result(None)
+
+    def on_refused(error: KvrouterError) -> None:
+        if not serves.done():
+            serves.set_exception(error)
+            return
+        worker, model = str(spec.worker_id), spec.model or "unknown"
+        log_event(logger, Event.WORKER_REFUSED, worker=worker, model=model, reason=error.message)
+
+    attachment = EngineAttachment(
+        spec,
+        workers,
+        contract=contract if contract.enabled else None,
+        on_refused=on_refused,
+        on_joined=on_joined,
+    )
+    task = asyncio.create_task(attachment.run())
     try:
-        attached = await attach(spec.at, spec.worker_id)
-    except ConfigError as error:
-        raise _of_flag(error) from error
-    try:
-        tell(logger, spec.worker_id, spec.at, attached)
-        async with worker_wires(
-            settings,
-            component="prefill" if spec.at.role is Role.PREFILL else "backend",
-            has_local_indexer=spec.enable_local_indexer,
-            publishes_kv_events=attached.publishes_kv_events,
-            on_lost=on_lost,
-        ) as wires:
-            if spec.is_standby:
-                await until_free(wires.discovery, spec.worker_id)
-            incarnation = new_incarnation()
-            worker = Worker(
-                attached.engine,
-                engine_card(
-                    spec,
-                    attached,
-                    incarnation=incarnation,
-                    address=wires.requests.address_of(spec.worker_id, incarnation),
-                    namespace=settings.planes.namespace,
-                    event_source=wires.events.source,
-                    here=advertised(settings),
-                ),
-                discovery=wires.discovery,
-                events=wires.events,
-                requests=wires.requests,
-                recovery=wires.recovery,
-                topology=topology if topology.enabled else None,
-            )
-            await worker.start()
-            try:
-                yield RunningEngineWorker(worker)
-            finally:
-                await worker.stop()
+        await serves
+        yield RunningEngineWorker(attachment, task)
     finally:
-        await attached.engine.stop()
-
-
-def _of_flag(error: ConfigError) -> ConfigError:
-    """The same of the command's flag: fields and flags have the same names."""
-    flag = (error.param or "").replace("_", "-")
-    return ConfigError(f"--{flag}: {error.message}", param=error.param)
+        task.cancel()
+        await asyncio.wait({task})
+        await attachment.leave()
 
 
 def serve_engine_worker(
-    settings: Settings, spec: EngineWorkerSpec, environ: Mapping[str, str], *, drain_limit_s: float
+    settings: Settings, spec: AttachSpec, environ: Mapping[str, str], *, drain_limit_s: float
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until another has the worker's place; then drain.
 
     Returns the exit code, LOST_PLACE when another has the place.
     """
-    process = WorkerProcess(settings, spec.worker_id, role=spec.at.role.value, drain_limit_s=drain_limit_s)
+    process = WorkerProcess(settings, spec.worker_id, role=spec.role.value, drain_limit_s=drain_limit_s)
     return process.serve(lambda on_lost: engine_worker(settings, spec, environ, on_lost=on_lost))

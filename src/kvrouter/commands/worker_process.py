@@ -110,8 +110,8 @@ class Running(Protocol):
     """A worker that serves."""
 
     @property
-    def worker(self) -> Worker:
-        """It."""
+    def worker(self) -> Worker | None:
+        """It; None while there is none for a moment."""
 
     async def drain(self, limit_s: float) -> bool:
         """Take no new legs, and wait up to ``limit_s`` seconds for what is under way."""
@@ -129,7 +129,7 @@ class WorkerProcess:
         self._worker_id = worker_id
         self._role = role
         self._drain_limit_s = drain_limit_s
-        self._worker: Worker | None = None
+        self._running: Running | None = None
 
     def serve(self, run: Run) -> int:
         """Serve until SIGTERM or SIGINT, or until another has the worker's place; then drain.
@@ -162,16 +162,19 @@ class WorkerProcess:
             except ToldToStop:
                 log_event(logger, Event.STOP, worker=worker_id)
                 return code
-            self._worker = running.worker
-            card = running.worker.card
+            self._running = running
             settle_memory()
-            address = static_text(card) if card.incarnation == STATIC_INCARNATION else card.address
-            log_event(logger, Event.READY, worker=worker_id, address=address)
+            if running.worker is not None:
+                card = running.worker.card
+                address = static_text(card) if card.incarnation == STATIC_INCARNATION else card.address
+                log_event(logger, Event.READY, worker=worker_id, address=address)
             await stopping.wait()
-            log_event(logger, Event.DRAIN, worker=worker_id, running_requests=running.worker.running_legs)
+            legs = 0 if running.worker is None else running.worker.running_legs
+            log_event(logger, Event.DRAIN, worker=worker_id, running_requests=legs)
             await running.drain(self._drain_limit_s)
             log_event(logger, Event.STOP, worker=worker_id)
         return code
 
     def _health(self) -> WorkerHealth:
-        return health_of(None if self._worker is None else self._worker.card)
+        worker = None if self._running is None else self._running.worker
+        return health_of(None if worker is None else worker.card)

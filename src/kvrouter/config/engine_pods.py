@@ -1,11 +1,11 @@
 """The labels and annotations of a pod that holds an engine, read as a line of the fleet file."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from kvrouter.config.fleet import FleetFile, KvTransferSpec, WorkerGroup
 from kvrouter.config.fleet_checks import load_part
-from kvrouter.config.fleet_engines import AttachedEngineSpec
+from kvrouter.config.fleet_engines import ATTACHED_KINDS, AttachedEngineSpec
 from kvrouter.config.one_worker import put
 from kvrouter.config.problems import Document, Path, did_you_mean
 from kvrouter.core.errors import ConfigError
@@ -30,7 +30,6 @@ KUBERNETES_LABELS: Mapping[str, str] = {
 """Labels that a pod gets from its node by Kubernetes itself, by the domain; the broadest first."""
 
 PORTS = range(1, 2**16)
-_KINDS = get_args(AttachedEngineSpec.model_fields["kind"].annotation)
 _UNNAMED = "asked"
 """Stands for the model's name where the engine is asked for it."""
 
@@ -138,8 +137,9 @@ def engine_of(
     mistake, which names the label or annotation and the fix.
     """
     kind = pod.labels.get(KIND_LABEL, "")
-    if kind not in _KINDS:
-        known = f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
+    if kind not in ATTACHED_KINDS:
+        *kinds, last = ATTACHED_KINDS
+        known = f"{', '.join(kinds)} or {last}"
         raise ConfigError(f"label {KIND_LABEL}: must be {known}, not {kind!r}", param=KIND_LABEL)
     if unknown := list(_unknown(pod)):
         raise ConfigError("\n".join(unknown), param=PREFIX)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import MaxLen, MinLen
@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvrouter.config.setting import Finite, FleetPart, NonNegative, Positive, PositiveCount, Switch
+from kvrouter.engines.registry import ENGINES
 from kvrouter.mock import EngineHashing, KvLoadFailurePolicy
 
 MOCK: Final = "mock"
@@ -23,6 +24,15 @@ MOCK_CONTEXT_LENGTH = 32_768
 
 URLS_MAX = 1024
 """How many engines one group may have."""
+
+
+ATTACHED_KINDS = tuple(ENGINES)
+"""The kinds of engines that run already."""
+
+if TYPE_CHECKING:
+    AttachedKind = str
+else:
+    AttachedKind = Literal[ATTACHED_KINDS]
 
 
 class HandoffKind(StrEnum):
@@ -152,7 +162,7 @@ class AttachedEngineSpec(FleetPart):
     that it asks for is read from the environment alone: ``KVROUTER_ENGINE_API_KEY``.
     """
 
-    kind: Literal["vllm", "sglang", "trtllm"]
+    kind: AttachedKind
     """Which engine it is."""
 
     url: EngineUrl | None = None

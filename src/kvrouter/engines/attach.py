@@ -1,14 +1,15 @@
-"""The attachment records of an engine: what its operator asks for, and what the engine says of itself."""
+"""How an engine that runs already is attached: what is asked for, what was found, and the port of a kind."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import DpRank
-from kvrouter.core.workers import Role
+from kvrouter.core.ids import DpRank, WorkerId
+from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.port import Engine
+from kvrouter.transports.requests.port import WorkerUnreachable
 
 PORTS = 2**16
 
@@ -19,38 +20,57 @@ _REACHED = ("tcp://", "ipc://")
 """What another process can connect to."""
 
 
-class EngineKind(StrEnum):
-    """Engines that can be attached."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-    TRTLLM = "trtllm"
+class KeyRefused(WorkerUnreachable):
+    """The engine asks for a key, or for another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAt:
-    """An engine's server, and what its operator says of it: None where the engine is to be asked.
+class AttachSpec:
+    """What is asked for: an engine, its worker, and what no engine knows of itself.
 
-    ``kv_events`` and ``kv_events_replay`` are the endpoints of rank 0; each further rank has the next ports.
-    ``wait_s`` is how long it may take to answer at all: a model is loaded in minutes.
+    None where the engine is to be asked. ``kv_events`` and ``kv_events_replay`` are the endpoints of rank 0;
+    each further rank has the next ports. ``wait_s`` is how long it may take to answer at first: a model is
+    loaded in minutes. ``runtime_config`` has the worker's domains, taints and transfer policy.
     """
 
-    kind: EngineKind
+    kind: str
     url: str
-    wait_s: float
+    worker_id: WorkerId
+    wait_s: float = math.inf
     role: Role = Role.BOTH
     model: str | None = None
+    tokenizer: str | None = None
     block_size: int | None = None
     context_length: int | None = None
+    dp_size: int | None = None
     kv_events: str | None = None
     kv_events_replay: str | None = None
     publishes_kv_events: bool = True
     api_key: str | None = None
+    runtime_config: ModelRuntimeConfig = field(default_factory=ModelRuntimeConfig)
+    enable_local_indexer: bool = False
+    is_standby: bool = False
+    start: str = ""
+    """Differs from one start of the engine to the next, where its operator knows which one this is."""
+    written_at: str = ""
+    """Where all this is written, as ``workers[0].engine.url``; empty for flags."""
+    fields_at: Mapping[str, str] = field(default_factory=dict)
+    """Where that is written, or may be, which an engine may contradict: by the name of the field."""
+
+    def mistake(self, must: str, *, param: str | None) -> ConfigError:
+        """Return an error that names where it is written, and what the engine contradicts.
+
+        ``param`` is the name of the field; None for the engine itself.
+        """
+        place = self.fields_at.get(param or "")
+        places = [f"{self.written_at}: {self.url}"] if self.written_at else []
+        places += [] if place is None else [place]
+        return ConfigError(": ".join((*places, must)), param=self.written_at or param)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """An engine that answered, and what its worker's card says of it.
+    """What was found: an engine that answered, and what its worker's card says of it.
 
     ``tokenizer`` is the folder, or the name on a hub, that the engine loaded its own from. Without
     ``total_kv_blocks`` it did not report how many blocks a rank has.
@@ -72,12 +92,28 @@ class Attached:
     names: Mapping[str, str | None] = field(default_factory=dict)
     """What else calls may ask it for: another name of the model (None), or an adapter of it."""
 
+    def is_same_as(self, other: "Attached") -> bool:
+        """Whether the worker of one serves the other: what no card can change is the same."""
+        return self._fixed() == other._fixed()
+
+    def _fixed(self) -> tuple[object, ...]:
+        return self.model, self.block_size, self.context_length, self.dp_start, self.dp_size
+
+
+AttachEngine = Callable[[AttachSpec], Awaitable[Attached]]
+"""Asks an engine what it is, and returns it with its adapter, not started.
+
+Raises :class:`~kvrouter.transports.requests.port.WorkerUnreachable` for one that does not answer, and
+:class:`~kvrouter.core.errors.ConfigError` whose ``param`` is the field of :class:`AttachSpec` that the engine
+contradicts.
+"""
+
 
 def check_model(
-    at: EngineAt, served: tuple[str, ...], engine_fix: str = "with --served-model-name {model}"
+    spec: AttachSpec, served: tuple[str, ...], engine_fix: str = "with --served-model-name {model}"
 ) -> str:
     """Return the name of the model; raise ConfigError when the engine does not serve what was said."""
-    model = at.model or served[0]
+    model = spec.model or served[0]
     if model not in served:
         raise ConfigError(
             f"the engine serves {', '.join(served)}, not {model!r}: give one of these, "
@@ -87,22 +123,22 @@ def check_model(
     return model
 
 
-def check_block_size(at: EngineAt, block_size: int, engine_flag: str) -> None:
+def check_block_size(spec: AttachSpec, block_size: int, engine_flag: str) -> None:
     """Raise ConfigError when the engine's blocks are not what was said."""
-    if at.block_size is not None and at.block_size != block_size:
+    if spec.block_size is not None and spec.block_size != block_size:
         raise ConfigError(
-            f"the engine's blocks have {block_size} tokens, not {at.block_size}: "
-            f"leave it out, or start the engine with {engine_flag} {at.block_size}",
+            f"the engine's blocks have {block_size} tokens, not {spec.block_size}: "
+            f"leave it out, or start the engine with {engine_flag} {spec.block_size}",
             param="block_size",
         )
 
 
-def context_length_of(at: EngineAt, context_length: int, engine_flag: str) -> int:
+def context_length_of(spec: AttachSpec, context_length: int, engine_flag: str) -> int:
     """Return how many tokens the worker takes, which may be fewer than its engine does.
 
     Raises ConfigError when the engine's context is not as long as was said.
     """
-    said = context_length if at.context_length is None else at.context_length
+    said = context_length if spec.context_length is None else spec.context_length
     if said > context_length:
         raise ConfigError(
             f"the engine's context holds {context_length} tokens, not {said}: "
@@ -113,18 +149,18 @@ def context_length_of(at: EngineAt, context_length: int, engine_flag: str) -> in
 
 
 def events_of(
-    at: EngineAt, reported: Mapping[DpRank, EventsAt], n_ranks: int
+    spec: AttachSpec, reported: Mapping[DpRank, EventsAt], n_ranks: int
 ) -> tuple[Mapping[DpRank, EventsAt], tuple[str, ...]]:
     """Return where the ranks publish, by what the operator or else the engine says, and warnings."""
-    if not at.publishes_kv_events:
+    if not spec.publishes_kv_events:
         return {}, ()
     events = {rank: each for rank, each in reported.items() if each.events.startswith(_REACHED)}
-    if at.kv_events is not None:
+    if spec.kv_events is not None:
         topic = next(iter(reported.values())).topic if reported else ""
         events = {
             DpRank(rank): EventsAt(
-                _counted_on("kv_events", at.kv_events, rank),
-                at.kv_events_replay and _counted_on("kv_events_replay", at.kv_events_replay, rank),
+                _counted_on("kv_events", spec.kv_events, rank),
+                spec.kv_events_replay and _counted_on("kv_events_replay", spec.kv_events_replay, rank),
                 topic,
             )
             for rank in range(n_ranks)
@@ -132,12 +168,12 @@ def events_of(
     if not events and reported:
         endpoint = next(iter(reported.values())).events
         return {}, (
-            f"the engine at {at.url} publishes its KV events at {endpoint}, where its own process alone "
+            f"the engine at {spec.url} publishes its KV events at {endpoint}, where its own process alone "
             "hears them: give its --kv-events-config an endpoint that begins with tcp://",
         )
     if not events:
         return {}, (
-            f"the engine at {at.url} tells of no KV events: start it with --kv-events-config, name them by "
+            f"the engine at {spec.url} tells of no KV events: start it with --kv-events-config, name them by "
             "--kv-events (kv_events_endpoint in a fleet file), or say --no-kv-events (kv_events: false)",
         )
     if any(each.replay is None for each in events.values()):

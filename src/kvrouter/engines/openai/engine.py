@@ -77,9 +77,7 @@ async def _at_once(answer: bytes) -> bytes:
 
 def another_engine(url: str, what: str, now: object, before: object) -> WorkerUnreachable:
     """Return the error for an engine that was restarted as another one than its worker's card describes."""
-    return WorkerUnreachable(
-        f"{url} was started anew with other {what}: {now}, not {before}: start its worker anew too"
-    )
+    return WorkerUnreachable(f"{url} was started again with other {what}: {now}, not {before}")
 
 
 class EngineClient(Protocol):

@@ -5,7 +5,7 @@ Clients may read what an error of a call says, so it omits the engine's address;
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -14,6 +14,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, KvrouterError, ProtocolError
+from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 
 CONNECT_LIMIT_S = 5.0
@@ -78,10 +79,6 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 _failure = msgspec.json.Decoder(_Failure)
-
-
-class KeyRefused(WorkerUnreachable):
-    """The engine asks for a key, or for another one."""
 
 
 class EngineServer:
@@ -270,3 +267,16 @@ def read_metrics(page: bytes, names: Iterable[str]) -> Samples:
     except (ValueError, KeyError, IndexError) as error:
         raise ProtocolError(f"the engine's metrics page cannot be read: {error}", param="metrics") from error
     return found
+
+
+async def attach_server(
+    spec: AttachSpec, attach: Callable[[EngineServer, AttachSpec], Awaitable[Attached]]
+) -> Attached:
+    """Open the engine's server, and return what ``attach`` makes of it; its errors close the server again."""
+    server = EngineServer(spec.url, api_key=spec.api_key)
+    await server.open()
+    try:
+        return await attach(server, spec)
+    except BaseException:
+        await server.close()
+        raise

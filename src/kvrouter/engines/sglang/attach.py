@@ -12,7 +12,7 @@ from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import (
     Attached,
-    EngineAt,
+    AttachSpec,
     check_block_size,
     check_model,
     context_length_of,
@@ -30,7 +30,7 @@ from kvrouter.engines.kv_events.batches import (
 )
 from kvrouter.engines.kv_events.records import EngineBatch, EngineEvent
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
-from kvrouter.engines.openai.server import EngineFailed, EngineServer
+from kvrouter.engines.openai.server import EngineFailed, EngineServer, attach_server
 from kvrouter.engines.sglang.calls import call_of
 from kvrouter.engines.sglang.introspect import SglangInfo, ask_facts, ask_loads
 from kvrouter.transports.requests.port import WorkerUnreachable
@@ -109,41 +109,46 @@ _SHAPES: dict[str, EventLayout] = {
 }
 
 
-def attach_sglang(server: EngineServer, facts: SglangInfo, at: EngineAt, worker_id: WorkerId) -> Attached:
-    """Return the engine behind ``server``. Raises ConfigError with the field of a contradiction."""
-    model = check_model(at, (facts.model,))
-    check_block_size(at, facts.block_size, "--page-size")
-    if at.role is not facts.role:
-        mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[at.role]
+async def attach(spec: AttachSpec) -> Attached:
+    """An :data:`~kvrouter.engines.attach.AttachEngine`."""
+    return await attach_server(spec, _attach)
+
+
+async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
+    facts = await ask_facts(server)
+    model = check_model(spec, (facts.model,))
+    check_block_size(spec, facts.block_size, "--page-size")
+    if spec.role is not facts.role:
+        mode = {Role.BOTH: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}[spec.role]
         raise ConfigError(
-            f"the engine's mode of disaggregation makes it {facts.role}, not {at.role}: give that "
+            f"the engine's mode of disaggregation makes it {facts.role}, not {spec.role}: give that "
             f"role, or start the engine with --disaggregation-mode {mode}",
             param="role",
         )
-    events, warnings = events_of(at, facts.events, facts.dp_size)
-    if at.publishes_kv_events and not facts.prefix_caching:
-        warnings += (f"the engine at {at.url} keeps no prefix cache: it has --disable-radix-cache",)
+    events, warnings = events_of(spec, facts.events, facts.dp_size)
+    if spec.publishes_kv_events and not facts.prefix_caching:
+        warnings += (f"the engine at {spec.url} keeps no prefix cache: it has --disable-radix-cache",)
     if not facts.tells_cached_tokens:
         warnings += (
-            f"the engine at {at.url} does not tell cached tokens, so nobody can see whether the index is "
+            f"the engine at {spec.url} does not tell cached tokens, so nobody can see whether the index is "
             "right: start it with --enable-cache-report",
         )
-    meets = at.role is Role.PREFILL and facts.bootstrap_port is not None
+    meets = spec.role is Role.PREFILL and facts.bootstrap_port is not None
     return Attached(
         engine=ServedEngine(
             server,
-            SglangClient(worker_id, facts),
+            SglangClient(spec.worker_id, facts),
             ZmqEvents(events, decode, facts.block_size),
             started=facts.started,
         ),
         version=f"sglang {facts.version}",
         model=model,
         tokenizer=facts.tokenizer,
-        context_length=context_length_of(at, facts.context_length, "--context-length"),
+        context_length=context_length_of(spec, facts.context_length, "--context-length"),
         block_size=facts.block_size,
         total_kv_blocks=facts.total_blocks,
         dp_size=facts.dp_size,
         publishes_kv_events=bool(events),
         warnings=warnings,
-        bootstrap=(urlsplit(at.url).hostname or "", facts.bootstrap_port or 0) if meets else None,
+        bootstrap=(urlsplit(spec.url).hostname or "", facts.bootstrap_port or 0) if meets else None,
     )

@@ -6,7 +6,7 @@ from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import KvTransfers, LoadReport, Role
 from kvrouter.engines.attach import (
     Attached,
-    EngineAt,
+    AttachSpec,
     check_block_size,
     check_model,
     context_length_of,
@@ -14,7 +14,7 @@ from kvrouter.engines.attach import (
 )
 from kvrouter.engines.kv_events.listener import EngineEventSource
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import EngineServer, attach_server
 from kvrouter.engines.trtllm.calls import call_of
 from kvrouter.engines.trtllm.events import decode
 from kvrouter.engines.trtllm.introspect import (
@@ -22,6 +22,7 @@ from kvrouter.engines.trtllm.introspect import (
     HEALTH,
     SHARED_IDS,
     TrtllmInfo,
+    ask_facts,
     ask_fetched,
     ask_iteration,
     ask_name,
@@ -111,69 +112,74 @@ class TrtllmClient:
             raise another_engine(server.url, "models", model, self._facts.model)
 
 
-def attach_trtllm(server: EngineServer, facts: TrtllmInfo, at: EngineAt, worker_id: WorkerId) -> Attached:
-    """Return the engine behind ``server``. Raises ConfigError with the field of a
-    contradiction, or of what the engine does not report.
+async def attach(spec: AttachSpec) -> Attached:
+    """An :data:`~kvrouter.engines.attach.AttachEngine`; an error may also be about what the engine does not
+    report.
     """
-    model = check_model(at, (facts.model,), "from a folder named {model}")
-    block_size = _block_size(at, facts)
-    event_source, warnings = _event_source(server, at, block_size)
+    return await attach_server(spec, _attach)
+
+
+async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
+    facts = await ask_facts(server)
+    model = check_model(spec, (facts.model,), "from a folder named {model}")
+    block_size = _block_size(spec, facts)
+    event_source, warnings = _event_source(server, spec, block_size)
     if not facts.is_from(ANSWERS_AT_ONCE):
         warnings += (
-            f"the engine at {at.url} is TensorRT-LLM {facts.version}: before 1.2 it does not tell its load "
+            f"the engine at {spec.url} is TensorRT-LLM {facts.version}: before 1.2 it does not tell its load "
             "while it is busy, so it is not asked, and its KV events come late",
         )
     elif facts.total_blocks is None:
         warnings += (
-            f"the engine at {at.url} has not told its load, nor how many KV blocks it has: it does so only "
+            f"the engine at {spec.url} has not told its load, nor how many KV blocks it has: it does so only "
             "with enable_iter_perf_stats: true",
         )
-    client = TrtllmClient(worker_id, facts, block_size=block_size, fetches_kv=at.role is Role.DECODE)
+    client = TrtllmClient(spec.worker_id, facts, block_size=block_size, fetches_kv=spec.role is Role.DECODE)
     return Attached(
         engine=ServedEngine(server, client, event_source),
         version=f"tensorrt_llm {facts.version}",
         model=model,
         tokenizer=facts.model,
-        context_length=_context_length(at, facts),
+        context_length=_context_length(spec, facts),
         block_size=block_size,
         total_kv_blocks=facts.total_blocks,
         dp_size=1,
-        publishes_kv_events=at.publishes_kv_events,
+        publishes_kv_events=spec.publishes_kv_events,
         warnings=warnings,
     )
 
 
-def _block_size(at: EngineAt, facts: TrtllmInfo) -> int:
+def _block_size(spec: AttachSpec, facts: TrtllmInfo) -> int:
     if facts.block_size is not None:
-        check_block_size(at, facts.block_size, "kv_cache_config.tokens_per_block")
+        check_block_size(spec, facts.block_size, "kv_cache_config.tokens_per_block")
         return facts.block_size
-    if at.block_size is None:
+    if spec.block_size is None:
         raise ConfigError(
-            f"the engine at {at.url} does not tell it: give its "
+            f"the engine at {spec.url} does not tell it: give its "
             "kv_cache_config.tokens_per_block, which is 32 where it is not set, or start it with "
             "enable_iter_perf_stats: true",
             param="block_size",
         )
-    return at.block_size
+    return spec.block_size
 
 
-def _context_length(at: EngineAt, facts: TrtllmInfo) -> int:
+def _context_length(spec: AttachSpec, facts: TrtllmInfo) -> int:
     if facts.context_length is not None:
-        return context_length_of(at, facts.context_length, "--max_seq_len")
-    if at.context_length is None:
+        return context_length_of(spec, facts.context_length, "--max_seq_len")
+    if spec.context_length is None:
         raise ConfigError(
-            f"the engine at {at.url} does not tell it: give its --max_seq_len, or the "
+            f"the engine at {spec.url} does not tell it: give its --max_seq_len, or the "
             "model's own where that is not set",
             param="context_length",
         )
-    return at.context_length
+    return spec.context_length
 
 
 def _event_source(
-    server: EngineServer, at: EngineAt, block_size: int
+    server: EngineServer, spec: AttachSpec, block_size: int
 ) -> tuple[EngineEventSource, tuple[str, ...]]:
     """Its server is asked for the events, or else somebody publishes them where the operator says."""
-    if at.publishes_kv_events and at.kv_events is None:
+    if spec.publishes_kv_events and spec.kv_events is None:
         return Polled(server, block_size), ()
-    events, warnings = events_of(at, {}, 1)
+    events, warnings = events_of(spec, {}, 1)
     return ZmqEvents(events, decode, block_size), warnings

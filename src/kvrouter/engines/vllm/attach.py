@@ -5,14 +5,14 @@ from kvrouter.core.requests import EngineRequest
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import (
     Attached,
-    EngineAt,
+    AttachSpec,
     check_block_size,
     check_model,
     context_length_of,
     events_of,
 )
 from kvrouter.engines.openai.engine import EngineCall, Probe, ServedEngine, ZmqEvents, another_engine
-from kvrouter.engines.openai.server import EngineServer, read_metrics
+from kvrouter.engines.openai.server import EngineServer, attach_server, read_metrics
 from kvrouter.engines.vllm.calls import call_of
 from kvrouter.engines.vllm.events import decode
 from kvrouter.engines.vllm.introspect import (
@@ -71,29 +71,36 @@ class VllmClient:
             raise another_engine(url, "ranks", sorted(now.ranks), sorted(before.ranks))
 
 
-def attach_vllm(server: EngineServer, facts: VllmInfo, at: EngineAt, worker_id: WorkerId) -> Attached:
-    """Return the engine behind ``server``. Raises ConfigError with the field of a contradiction."""
-    model = check_model(at, facts.models)
-    check_block_size(at, facts.block_size, "--block-size")
-    events, warnings = events_of(at, facts.events, len(facts.ranks))
-    if at.publishes_kv_events and not facts.prefix_caching:
-        warnings += (f"the engine at {at.url} keeps no prefix cache: start it with --enable-prefix-caching",)
-    if at.role is Role.PREFILL and not facts.uses_nixl:
+async def attach(spec: AttachSpec) -> Attached:
+    """An :data:`~kvrouter.engines.attach.AttachEngine`."""
+    return await attach_server(spec, _attach)
+
+
+async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
+    facts = await ask_facts(server)
+    model = check_model(spec, facts.models)
+    check_block_size(spec, facts.block_size, "--block-size")
+    events, warnings = events_of(spec, facts.events, len(facts.ranks))
+    if spec.publishes_kv_events and not facts.prefix_caching:
         warnings += (
-            f"the engine at {at.url} has no NixlConnector: unless decode engines find its KV by themselves, "
-            "as in storage that they share, each prompt is computed twice",
+            f"the engine at {spec.url} keeps no prefix cache: start it with --enable-prefix-caching",
+        )
+    if spec.role is Role.PREFILL and not facts.uses_nixl:
+        warnings += (
+            f"the engine at {spec.url} has no NixlConnector: unless decode engines find its KV by "
+            "themselves, as in storage that they share, each prompt is computed twice",
         )
     return Attached(
         engine=ServedEngine(
             server,
-            VllmClient(worker_id, facts, model=model),
+            VllmClient(spec.worker_id, facts, model=model),
             ZmqEvents(events, decode, facts.block_size),
             started=facts.started_s,
         ),
         version=f"vllm {facts.version}",
         model=model,
         tokenizer=facts.root,
-        context_length=context_length_of(at, facts.context_length, "--max-model-len"),
+        context_length=context_length_of(spec, facts.context_length, "--max-model-len"),
         block_size=facts.block_size,
         total_kv_blocks=min(rank.total_blocks for rank in facts.ranks.values()),
         dp_size=len(facts.ranks),

@@ -1,0 +1,5 @@
+"""A toy engine: all that a new kind of engine needs in its own folder."""
+
+SHORT_HELP = "Beside a toy."
+
+HELP = "Make a toy part of a fleet."

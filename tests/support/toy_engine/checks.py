@@ -1,0 +1,40 @@
+"""What a kind of engine can do once it is registered; for ``-p tests.support.toy_engine.registration``."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvrouter.attach import attachment
+from kvrouter.cli.commands import kvrouter
+from tests.support.attach_entrances import ENTRANCES, CardNow
+from tests.support.engine_server import scripted_engine
+from tests.support.waits import until
+
+
+@pytest.fixture(autouse=True)
+def _asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attachment, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(attachment, "TRIED_AGAIN_S", 0.01)
+
+
+def block_size_of(card: CardNow) -> int | None:
+    now = card()
+    return None if now is None else now.block_size
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+async def test_it_is_attached_and_attached_again(entrance: str, tmp_path: Path) -> None:
+    async with scripted_engine({}) as engine:
+        engine.set_page("/toy", json.dumps({"model": "tiny", "block_size": 32, "ranks": 1}))
+        async with ENTRANCES[entrance]("toy", engine, tmp_path) as card:
+            await until(lambda: block_size_of(card) == 32)
+            engine.set_page("/toy", json.dumps({"model": "tiny", "block_size": 64, "ranks": 1}))
+            await until(lambda: block_size_of(card) == 64)
+
+
+def test_it_has_its_command() -> None:
+    said = CliRunner().invoke(kvrouter, ["worker", "toy", "--help"])
+    assert said.exit_code == 0
+    assert "Make a toy part of a fleet." in said.output
