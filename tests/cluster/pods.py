@@ -3,13 +3,14 @@
 import asyncio
 import json
 from collections.abc import Mapping
-from contextlib import aclosing
 from typing import Any
 
 from kubernetes.aio.client import ApiClient
 
-from kvrouter.operator.reconcile.cluster import Cluster
-from kvrouter.operator.reconcile.kinds import PODS, key_of
+from kvrouter.kube.client import KubeClient, manifest_of
+from kvrouter.kube.kubeconfig import LoaderConnection
+from kvrouter.kube.objects import key_of
+from kvrouter.operator.reconcile.kinds import PODS
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
 
@@ -44,12 +45,13 @@ async def bound(plane: ControlPlane, api: ApiClient, manifest: Mapping[str, Any]
     namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
     before = plane.read("pods", "--namespace", namespace)["metadata"]["resourceVersion"]
     plane.apply(manifest)
-    watch = Cluster(api).watch(PODS, before, namespace=namespace, for_s=BOUND_WITHIN_S)
-    async with asyncio.timeout(BOUND_WITHIN_S), aclosing(watch):
-        async for _, told in watch:
-            seen: dict[str, Any] = told
-            if key_of(told) == (namespace, name) and seen.get("spec"):
-                return seen
+    watch = KubeClient(LoaderConnection(api)).watch(PODS.path(namespace), before, for_s=BOUND_WITHIN_S)
+    async with asyncio.timeout(BOUND_WITHIN_S), watch as stream:
+        async for events in stream:
+            for event in events:
+                seen: dict[str, Any] = manifest_of(PODS, event.object)
+                if key_of(seen) == (namespace, name) and seen.get("spec"):
+                    return seen
     raise ConnectionError("the watch ended before the pod was bound")
 
 

@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock import MockCluster
-from kvrouter.transports.discovery.kubernetes import Account
+from kvrouter.kube.account import Account
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import ZONE

@@ -9,9 +9,10 @@ import pytest
 
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
-from kvrouter.transports.discovery.kubernetes import Account, OwnerPod
+from kvrouter.kube.account import Account
+from kvrouter.kube.client import RequestRefused
+from kvrouter.transports.discovery.kubernetes import OwnerPod
 from kvrouter.transports.discovery.kubernetes.api import WorkersApi
-from kvrouter.transports.discovery.kubernetes.server import ApiError
 from kvrouter.transports.discovery.port import Gone
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane
@@ -121,12 +122,12 @@ async def test_a_version_that_is_too_old_for_a_watch_is_told_as_410(
     await store.end().publish(card())
     api = WorkersApi(anyone, fleet=store.fleet, answer_s=60.0)
     try:
-        with pytest.raises(ApiError) as told:
+        with pytest.raises(RequestRefused) as told:
             async with api.watch("1") as stream:
                 await anext(stream)
     finally:
         await api.close()
-    assert told.value.code == 410
+    assert told.value.status == 410
 
 
 async def test_an_object_that_somebody_deleted_takes_nobody_away_and_is_written_again(

@@ -1,28 +1,20 @@
 """The operator's own calls, watches and lease on a real API server."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 from kubernetes.aio.client import ApiClient
 
+from kvrouter.kube.client import CONFLICT, GONE, ClusterError, ClusterLost, KubeClient, RequestRefused
+from kvrouter.kube.informer import Informer
+from kvrouter.kube.kubeconfig import LoaderConnection
+from kvrouter.kube.lease import Leader, LeaseTimes
+from kvrouter.kube.objects import LEASES, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of, uid_of
 from kvrouter.operator.cluster_info import Grove
-from kvrouter.operator.reconcile.cluster import (
-    CONFLICT,
-    GONE,
-    Cluster,
-    ClusterError,
-    ClusterLost,
-    RequestRefused,
-    WatchChange,
-)
 from kvrouter.operator.reconcile.controller import read_facts
-from kvrouter.operator.reconcile.election import LeaseTimes
-from kvrouter.operator.reconcile.informer import Informer
-from kvrouter.operator.reconcile.kinds import LEASES, Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
-from kvrouter.operator.reconcile.leader import Leader
 from tests.support.processes import eventually
 
 CONFIG_MAPS = ResourceKind("v1", "ConfigMap", "configmaps")
@@ -32,11 +24,11 @@ WITHIN_S = 120.0
 
 
 @pytest.fixture
-def cluster(api: ApiClient) -> Cluster:
-    return Cluster(api)
+def cluster(api: ApiClient) -> KubeClient:
+    return KubeClient(LoaderConnection(api))
 
 
-async def test_an_object_is_applied_changed_and_deleted_once(cluster: Cluster, namespace: str) -> None:
+async def test_an_object_is_applied_changed_and_deleted_once(cluster: KubeClient, namespace: str) -> None:
     key = Key(namespace, "settings")
     assert await cluster.read(CONFIG_MAPS, key) is None
     first = await cluster.apply(CONFIG_MAPS, settings(key, "one"))
@@ -57,9 +49,9 @@ async def test_an_object_is_applied_changed_and_deleted_once(cluster: Cluster, n
 
 
 async def test_a_list_of_many_pages_is_whole(
-    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+    cluster: KubeClient, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvrouter.operator.reconcile.cluster.PAGE_OBJECTS", 2)
+    monkeypatch.setattr("kvrouter.kube.client.PAGE_OBJECTS", 2)
     keys = {Key(namespace, f"settings-{i}") for i in range(5)}
     for key in keys:
         await cluster.apply(CONFIG_MAPS, settings(key, "one"))
@@ -72,17 +64,17 @@ async def test_a_server_that_is_not_there_is_lost() -> None:
 
     async with ApiClient(Configuration(host="http://127.0.0.1:1")) as api:
         with pytest.raises(ClusterLost, match="GET /version"):
-            await Cluster(api).version()
+            await KubeClient(LoaderConnection(api)).version()
 
 
-async def test_the_facts_of_a_cluster_without_grove(cluster: Cluster) -> None:
+async def test_the_facts_of_a_cluster_without_grove(cluster: KubeClient) -> None:
     facts = await read_facts(cluster)
     assert facts.grove is Grove.ABSENT
     assert facts.has_mutating_policies
     assert facts.copies_binding_labels
 
 
-async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: Cluster, namespace: str) -> None:
+async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: KubeClient, namespace: str) -> None:
     keys = [Key(namespace, f"settings-{i}") for i in range(3)]
     await cluster.apply(CONFIG_MAPS, settings(keys[0], "a"))
     seen: list[Manifest] = []
@@ -101,7 +93,7 @@ async def test_a_watch_keeps_up_with_what_comes_changes_and_goes(cluster: Cluste
 
 
 async def test_a_watch_that_was_cut_off_for_too_long_lists_anew(api: ApiClient, namespace: str) -> None:
-    cluster = Forgetful(api)
+    cluster = Forgetful(LoaderConnection(api))
     stays, goes = Key(namespace, "stays"), Key(namespace, "goes")
     for key in (stays, goes):
         await cluster.apply(CONFIG_MAPS, settings(key, "a"))
@@ -120,7 +112,7 @@ async def test_a_watch_that_was_cut_off_for_too_long_lists_anew(api: ApiClient, 
     await ended(going_on)
 
 
-async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: Cluster, namespace: str) -> None:
+async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: KubeClient, namespace: str) -> None:
     told: list[str] = []
     first, second = (replica(cluster, namespace, name, told) for name in ("first", "second"))
     leading = asyncio.create_task(first.run(forever))
@@ -138,7 +130,7 @@ async def test_one_leads_until_it_ends_and_the_next_at_once(cluster: Cluster, na
     assert told == ["first leads", "second leads"]
 
 
-async def test_a_leader_whose_lease_was_taken_stops_its_work(cluster: Cluster, namespace: str) -> None:
+async def test_a_leader_whose_lease_was_taken_stops_its_work(cluster: KubeClient, namespace: str) -> None:
     told: list[str] = []
     first = replica(cluster, namespace, "first", told)
     stopped = asyncio.Event()
@@ -160,7 +152,7 @@ async def test_a_leader_whose_lease_was_taken_stops_its_work(cluster: Cluster, n
     await ended(leading)
 
 
-class Forgetful(Cluster):
+class Forgetful(KubeClient):
     """The API server as it is once it no longer knows the version that the next watch goes on from."""
 
     _forgets = False
@@ -168,22 +160,15 @@ class Forgetful(Cluster):
     def forget(self) -> None:
         self._forgets = True
 
+    @asynccontextmanager
     async def watch(
-        self,
-        kind: ResourceKind,
-        version: str,
-        *,
-        namespace: str = "",
-        labels: str = "",
-        for_s: int,
-        opened: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[WatchChange, Manifest], None]:
+        self, path: str, version: str, *, labels: str = "", accept: str = "", for_s: int = 0
+    ) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
         if self._forgets:
             self._forgets = False
             raise RequestRefused("too old resource version", status=GONE, reason="Expired")
-        seen = super().watch(kind, version, namespace=namespace, labels=labels, for_s=for_s, opened=opened)
-        async for told in seen:
-            yield told
+        async with super().watch(path, version, labels=labels, accept=accept, for_s=for_s) as stream:
+            yield stream
 
 
 class Told:
@@ -203,7 +188,7 @@ class Told:
         self._told.append(f"not renewed: {error}")
 
 
-def replica(cluster: Cluster, namespace: str, name: str, told: list[str]) -> Leader:
+def replica(cluster: KubeClient, namespace: str, name: str, told: list[str]) -> Leader:
     return Leader(cluster, Key(namespace, "operator"), name, times=SOON, listener=Told(told))
 
 
@@ -211,7 +196,7 @@ async def forever() -> None:
     await asyncio.Event().wait()
 
 
-async def lease(cluster: Cluster, namespace: str) -> dict[str, Any]:
+async def lease(cluster: KubeClient, namespace: str) -> dict[str, Any]:
     found = await cluster.read(LEASES, Key(namespace, "operator"))
     assert found is not None
     spec = found["spec"]
@@ -219,7 +204,7 @@ async def lease(cluster: Cluster, namespace: str) -> dict[str, Any]:
     return spec
 
 
-async def renewed(cluster: Cluster, namespace: str, before: str) -> bool:
+async def renewed(cluster: KubeClient, namespace: str, before: str) -> bool:
     return bool((await lease(cluster, namespace))["renewTime"] != before)
 
 
@@ -249,7 +234,7 @@ def value_of(manifest: Manifest) -> str:
 
 @asynccontextmanager
 async def watching(
-    cluster: Cluster,
+    cluster: KubeClient,
     namespace: str,
     changed: Callable[[Manifest], None],
     lost: Callable[[ClusterError | None], None] = lambda _: None,

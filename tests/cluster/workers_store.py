@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from kvrouter.transports.discovery.kubernetes import Account, KubernetesDiscovery, OwnerPod
+from kvrouter.kube.account import Account
+from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.discovery.port import GoneSink
 from tests.cluster.certificates import LOOPBACK
 from tests.cluster.control_plane import ControlPlane

@@ -1,13 +1,14 @@
 """A cluster for tests of the operator in which nothing changes."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
-from kvrouter.operator.reconcile.cluster import Cluster, ObjectList, WatchChange
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of
+from kvrouter.kube.client import KubeClient, ObjectList
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_of
 
 
-class QuietCluster(Cluster):
+class QuietCluster(KubeClient):
     """Has these objects. Without mutating policies and of version 1.35, it copies the labels of Bindings."""
 
     def __init__(self, objects: Mapping[ResourceKind, Sequence[Manifest]]) -> None:
@@ -28,16 +29,13 @@ class QuietCluster(Cluster):
     async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
         return next((each for each in self.objects.get(kind, ()) if key_of(each) == key), None)
 
+    @asynccontextmanager
     async def watch(
-        self,
-        kind: ResourceKind,
-        version: str,
-        *,
-        namespace: str = "",
-        labels: str = "",
-        for_s: int,
-        opened: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[WatchChange, Manifest], None]:
+        self, path: str, version: str, *, labels: str = "", accept: str = "", for_s: int = 0
+    ) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
         self.watched.set()
+        yield self._nothing()
+
+    async def _nothing(self) -> AsyncIterator[list[WatchEvent]]:
         await asyncio.Event().wait()
-        yield WatchChange.BOOKMARK, {}
+        yield []

@@ -11,22 +11,21 @@ import pytest
 from kvrouter.config import load_settings
 from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.kube.account import Account, AccountConnection, Token, account_of_pod
+from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.informer import wait_after
 from kvrouter.operator.plan import fleet_name
 from kvrouter.transports.discovery.card_tracker import RENEWALS_PER_LEASE
-from kvrouter.transports.discovery.kubernetes import Account, KubernetesDiscovery, OwnerPod, account_of_pod
-from kvrouter.transports.discovery.kubernetes.account import Token
+from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.discovery.kubernetes.api import reason
 from kvrouter.transports.discovery.kubernetes.discovery import LEASE_S
-from kvrouter.transports.discovery.kubernetes.follow import wait_after
 from kvrouter.transports.discovery.kubernetes.objects import (
     FLEET_LABEL,
-    Status,
     WorkerObject,
     checked_fleet,
     encode_object,
     record_of,
 )
-from kvrouter.transports.discovery.kubernetes.server import STORE_ERRORS, ApiError, ApiServer
 from kvrouter.transports.discovery.wire import CardRecord
 from kvrouter.wiring.router_transports import nats_needs
 from tests.support.discovery_stores import card, nobody
@@ -54,8 +53,8 @@ async def test_a_connection_outlives_the_time_between_two_renewals(
 
     monkeypatch.setattr(aiohttp, "TCPConnector", Recorded)
     monkeypatch.setattr(Account, "trust", lambda _: ssl.create_default_context())
-    server = ApiServer(Account("https://127.0.0.1:1", folder, "models"), answer_s=5.0)
-    with pytest.raises(STORE_ERRORS):
+    server = KubeClient(AccountConnection(Account("https://127.0.0.1:1", folder, "models")), answer_s=5.0)
+    with pytest.raises(ClusterError):
         await server.ask("GET", "/")
     await server.close()
     assert [LEASE_S / RENEWALS_PER_LEASE < each < 90.0 for each in kept_s] == [True]
@@ -144,7 +143,7 @@ def test_a_token_that_was_refused_is_read_again(folder: Path) -> None:
     ("code", "mend"), [(403, "bind a Role"), (404, "kubectl apply"), (500, "says 500 Why: how")]
 )
 def test_what_the_api_server_refuses_is_told_with_the_mend(code: int, mend: str) -> None:
-    assert mend in reason(ApiError(Status(code, "Why", "how")))
+    assert mend in reason(RequestRefused("how", status=code, reason="Why"))
 
 
 def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None:
@@ -152,7 +151,7 @@ def test_waits_double_up_to_a_limit_and_are_as_long_as_the_server_asks() -> None
     waits = [wait_after(failures, TimeoutError()) for _ in range(6)]
     for least_s, wait_s in zip((0.1, 0.2, 0.4, 0.8, 1.0, 1.0), waits, strict=True):
         assert least_s <= wait_s <= 1.5 * least_s
-    assert wait_after(failures, ApiError(Status(429), wait_s=30.0)) >= 30.0
+    assert wait_after(failures, RequestRefused("slow down", status=429, wait_s=30.0)) >= 30.0
     failures.reset()
     assert wait_after(failures, TimeoutError()) <= 0.15
 

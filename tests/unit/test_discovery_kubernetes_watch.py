@@ -13,20 +13,19 @@ import pytest
 from kvrouter.core.backoff import Failures
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.workers import WorkerCard
+from kvrouter.kube import informer
+from kvrouter.kube.account import Account
+from kvrouter.kube.client import ClusterLost, RequestRefused
+from kvrouter.kube.informer import ListAndWatch, wait_after
+from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.discovery.card_tracker import StoreRefusals, WatcherSinks
-from kvrouter.transports.discovery.kubernetes import follow
-from kvrouter.transports.discovery.kubernetes.account import Account
 from kvrouter.transports.discovery.kubernetes.api import WorkersApi
 from kvrouter.transports.discovery.kubernetes.discovery import WorkersWatch
-from kvrouter.transports.discovery.kubernetes.follow import wait_after
 from kvrouter.transports.discovery.kubernetes.objects import (
-    Status,
-    WatchEvent,
     WorkerObject,
     encode_object,
     name_of,
 )
-from kvrouter.transports.discovery.kubernetes.server import ApiError
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.discovery.wire import CardRecord
 from tests.support.discovery_stores import Ear, card
@@ -34,8 +33,8 @@ from tests.support.waits import until
 
 FLEET = "space"
 LONG_S = 60.0
-FORBIDDEN = ApiError(Status(403, "Forbidden", "cannot watch"))
-GONE = ApiError(Status(410, "Expired", "too old resource version"))
+FORBIDDEN = RequestRefused("cannot watch", status=403, reason="Forbidden")
+GONE = RequestRefused("too old resource version", status=410, reason="Expired")
 News = list[WatchEvent] | Exception | None
 """Events, what breaks the watch, or its end."""
 
@@ -71,7 +70,7 @@ class ScriptedApi(WorkersApi):
     async def delete(self, worker_id: WorkerId, version: str) -> None:
         self.deleted.append((worker_id, version))
         if self.objects[name_of(FLEET, worker_id)].metadata.resource_version != version:
-            raise ApiError(Status(409, "Conflict", "another version"))
+            raise RequestRefused("another version", status=409, reason="Conflict")
         del self.objects[name_of(FLEET, worker_id)]
 
     def write(self, worker: WorkerCard, *, lease_s: float = LONG_S, withdrawn: bool = False) -> WatchEvent:
@@ -156,7 +155,7 @@ async def test_a_watch_that_is_too_old_begins_anew_and_nobody_is_lost_or_doubled
 async def test_a_watch_that_ends_goes_on_from_the_last_version_that_it_heard(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "LIVES_LEAST_S", -1.0)
+    monkeypatch.setattr(ListAndWatch, "lives_least_s", -1.0)
     await scene.listen()
     scene.api.tell([scene.api.write(card(1))])
     scene.api.tell(None)
@@ -178,7 +177,7 @@ async def test_watches_that_end_at_once_are_asked_for_ever_later(
         waits.append(wait_after(failures, error))
         return 0.0
 
-    monkeypatch.setattr(follow, "wait_after", no_wait_after)
+    monkeypatch.setattr(informer, "wait_after", no_wait_after)
     await scene.listen()
     for n_ends in range(1, 9):
         scene.api.tell(None)
@@ -219,7 +218,7 @@ async def test_a_silent_watch_is_doubted(scene: Scene) -> None:
     await scene.listen(quiet_s=0.05)
     scene.api.write(card(2))
     await scene.ear.until_heard(card(1), card(2))
-    scene.api.refuses_lists = TimeoutError()
+    scene.api.refuses_lists = ClusterLost("the API server did not answer in time")
     await scene.ear.until_heard(card(1), card(2), False)
 
 

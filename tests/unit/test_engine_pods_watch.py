@@ -11,14 +11,16 @@ from typing import Literal
 import msgspec
 import pytest
 
-from kvrouter.transports.discovery.kubernetes import Account, PodsApi, PodsWatch, follow, pods, pods_reason
-from kvrouter.transports.discovery.kubernetes.objects import Status, WatchEvent
-from kvrouter.transports.discovery.kubernetes.server import ApiError
+from kvrouter.kube.account import Account
+from kvrouter.kube.client import ClusterLost, RequestRefused
+from kvrouter.kube.informer import ListAndWatch
+from kvrouter.kube.objects import WatchEvent
+from kvrouter.transports.discovery.kubernetes import PodsApi, PodsWatch, pods, pods_reason
 from tests.support.engine_pods import pod_json
 from tests.support.waits import until
 
-FORBIDDEN = ApiError(Status(403, "Forbidden", "cannot list"))
-EXPIRED = ApiError(Status(410, "Expired", "too old resource version"))
+FORBIDDEN = RequestRefused("cannot list", status=403, reason="Forbidden")
+EXPIRED = RequestRefused("too old resource version", status=410, reason="Expired")
 News = list[WatchEvent] | Exception | None
 
 
@@ -100,7 +102,7 @@ async def scene(api: ScriptedApi, *, pods_max: int = 10) -> AsyncIterator[Scene]
 
 
 async def test_pods_are_heard_of_as_they_come_change_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follow, "LIVES_LEAST_S", -1.0)
+    monkeypatch.setattr(ListAndWatch, "lives_least_s", -1.0)
     async with scene(ScriptedApi("a", "b")) as made:
         assert made.there == {"a", "b"}
         made.api.tell("ADDED", pod_json("c", more={"resourceVersion": "101"}))
@@ -134,7 +136,7 @@ async def test_an_api_server_that_is_lost_takes_nobody_away_and_is_told_once() -
 
 async def test_one_that_starts_without_an_api_server_waits_for_it() -> None:
     api = ScriptedApi("a")
-    api.refuses = TimeoutError()
+    api.refuses = ClusterLost("the API server did not answer in time")
     async with scene(api) as made:
         assert made.stores == [(False, "the API server did not answer in time")]
         api.refuses = None

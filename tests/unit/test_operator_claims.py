@@ -4,9 +4,9 @@ from typing import cast
 
 import pytest
 
+from kvrouter.kube.client import KubeClient, RequestRefused
+from kvrouter.kube.objects import LEASES, Key, Manifest, ResourceKind, metadata_of, version_of
 from kvrouter.operator.reconcile.claims import AGAIN_S, GONE_S, Claims, takeover_instructions
-from kvrouter.operator.reconcile.cluster import Cluster, RequestRefused
-from kvrouter.operator.reconcile.kinds import LEASES, Key, Manifest, ResourceKind, metadata_of, version_of
 
 ONE, TWO = Key("one", "kvrouter-operator"), Key("two", "kvrouter-operator")
 PLACE = Key("team", "llm")
@@ -43,7 +43,7 @@ class Server:
         return self.deployment
 
     def claims(self, lease: Key) -> Claims:
-        return Claims(cast(Cluster, self), lease, lambda: self.now_s)
+        return Claims(cast(KubeClient, self), lease, lambda: self.now_s)
 
 
 async def test_the_first_one_keeps_it_while_its_lease_is_renewed() -> None:
@@ -106,7 +106,7 @@ async def test_one_whose_lease_may_not_be_read_is_there_until_somebody_hands_ove
 
 async def test_one_of_another_class_has_let_go_of_what_comes_to_this_class() -> None:
     server = Server()
-    blue = Claims(cast(Cluster, server), TWO, lambda: server.now_s, "blue")
+    blue = Claims(cast(KubeClient, server), TWO, lambda: server.now_s, "blue")
     await server.claims(ONE).other(server.deployment)
     assert await blue.other(server.deployment) is None
     assert server.deployment["status"] == {"observedGeneration": 3, "operator": f"blue:{TWO}"}

@@ -14,7 +14,8 @@ def test_without_its_extra_it_tells_how_to_install_it(
 ) -> None:
     monkeypatch.delitem(sys.modules, "kvrouter.operator.run", raising=False)
     monkeypatch.setitem(sys.modules, "kubernetes.aio.client", None)
-    assert main(["operator", "run", "--image", "kvrouter"]) == 2
+    monkeypatch.delitem(sys.modules, "kvrouter.kube.kubeconfig", raising=False)
+    assert main(["operator", "run", "--image", "kvrouter", "--kubeconfig", "file"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("kvrouter: the operator needs kubernetes, which is not installed")
     assert "pip install 'kvrouter[kubernetes]'" in told

@@ -7,11 +7,12 @@ from typing import cast
 
 import pytest
 
+from kvrouter.kube.client import ClusterError, ClusterLost, KubeClient, RequestRefused
+from kvrouter.kube.objects import Key, Manifest, ResourceKind
 from kvrouter.operator.admission.certificates import SERVING_CERT, SERVING_KEY, renewed
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost, RequestRefused
 from kvrouter.operator.reconcile.definition import Definition, why_not_ours
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, Key, Manifest, ResourceKind
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS
 from kvrouter.operator.servers import ADMISSION, AdmissionWork, CertificateFiles
 from tests.support.deployments import DEFAULTS
 from tests.support.quiet_cluster import QuietCluster
@@ -68,7 +69,7 @@ class Reports:
 
 async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
     server, reports = Server(), Reports()
-    definition = Definition(cast(Cluster, server), reports, look_s=0.001)
+    definition = Definition(cast(KubeClient, server), reports, look_s=0.001)
     states: asyncio.Queue[str] = asyncio.Queue()
 
     async def work() -> None:
@@ -107,7 +108,7 @@ async def test_work_runs_only_while_the_definition_is_kvrouters() -> None:
 async def test_while_nobody_can_be_asked_what_was_seen_last_holds(failure: ClusterError) -> None:
     server, reports = Server(), Reports()
     server.definition = OURS
-    definition = Definition(cast(Cluster, server), reports, look_s=0.001)
+    definition = Definition(cast(KubeClient, server), reports, look_s=0.001)
     looking = asyncio.create_task(definition.run())
     async with asyncio.timeout(30.0):
         assert await reports.queue.get() is None

@@ -1,30 +1,22 @@
 """What the leader does about nodes: no more than it must, where there are thousands of them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
 import pytest
+from msgspec import Raw
 
+from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
+from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
 from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
 from kvrouter.operator.reconcile.apply import BUDGETS
-from kvrouter.operator.reconcile.cluster import Cluster, ObjectList, RequestRefused, WatchChange
 from kvrouter.operator.reconcile.controller import FACTS_S, Controller
-from kvrouter.operator.reconcile.kinds import (
-    DEPLOYMENTS_OF_GRAPHS,
-    EVENTS,
-    NODES,
-    PODS,
-    TOPOLOGIES,
-    Key,
-    Manifest,
-    ResourceKind,
-    key_of,
-    metadata_of,
-)
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, TOPOLOGIES
 from kvrouter.operator.reconcile.reconciler import node_name_of
 from kvrouter.operator.status.resolved import copy_of
 from tests.support.deployments import DEFAULTS, FACTS, deployment
@@ -48,7 +40,7 @@ THERE: dict[ResourceKind, list[Manifest]] = {
 }
 
 
-class Quiet(Cluster):
+class Quiet(KubeClient):
     """A cluster of these nodes and pods, in which a node's label changes once."""
 
     def __init__(self) -> None:
@@ -60,21 +52,18 @@ class Quiet(Cluster):
             await self.nodes_may_come.wait()
         return ObjectList(THERE.get(kind, []), "1")
 
+    @asynccontextmanager
     async def watch(
-        self,
-        kind: ResourceKind,
-        version: str,
-        *,
-        namespace: str = "",
-        labels: str = "",
-        for_s: int,
-        opened: Callable[[], None] = lambda: None,
-    ) -> AsyncGenerator[tuple[WatchChange, Manifest], None]:
-        if kind == NODES:
-            yield (
-                WatchChange.MODIFIED,
-                {"metadata": {"name": "n1", "resourceVersion": "2", "labels": {"example.com/rack": "r1"}}},
-            )
+        self, path: str, version: str, *, labels: str = "", accept: str = "", for_s: int = 0
+    ) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
+        yield self._changes(path)
+
+    async def _changes(self, path: str) -> AsyncIterator[list[WatchEvent]]:
+        if path == NODES.path():
+            changed = {
+                "metadata": {"name": "n1", "resourceVersion": "2", "labels": {"example.com/rack": "r1"}}
+            }
+            yield [WatchEvent("MODIFIED", Raw(json.dumps(changed).encode()))]
             self.relabelled.set()
         await asyncio.Event().wait()
 
@@ -164,8 +153,8 @@ class Overloaded(QuietCluster):
 
 @asynccontextmanager
 async def leads(
-    cluster: Cluster, looks: Looks, *, defaults: PlanDefaults = DEFAULTS, facts_s: float = FACTS_S
-) -> AsyncGenerator[None]:
+    cluster: KubeClient, looks: Looks, *, defaults: PlanDefaults = DEFAULTS, facts_s: float = FACTS_S
+) -> AsyncIterator[None]:
     """A driver that leads until the block ends."""
     driver = Controller(
         cluster,

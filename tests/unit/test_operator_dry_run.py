@@ -5,11 +5,12 @@ from typing import cast
 
 import pytest
 
+from kvrouter.kube.client import ClusterLost, KubeClient, RequestRefused
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of
 from kvrouter.operator.admission import Review, changed_manifests
 from kvrouter.operator.cluster_info import ClusterFacts
-from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, ClusterLost, RequestRefused
+from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.dry_run import DryRun
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of
 from tests.support.deployments import DEFAULTS
 from tests.support.operator_deployments import Document, deployment
 
@@ -38,7 +39,7 @@ class Server:
         return self.there
 
     def dry_runs(self, *, namespace: str = "", within_s: float = 60.0) -> DryRun:
-        return DryRun(cast(Cluster, self), defaults=DEFAULTS, namespace=namespace, within_s=within_s)
+        return DryRun(cast(KubeClient, self), defaults=DEFAULTS, namespace=namespace, within_s=within_s)
 
 
 def refused(said: str, status: int = 422) -> RequestRefused:

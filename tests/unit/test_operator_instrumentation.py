@@ -2,9 +2,10 @@
 
 import re
 
+from kvrouter.kube.client import ClusterLost
+from kvrouter.kube.objects import Key, ResourceKind
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
-from kvrouter.operator.reconcile.cluster import ClusterLost
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, Key, ResourceKind
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES
 
 GONE = ClusterLost("GET /x: connection refused")
 NAME = "kvrouter_operator_"

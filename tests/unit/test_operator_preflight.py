@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvrouter.kube.objects import Manifest
 from kvrouter.operator.reconcile.definition import INSTALL, TAKE_OVER, InstalledDefinition, reports
-from kvrouter.operator.reconcile.kinds import Manifest
 
 NAME = "dynamographdeployments.nvidia.com"
 OTHER = "kvrouterworkers.kvrouter.dev"

@@ -5,10 +5,10 @@ from typing import cast
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.kube.client import KubeClient
+from kvrouter.kube.objects import Key, ResourceKind
 from kvrouter.operator.plan import Manifest, plan
 from kvrouter.operator.reconcile.apply import HOLDER, WORKLOADS, release_replicas
-from kvrouter.operator.reconcile.cluster import Cluster
-from kvrouter.operator.reconcile.kinds import Key, ResourceKind
 from kvrouter.operator.status import component_status
 from tests.support.deployments import DEFAULTS, FACTS, deployment
 
@@ -54,7 +54,7 @@ def held_by(*managers: tuple[str, str]) -> Manifest:
 
 async def test_what_the_operator_alone_holds_another_holds_before_it_lets_go() -> None:
     cluster = Held(held_by((OPERATOR, "Apply")))
-    await release_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
+    await release_replicas(cast(KubeClient, cluster), WORKLOADS, PLANNED)
     ((manager, claimed),) = cluster.claimed
     assert manager == HOLDER != OPERATOR
     assert claimed["spec"] == {"replicas": 3}
@@ -79,7 +79,7 @@ async def test_what_the_operator_alone_holds_another_holds_before_it_lets_go() -
 )
 async def test_what_another_holds_already_is_left_alone(there: Manifest | None) -> None:
     cluster = Held(there)
-    await release_replicas(cast(Cluster, cluster), WORKLOADS, PLANNED)
+    await release_replicas(cast(KubeClient, cluster), WORKLOADS, PLANNED)
     assert cluster.claimed == []
 
 

@@ -128,7 +128,7 @@ NO_LIMITS = {
     "pauses, ticks and retries": """
         processes.supervisor.RESTART_MAX_S wiring.nats.CONNECT_LIMIT_S wiring.nats.PINGS_UNANSWERED_MAX
         core.backoff.DOUBLED_MAX operator.reconcile.workqueue.RETRY_MAX_S
-        operator.reconcile.informer.RETRY_MAX_S
+        kube.informer.RETRY_MAX_S kube.informer.INFORMER_RETRY_MAX_S
         transports.discovery.kubernetes.discovery.TICK_MAX_S transports.discovery.nats.discovery.TICK_MAX_S
         transports.events.jetstream.stream_subscriber.STORED_ANSWER_MAX_S
         transports.events.jetstream.stream_subscriber.READS_MAX
@@ -139,7 +139,7 @@ NO_LIMITS = {
         transports.discovery.memory.REPLACED_MAX transports.events.jetstream.publisher.MERGED_EVENTS_MAX
         routing.route.UNSEEN_MAX telemetry.logs.LINES_MAX text.model.HELD_TOKENS_MAX
         frontend.openai.passthrough._HARMLESS_BYTES_MAX frontend.openai.body._MODEL_BYTES_MAX
-        operator.reconcile.cluster.NESTED_MAX library.inputs.MAX_TOKENS_DEFAULT
+        kube.kubeconfig.CONNECTIONS_MAX library.inputs.MAX_TOKENS_DEFAULT
         operator.admission.certificates.AUTHORITIES_MAX
     """,
     "what messages of our own quote": """
@@ -203,7 +203,7 @@ WHERE = {
     "senders whose": "transports.message_auth",
     "a record of discovery": "transports.discovery.wire transports.discovery.card_tracker",
     "files of a discovery": "transports.discovery",
-    "an answer of the API server": "transports.discovery.kubernetes.server",
+    "an answer of the API server": "kube.client",
     "messages of NATS": "transports.events.nats.UNREAD transports.discovery.nats.bucket",
     "events that wait to be sent over NATS": "transports.events.nats.QUEUE",
     "a batch of events": "transports.events.wire",

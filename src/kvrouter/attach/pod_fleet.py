@@ -20,15 +20,10 @@ from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import DRAWN_WORKER_IDS, WorkerId
 from kvrouter.core.workers import Enforcement, EnginePod
 from kvrouter.engines.attach import AttachSpec
+from kvrouter.kube.account import Account, account_of_pod
+from kvrouter.kube.client import ClusterError
 from kvrouter.telemetry import Event, log_event
-from kvrouter.transports.discovery.kubernetes import (
-    STORE_ERRORS,
-    Account,
-    PodsApi,
-    PodsWatch,
-    account_of_pod,
-    pods_reason,
-)
+from kvrouter.transports.discovery.kubernetes import PodsApi, PodsWatch, pods_reason
 from kvrouter.transports.discovery.port import StoreSink
 from kvrouter.wiring.telemetry_hooks import troubles_on
 from kvrouter.worker import Worker
@@ -335,7 +330,7 @@ class PodEvents:
     async def _write(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         try:
             await self._api.tell(pod, reason=reason, message=message, warns=warns)
-        except STORE_ERRORS as error:
+        except ClusterError as error:
             reason = pods_reason(error, needs="create on events")
             self._on_trouble("events about pods", f"not written: {reason}")
 

@@ -248,11 +248,11 @@ def operator_run(*, log_level: str, log_format: str, **flags: object) -> None:
     Run two: one holds the lease and writes, the other follows, answers at the admission door, and takes over
     when the first one ends or is not heard of for 15 s.
     """
-    with _extra_is_there():
-        from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
+    run_flags = RunFlags(**flags)  # type: ignore[arg-type]  # click checked them
+    with _extra_is_there(run_flags.kubeconfig):
+        from kvrouter.kube.objects import Key  # noqa: PLC0415
         from kvrouter.operator.run import OperatorSettings, run_operator  # noqa: PLC0415
     configure_logging(log_level, log_format=log_format)
-    run_flags = RunFlags(**flags)  # type: ignore[arg-type]  # click checked them
     settings = OperatorSettings(
         identity=_identity(),
         lease=Key(run_flags.lease_namespace, run_flags.lease_name),
@@ -276,8 +276,8 @@ def operator_clean_up(*, kubeconfig: Path | None, lease_namespace: str, lease_na
     Run it before the operator is uninstalled. A replica that still leads stops within seconds; deployments
     and their pods go on. To run it again is no mistake.
     """
-    with _extra_is_there():
-        from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
+    with _extra_is_there(kubeconfig):
+        from kvrouter.kube.objects import Key  # noqa: PLC0415
         from kvrouter.operator.run import clean_up_operator  # noqa: PLC0415
     removed = clean_up_operator(Key(lease_namespace, lease_name), kubeconfig, f"clean-up_{_identity()}")
     for line in removed or ["nothing to remove"]:
@@ -298,9 +298,10 @@ def operator_preflight(*, kubeconfig: Path | None) -> None:
     Exits 1 where something is in the way: another project's definition of the same name, or one whose fields
     are somebody else's.
     """
-    with _extra_is_there():
+    kubeconfig = kubeconfig or _own_kubeconfig()
+    with _extra_is_there(kubeconfig):
         from kvrouter.operator.run import preflight_operator  # noqa: PLC0415
-    reports = preflight_operator(kubeconfig or _own_kubeconfig())
+    reports = preflight_operator(kubeconfig)
     for report in reports:
         click.echo(f"{report.name}: {report.message}")
     if any(report.is_conflict for report in reports):
@@ -315,9 +316,11 @@ def _own_kubeconfig() -> Path | None:
 
 
 @contextmanager
-def _extra_is_there() -> Iterator[None]:
-    """Say of a package that is missing how to install it."""
+def _extra_is_there(kubeconfig: Path | None) -> Iterator[None]:
+    """Say of a package that is missing how to install it; the official client is for ``kubeconfig`` alone."""
     try:
+        if kubeconfig is not None:
+            import kvrouter.kube.kubeconfig  # noqa: F401, PLC0415
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -354,7 +357,7 @@ def _defaults(run_flags: RunFlags) -> "PlanDefaults":
 
 
 def _certificate(run_flags: RunFlags) -> "CertificateFiles | CertificateSecret | None":
-    from kvrouter.operator.reconcile.kinds import Key  # noqa: PLC0415
+    from kvrouter.kube.objects import Key  # noqa: PLC0415
     from kvrouter.operator.servers import CertificateFiles, CertificateSecret  # noqa: PLC0415
 
     if run_flags.certificate is not None and run_flags.certificate_secret is not None:

@@ -15,6 +15,7 @@ from kvrouter.commands.worker_process import WorkerHealth, health_pages
 from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
 from kvrouter.core.ids import ModelName
+from kvrouter.kube.account import Account
 from kvrouter.processes.lifetime import (
     ToldToStop,
     allow_many_files,
@@ -24,7 +25,6 @@ from kvrouter.processes.lifetime import (
     unless_told,
 )
 from kvrouter.telemetry import Event, Telemetry, log_event
-from kvrouter.transports.discovery.kubernetes import Account
 from kvrouter.transports.discovery.memory import MemoryDiscovery
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.events.memory import MemoryEventPlane

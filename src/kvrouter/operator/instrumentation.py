@@ -4,10 +4,10 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+from kvrouter.kube.client import ClusterError, RequestRefused
+from kvrouter.kube.objects import Key, ResourceKind
 from kvrouter.operator.admission.validate import Verdict
 from kvrouter.operator.reconcile.apply import Changes
-from kvrouter.operator.reconcile.cluster import ClusterError, RequestRefused
-from kvrouter.operator.reconcile.kinds import Key, ResourceKind
 from kvrouter.telemetry import Event, OperatorTelemetry, log_event
 from kvrouter.telemetry.logs import LogThrottle
 

@@ -1,6 +1,7 @@
 """One replica of the operator: its servers, its work while it holds the lease, and clean-up."""
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -8,20 +9,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kubernetes.aio.client import ApiClient, Configuration
-from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
-
 from kvrouter.core.errors import ConfigError
+from kvrouter.kube.account import AccountConnection, account_of_pod
+from kvrouter.kube.client import CONFLICT, KubeClient, RequestRefused
+from kvrouter.kube.lease import Leader, LeaseCandidate, LeaseTimes
+from kvrouter.kube.objects import LEASES, Key
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
-from kvrouter.operator.plan import PlanDefaults
+from kvrouter.operator.plan import MANAGER, PlanDefaults
 from kvrouter.operator.reconcile.bindings import remove_policies
-from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, RequestRefused
 from kvrouter.operator.reconcile.controller import Controller
 from kvrouter.operator.reconcile.definition import Definition, DefinitionReport, preflight
-from kvrouter.operator.reconcile.election import LeaseCandidate, LeaseTimes
-from kvrouter.operator.reconcile.kinds import LEASES, Key
-from kvrouter.operator.reconcile.leader import Leader
 from kvrouter.operator.servers import (
     ADMISSION,
     AdmissionWork,
@@ -34,7 +32,7 @@ from kvrouter.telemetry import Event, log_event
 TRIES = 5
 
 
-async def clean_up(cluster: Cluster, lease: Key, identity: str, times: LeaseTimes) -> list[str]:
+async def clean_up(cluster: KubeClient, lease: Key, identity: str, times: LeaseTimes) -> list[str]:
     """Remove the admission policies of the operator of ``lease``; return what went. Raises ClusterError.
 
     The lease is taken first, so that a replica that still leads writes none of them again: it stops at its
@@ -46,7 +44,7 @@ async def clean_up(cluster: Cluster, lease: Key, identity: str, times: LeaseTime
     return await remove_policies(cluster, lease)
 
 
-async def _is_taken(cluster: Cluster, lease: Key, candidate: LeaseCandidate) -> bool:
+async def _is_taken(cluster: KubeClient, lease: Key, candidate: LeaseCandidate) -> bool:
     """Take the lease from its holder; return False where it has none."""
     for tries_left in reversed(range(TRIES)):
         found = await cluster.read(LEASES, lease)
@@ -63,7 +61,9 @@ async def _is_taken(cluster: Cluster, lease: Key, candidate: LeaseCandidate) -> 
     return False
 
 
-CONNECTIONS_MAX = 32
+HTTPS_PORT = 443
+ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where Kubernetes puts the service account of a pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +102,8 @@ def clean_up_operator(lease: Key, kubeconfig: Path | None, identity: str) -> lis
     """
 
     async def signed_in() -> list[str]:
-        async with _signed_in(kubeconfig) as api:
-            return await clean_up(Cluster(api), lease, identity, LeaseTimes())
+        async with _signed_in(kubeconfig) as client:
+            return await clean_up(client, lease, identity, LeaseTimes())
 
     return asyncio.run(signed_in())
 
@@ -112,8 +112,8 @@ def preflight_operator(kubeconfig: Path | None) -> list[DefinitionReport]:
     """Return the state of each definition in the cluster. Raises ConfigError and ClusterError as above."""
 
     async def signed_in() -> list[DefinitionReport]:
-        async with _signed_in(kubeconfig) as api:
-            return await preflight(Cluster(api))
+        async with _signed_in(kubeconfig) as client:
+            return await preflight(client)
 
     return asyncio.run(signed_in())
 
@@ -122,7 +122,7 @@ async def _run(settings: OperatorSettings) -> None:
     health = ReplicaHealth()
     observed = OperatorInstrumentation(health)
     async with AsyncExitStack() as stack:
-        cluster = Cluster(await stack.enter_async_context(_signed_in(settings.kubeconfig)))
+        cluster = await stack.enter_async_context(_signed_in(settings.kubeconfig))
         server = plain_door(settings.host, settings.http_port, health=health, telemetry=observed.telemetry)
         http_port = await stack.enter_async_context(server)
         log_event(log, Event.READY, kind="http", host=settings.host, port=http_port)
@@ -131,7 +131,7 @@ async def _run(settings: OperatorSettings) -> None:
 
 
 def _work(
-    settings: OperatorSettings, cluster: Cluster, observed: OperatorInstrumentation, health: ReplicaHealth
+    settings: OperatorSettings, cluster: KubeClient, observed: OperatorInstrumentation, health: ReplicaHealth
 ) -> list[asyncio.Task[None]]:
     """Begin what a replica does until it receives a stop signal."""
     definition = Definition(cluster, observed)
@@ -185,18 +185,29 @@ async def _until_signalled(tasks: list[asyncio.Task[None]]) -> None:
 
 
 @asynccontextmanager
-async def _signed_in(kubeconfig: Path | None) -> AsyncIterator[ApiClient]:
-    configuration = Configuration()
+async def _signed_in(kubeconfig: Path | None) -> AsyncIterator[KubeClient]:
+    """Ask as the user of ``kubeconfig``, else as this pod's service account. Raises ConfigError."""
+    if kubeconfig is not None:
+        from kvrouter.kube.kubeconfig import signed_in  # noqa: PLC0415 - an extra of the package
+
+        async with signed_in(kubeconfig) as connection:
+            yield KubeClient(connection, manager=MANAGER)
+        return
+    port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
     try:
-        if kubeconfig is None:
-            load_incluster_config(client_configuration=configuration)
-        else:
-            await load_kube_config(
-                config_file=str(kubeconfig), client_configuration=configuration, persist_config=False
-            )
-    except (ConfigException, OSError) as error:
-        where = "--kubeconfig" if kubeconfig else "no --kubeconfig is given, and this is no pod of a cluster"
-        raise ConfigError(f"{where}: {error}", param="kubeconfig") from error
-    configuration.connection_pool_maxsize = CONNECTIONS_MAX
-    async with ApiClient(configuration) as api:
-        yield api
+        account = account_of_pod(
+            ACCOUNT_FOLDER,
+            host=os.environ.get("KUBERNETES_SERVICE_HOST"),
+            port=int(port) if port.isdecimal() else HTTPS_PORT,
+            wanted_by="its service account",
+            elsewhere="give --kubeconfig",
+        )
+    except ConfigError as error:
+        raise ConfigError(
+            f"no --kubeconfig is given, and this is no pod of a cluster: {error.message}", param="kubeconfig"
+        ) from error
+    client = KubeClient(AccountConnection(account), manager=MANAGER)
+    try:
+        yield client
+    finally:
+        await client.close()

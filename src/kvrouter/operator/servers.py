@@ -9,16 +9,16 @@ from tempfile import TemporaryDirectory
 
 from aiohttp import web
 
+from kvrouter.kube.client import ClusterError, KubeClient
+from kvrouter.kube.informer import RETRY_S
+from kvrouter.kube.objects import Key
 from kvrouter.operator.admission.certificates import ShownCertificate
 from kvrouter.operator.admission.server import AdmissionServer
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth, log
 from kvrouter.operator.plan import PlanDefaults
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError
 from kvrouter.operator.reconcile.controller import facts_for_admission
 from kvrouter.operator.reconcile.definition import Definition
 from kvrouter.operator.reconcile.dry_run import DryRun
-from kvrouter.operator.reconcile.informer import RETRY_S
-from kvrouter.operator.reconcile.kinds import Key
 from kvrouter.operator.reconcile.own_certificate import OwnCertificate
 from kvrouter.operator.reconcile.places import NodePlaces
 from kvrouter.telemetry import METRICS_CONTENT_TYPE, Event, OperatorTelemetry, log_event
@@ -91,7 +91,7 @@ class AdmissionWork:
 
     async def run(
         self,
-        cluster: Cluster,
+        cluster: KubeClient,
         definition: Definition,
         observed: OperatorInstrumentation,
         health: ReplicaHealth,
@@ -131,7 +131,7 @@ class AdmissionWork:
 @asynccontextmanager
 async def _files(
     wanted: CertificateFiles | CertificateSecret,
-    cluster: Cluster,
+    cluster: KubeClient,
     observed: OperatorInstrumentation,
     health: ReplicaHealth,
 ) -> AsyncIterator[CertificateFiles]:

@@ -15,11 +15,12 @@ from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, Req
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import RouterId
 from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.kube.account import account_of_pod
 from kvrouter.service.event_mux import LaneSubscriber
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.discovery.file import FileDiscovery
-from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod, account_of_pod
+from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.discovery.nats import NatsDiscovery
 from kvrouter.transports.discovery.port import Discovery, GoneSink
 from kvrouter.transports.discovery.static import StaticDiscovery

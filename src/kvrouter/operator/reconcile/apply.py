@@ -9,18 +9,11 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from kvrouter.kube.client import KubeClient, RequestRefused
+from kvrouter.kube.informer import Informer
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of, version_of
 from kvrouter.operator.plan import COMPONENT_LABEL, DEPLOYMENT_LABEL
-from kvrouter.operator.reconcile.cluster import MANAGER, Cluster, RequestRefused
-from kvrouter.operator.reconcile.informer import Informer
-from kvrouter.operator.reconcile.kinds import (
-    Key,
-    Manifest,
-    ResourceKind,
-    key_of,
-    metadata_of,
-    uid_of,
-    version_of,
-)
+from kvrouter.operator.plan.manifest import MANAGER
 
 WORKLOADS = ResourceKind("apps/v1", "Deployment", "deployments")
 SERVICES = ResourceKind("v1", "Service", "services")
@@ -113,7 +106,7 @@ class _Written(NamedTuple):
 class Applier:
     """Writes plans. What it wrote, and nobody changed since, it does not write again."""
 
-    def __init__(self, cluster: Cluster, owned: Mapping[ResourceKind, Informer[str]]) -> None:
+    def __init__(self, cluster: KubeClient, owned: Mapping[ResourceKind, Informer[str]]) -> None:
         self._cluster = cluster
         self._owned = owned
         self._written: dict[Key, dict[ObjectRef, _Written]] = {}
@@ -251,7 +244,7 @@ def is_orphan(there: Manifest, manifest: Manifest) -> bool:
     )
 
 
-async def release_replicas(cluster: Cluster, kind: ResourceKind, manifest: Manifest) -> None:
+async def release_replicas(cluster: KubeClient, kind: ResourceKind, manifest: Manifest) -> None:
     """See that the number of pods stays when ``manifest``, which states none, is applied.
 
     Server-side apply removes a field that its only owner no longer states, and one pod is what is left then:

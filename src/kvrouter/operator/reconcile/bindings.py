@@ -5,6 +5,8 @@ import hashlib
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from kvrouter.kube.client import NOT_FOUND, KubeClient, RequestRefused
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 from kvrouter.operator.api import Level, read_deployment
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.labels import (
@@ -19,8 +21,6 @@ from kvrouter.operator.labels import (
 )
 from kvrouter.operator.plan import object_name
 from kvrouter.operator.policy import read_policy
-from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, RequestRefused
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 
 POLICIES = ResourceKind(
     "admissionregistration.k8s.io/v1",
@@ -101,7 +101,7 @@ def policies_for(
     return found
 
 
-async def remove_policies(cluster: Cluster, lease: Key, kept: Container[str] = ()) -> list[str]:
+async def remove_policies(cluster: KubeClient, lease: Key, kept: Container[str] = ()) -> list[str]:
     """Remove the policies of the operator of ``lease``, with what they refer to, but those called as in
     ``kept``; return what went. A kind that the cluster does not have has none. Raises ClusterError.
     """
@@ -126,7 +126,7 @@ class Bindings:
     ``lease``.
     """
 
-    def __init__(self, cluster: Cluster, lease: Key) -> None:
+    def __init__(self, cluster: KubeClient, lease: Key) -> None:
         self._cluster, self._lease = cluster, lease
         self._there: dict[str, tuple[Manifest, ...]] | None = None
         self._one_at_a_time = asyncio.Lock()

@@ -7,7 +7,7 @@ import msgspec
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import ModelRuntimeConfig, Role
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, key_of, metadata_of, version_of
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, version_of
 from kvrouter.operator.status import Registered
 from kvrouter.topology import policy_of, topology_domains, validate_runtime_config
 

@@ -3,18 +3,11 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvrouter.kube.client import NOT_FOUND, ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.objects import LEASES, Key, Manifest, key_of, uid_of, version_of
 from kvrouter.operator.api import API_VERSION, KIND
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
-from kvrouter.operator.reconcile.cluster import NOT_FOUND, Cluster, ClusterError, RequestRefused
-from kvrouter.operator.reconcile.kinds import (
-    DEPLOYMENTS_OF_GRAPHS,
-    LEASES,
-    Key,
-    Manifest,
-    key_of,
-    uid_of,
-    version_of,
-)
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS
 
 GONE_S = 120.0
 """For how long another operator's lease must not be renewed, or not be there, before it counts as gone: far
@@ -45,7 +38,7 @@ class Claims:
     """
 
     def __init__(
-        self, cluster: Cluster, lease: Key, clock: Callable[[], float], class_name: str = DEFAULT_CLASS
+        self, cluster: KubeClient, lease: Key, clock: Callable[[], float], class_name: str = DEFAULT_CLASS
     ) -> None:
         self._cluster, self._clock = cluster, clock
         self.name = str(lease) if class_name == DEFAULT_CLASS else f"{class_name}:{lease}"
@@ -99,7 +92,7 @@ class Claims:
         return now_s - since_s >= GONE_S
 
 
-async def write_status(cluster: Cluster, found: Manifest, status: Manifest, *, version: str = "") -> None:
+async def write_status(cluster: KubeClient, found: Manifest, status: Manifest, *, version: str = "") -> None:
     """Apply the status of a deployment; with ``version`` only while it is of that resourceVersion.
 
     Raises StatusRefused where the API server refuses the status itself, and ClusterError as it comes where

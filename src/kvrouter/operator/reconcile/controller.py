@@ -8,6 +8,9 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from kvrouter.config.planes import DiscoveryBackend
+from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, ClusterError, ClusterLost, KubeClient, RequestRefused
+from kvrouter.kube.informer import RETRY_S, Informer
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 from kvrouter.operator.api import read_topology
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
 from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
@@ -17,27 +20,7 @@ from kvrouter.operator.reconcile.apply import OWNED, Applier, owner_uid_of
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
 from kvrouter.operator.reconcile.cards import EXPIRE_S, FLEET_LABEL, WORKERS, Cards, fleet_of
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims, StatusRefused
-from kvrouter.operator.reconcile.cluster import (
-    FORBIDDEN,
-    NOT_FOUND,
-    Cluster,
-    ClusterError,
-    ClusterLost,
-    RequestRefused,
-)
-from kvrouter.operator.reconcile.informer import RETRY_S, Informer
-from kvrouter.operator.reconcile.kinds import (
-    DEPLOYMENTS_OF_GRAPHS,
-    NODES,
-    PODS,
-    TOPOLOGIES,
-    Key,
-    Manifest,
-    ResourceKind,
-    key_of,
-    metadata_of,
-    uid_of,
-)
+from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, TOPOLOGIES
 from kvrouter.operator.reconcile.reconciler import (
     ClusterView,
     Reconciler,
@@ -54,7 +37,7 @@ COPIES_SINCE = (1, 35)
 """From this version on a Binding's labels reach its pod, unless somebody turned that off."""
 
 
-async def read_facts(cluster: Cluster, *, is_first: bool = True) -> ClusterFacts:
+async def read_facts(cluster: KubeClient, *, is_first: bool = True) -> ClusterFacts:
     """Return the facts of now. Topologies that may not be read are unread, with the reason.
 
     Raises ClusterError when the cluster cannot be asked; unless this ``is_first``, also where it answers with
@@ -83,7 +66,7 @@ async def read_facts(cluster: Cluster, *, is_first: bool = True) -> ClusterFacts
     )
 
 
-async def facts_for_admission(cluster: Cluster) -> ClusterFacts:
+async def facts_for_admission(cluster: KubeClient) -> ClusterFacts:
     """Return the facts of now; a cluster that does not answer leaves its topologies unread."""
     try:
         return await read_facts(cluster)
@@ -129,7 +112,7 @@ class Controller:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KubeClient,
         *,
         defaults: PlanDefaults,
         identity: str,

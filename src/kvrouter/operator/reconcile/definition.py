@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 
 from pydantic import JsonValue
 
+from kvrouter.kube.client import FORBIDDEN, ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, metadata_of
 from kvrouter.operator.api.crd import CRD_NAME, DEFINITION
-from kvrouter.operator.reconcile.cluster import FORBIDDEN, Cluster, ClusterError, RequestRefused
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind, metadata_of
 
 DEFINITIONS = ResourceKind(
     "apiextensions.k8s.io/v1",
@@ -37,7 +37,7 @@ class Definition:
     Before it was first read nothing is done.
     """
 
-    def __init__(self, cluster: Cluster, listener: DefinitionListener, *, look_s: float = LOOK_S) -> None:
+    def __init__(self, cluster: KubeClient, listener: DefinitionListener, *, look_s: float = LOOK_S) -> None:
         self._cluster, self._listener, self._look_s = cluster, listener, look_s
         self._ours, self._not_ours = asyncio.Event(), asyncio.Event()
         self._reported = ""
@@ -135,7 +135,7 @@ class InstalledDefinition(NamedTuple):
     namespaces: int = 0
 
 
-async def preflight(cluster: Cluster) -> list[DefinitionReport]:
+async def preflight(cluster: KubeClient) -> list[DefinitionReport]:
     """Check each definition. Raises ClusterError when the cluster cannot be asked, or does not allow it."""
     found = []
     for name in NAMES:

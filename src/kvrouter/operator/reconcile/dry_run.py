@@ -4,12 +4,12 @@ import asyncio
 import re
 
 from kvrouter.config.problems import Path, Problem
+from kvrouter.kube.client import ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.objects import Manifest, key_of
 from kvrouter.operator.admission import Review, Verdict, changed_manifests
 from kvrouter.operator.cluster_info import ClusterFacts
 from kvrouter.operator.plan import PlanDefaults
 from kvrouter.operator.reconcile.apply import ObjectRef, is_orphan, kind_of, owner_uid_of
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, RequestRefused
-from kvrouter.operator.reconcile.kinds import Manifest, key_of
 
 WITHIN_S = 3.0
 """What is left of the API server's ten seconds after topologies were read, with some to spare."""
@@ -33,7 +33,7 @@ class DryRun:
     """
 
     def __init__(
-        self, cluster: Cluster, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
+        self, cluster: KubeClient, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
     ) -> None:
         self._cluster, self._defaults, self._namespace = cluster, defaults, namespace
         self._within_s = within_s

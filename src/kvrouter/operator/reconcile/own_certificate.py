@@ -11,9 +11,9 @@ from typing import Protocol
 
 from pydantic import JsonValue
 
+from kvrouter.kube.client import CONFLICT, ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.objects import Key, Manifest, ResourceKind
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.reconcile.cluster import CONFLICT, Cluster, ClusterError, RequestRefused
-from kvrouter.operator.reconcile.kinds import Key, Manifest, ResourceKind
 
 SECRETS = ResourceKind("v1", "Secret", "secrets")
 VALIDATING = ResourceKind(
@@ -43,7 +43,7 @@ class OwnCertificate:
     """
 
     def __init__(
-        self, cluster: Cluster, secret: Key, *, webhook: str, dns_names: Sequence[str], folder: Path
+        self, cluster: KubeClient, secret: Key, *, webhook: str, dns_names: Sequence[str], folder: Path
     ) -> None:
         self._cluster, self._secret, self._webhook = cluster, secret, webhook
         self._dns_names, self._folder = tuple(dns_names), folder

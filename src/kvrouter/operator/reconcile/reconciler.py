@@ -11,6 +11,9 @@ from typing import Protocol
 from pydantic import ValidationError
 
 from kvrouter.config.problems import Problem, dotted
+from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, KubeClient, RequestRefused
+from kvrouter.kube.informer import Informer
+from kvrouter.kube.objects import EVENTS, Key, Manifest, key_of, metadata_of, uid_of
 from kvrouter.operator.admission import warnings
 from kvrouter.operator.api import (
     API_VERSION,
@@ -37,18 +40,10 @@ from kvrouter.operator.plan import (
     registers_elsewhere,
     zone_budgets,
 )
+from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
-from kvrouter.operator.reconcile.cluster import (
-    CONFLICT,
-    MANAGER,
-    NOT_FOUND,
-    Cluster,
-    ClusterError,
-    RequestRefused,
-)
-from kvrouter.operator.reconcile.informer import Informer
-from kvrouter.operator.reconcile.kinds import EVENTS, PODS, Key, Manifest, key_of, metadata_of, uid_of
+from kvrouter.operator.reconcile.kinds import PODS
 from kvrouter.operator.status import (
     NAME_TAKEN_MEND,
     RefusedObjects,
@@ -74,7 +69,9 @@ class Recorder:
     has to be known is in the status.
     """
 
-    def __init__(self, cluster: Cluster, identity: str, on_refused: Callable[[RequestRefused], None]) -> None:
+    def __init__(
+        self, cluster: KubeClient, identity: str, on_refused: Callable[[RequestRefused], None]
+    ) -> None:
         self._cluster = cluster
         self._identity = identity
         self._on_refused = on_refused
@@ -214,7 +211,7 @@ class Reconciler:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: KubeClient,
         seen: ClusterView,
         applied: Applier,
         *,

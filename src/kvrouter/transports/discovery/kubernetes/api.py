@@ -6,30 +6,37 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 
 from kvrouter.core.ids import WorkerId
-from kvrouter.transports.discovery.kubernetes.account import Account
+from kvrouter.kube.account import Account, AccountConnection
+from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, KubeClient, RequestRefused, decoded
+from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.discovery.kubernetes.objects import (
     FLEET_LABEL,
     GROUP,
     PLURAL,
     VERSION,
-    WatchEvent,
     WorkerObject,
     name_of,
 )
-from kvrouter.transports.discovery.kubernetes.server import ApiError, ApiServer, decoded, why
+
+
+def why(error: Exception) -> str:
+    """What ``error`` says, one of asking the API server."""
+    if isinstance(error, RequestRefused):
+        return f"the API server says {error.status} {error.reason}: {error.said}"
+    return str(error) or type(error).__name__
 
 
 def reason(error: Exception) -> str:
     """What ``error`` says, in a line that a person can act on."""
-    if isinstance(error, ApiError) and error.code == 404:
-        return f"{error} (is {PLURAL}.{GROUP} installed? kubectl apply --server-side -f deploy/crds)"
-    if isinstance(error, ApiError) and error.code == 403:
-        return f"{error} (bind a Role for {PLURAL}.{GROUP} to the pod's service account)"
+    if isinstance(error, RequestRefused) and error.status == NOT_FOUND:
+        return f"{why(error)} (is {PLURAL}.{GROUP} installed? kubectl apply --server-side -f deploy/crds)"
+    if isinstance(error, RequestRefused) and error.status == FORBIDDEN:
+        return f"{why(error)} (bind a Role for {PLURAL}.{GROUP} to the pod's service account)"
     return why(error)
 
 
 class WorkersApi:
-    """The objects of one fleet. Every method raises one of :data:`STORE_ERRORS`.
+    """The objects of one fleet. Every method raises ClusterError.
 
     ``answer_s`` is how long the API server may take for an answer.
     """
@@ -37,42 +44,42 @@ class WorkersApi:
     def __init__(self, account: Account, *, fleet: str, answer_s: float) -> None:
         self._fleet = fleet
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{account.namespace}/{PLURAL}"
-        self._server = ApiServer(account, answer_s=answer_s)
+        self._client = KubeClient(AccountConnection(account), answer_s=answer_s)
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
-        await self._server.close()
+        await self._client.close()
 
     async def everything(self) -> tuple[list[WorkerObject], str]:
         """Return every object of the fleet, and the version as of which they are all."""
-        found, version = await self._server.everything(self._path, selector=self._selector())
+        found, version = await self._client.everything(self._path, labels=self._selector())
         return [decoded(bytes(each), WorkerObject) for each in found], version
 
     async def read(self, worker_id: WorkerId) -> WorkerObject | None:
         """Return a worker's object as the store has it; None without one."""
         try:
-            return decoded(await self._server.ask("GET", self._url(worker_id)), WorkerObject)
-        except ApiError as error:
-            if error.code == 404:
+            return decoded(await self._client.ask("GET", self._url(worker_id)), WorkerObject)
+        except RequestRefused as error:
+            if error.status == NOT_FOUND:
                 return None
             raise
 
     async def create(self, body: bytes) -> WorkerObject:
         """Write an object where none is: 409 where one is."""
-        return decoded(await self._server.ask("POST", self._path, body=body), WorkerObject)
+        return decoded(await self._client.ask("POST", self._path, body=body), WorkerObject)
 
     async def replace(self, worker_id: WorkerId, body: bytes) -> WorkerObject:
         """Write over the version that ``body`` names: 409 where another is there, 404 where none is."""
-        return decoded(await self._server.ask("PUT", self._url(worker_id), body=body), WorkerObject)
+        return decoded(await self._client.ask("PUT", self._url(worker_id), body=body), WorkerObject)
 
     async def delete(self, worker_id: WorkerId, version: str) -> None:
         """Delete a worker's object as of this version: 409 where another is there, 404 where none is."""
         body = msgspec.json.encode({"preconditions": {"resourceVersion": version}})
-        await self._server.ask("DELETE", self._url(worker_id), body=body)
+        await self._client.ask("DELETE", self._url(worker_id), body=body)
 
     def watch(self, version: str) -> AbstractAsyncContextManager[AsyncIterator[list[WatchEvent]]]:
         """Hear what happens after ``version``, as it comes; open when this is entered, it ends some time."""
-        return self._server.watch(self._path, version, selector=self._selector())
+        return self._client.watch(self._path, version, labels=self._selector())
 
     def _selector(self) -> str:
         return f"{FLEET_LABEL}={self._fleet}"

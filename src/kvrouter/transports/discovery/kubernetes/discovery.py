@@ -11,6 +11,10 @@ from kvrouter.core.backoff import Backoff, Failures
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
+from kvrouter.kube.account import Account
+from kvrouter.kube.client import CONFLICT, NOT_FOUND, ClusterError, RequestRefused
+from kvrouter.kube.informer import RETRY_MAX_S, RETRY_S, wait_after
+from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.card_publisher import HeldCards, OtherWrote
 from kvrouter.transports.discovery.card_tracker import (
@@ -20,13 +24,11 @@ from kvrouter.transports.discovery.card_tracker import (
     TroubleSink,
     WatcherSinks,
 )
-from kvrouter.transports.discovery.kubernetes.account import Account
 from kvrouter.transports.discovery.kubernetes.api import WorkersApi, reason
-from kvrouter.transports.discovery.kubernetes.follow import FIRST_S, MOST_S, Follow, wait_after
+from kvrouter.transports.discovery.kubernetes.follow import Follow
 from kvrouter.transports.discovery.kubernetes.objects import (
     OwnerPod,
     OwnerReference,
-    WatchEvent,
     WorkerObject,
     checked_fleet,
     decoded_event,
@@ -34,7 +36,6 @@ from kvrouter.transports.discovery.kubernetes.objects import (
     record_of,
     worker_of,
 )
-from kvrouter.transports.discovery.kubernetes.server import STORE_ERRORS, ApiError
 from kvrouter.transports.discovery.port import CardSink, GoneSink, StoreSink
 from kvrouter.transports.discovery.wire import CardRecord, checked_lease
 
@@ -49,7 +50,7 @@ class Stood(NamedTuple):
 class ObjectCards:
     """One object for each record, owned by ``pod`` where it is written here. Withdrawing changes no owner."""
 
-    errors: tuple[type[Exception], ...] = STORE_ERRORS
+    errors: tuple[type[Exception], ...] = (ClusterError, ProtocolError)
 
     def __init__(self, api: WorkersApi, *, fleet: str, pod: OwnerPod | None) -> None:
         self._api = api
@@ -83,8 +84,8 @@ class ObjectCards:
             if over is None:
                 return _stood(await self._api.create(body))
             return _stood(await self._api.replace(record.card.worker_id, body))
-        except ApiError as error:
-            if error.code == 409 or (error.code == 404 and over is not None):
+        except RequestRefused as error:
+            if error.status == CONFLICT or (error.status == NOT_FOUND and over is not None):
                 raise OtherWrote(f"the object of worker {record.card.worker_id} is another by now") from error
             raise
 
@@ -158,7 +159,7 @@ class WorkersWatch(Follow[WorkerObject]):
         """Nothing is heard until the next list: no lease runs out meanwhile."""
         self._is_cut_off = True
 
-    def lose(self, error: Exception) -> None:
+    def lose(self, error: ClusterError) -> None:
         """The API server cannot be asked."""
         if not self._leases.is_lost:
             self._leases.lose()
@@ -227,8 +228,8 @@ class WorkersWatch(Follow[WorkerObject]):
     async def _remove(self, worker_id: WorkerId, seen: _Seen) -> None:
         try:
             await self._api.delete(worker_id, seen.stamp[1])
-        except STORE_ERRORS as error:
-            if not (isinstance(error, ApiError) and error.code in (404, 409)):
+        except ClusterError as error:
+            if not (isinstance(error, RequestRefused) and error.status in (NOT_FOUND, CONFLICT)):
                 self._on_trouble(f"worker {worker_id}", f"its old object cannot be removed: {reason(error)}")
 
 
@@ -348,7 +349,7 @@ class KubernetesDiscovery:
 
     async def _renew_for_ever(self) -> None:
         renew_s = self._lease_s / RENEWALS_PER_LEASE
-        in_a_row = Failures(Backoff(FIRST_S, min(renew_s, MOST_S)))
+        in_a_row = Failures(Backoff(RETRY_S, min(renew_s, RETRY_MAX_S)))
         wait_s = renew_s * random.uniform(SOONEST, 1.0)
         while True:
             await asyncio.sleep(wait_s)

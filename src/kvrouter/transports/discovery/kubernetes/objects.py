@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
 from kvrouter.core.errors import ConfigError, ProtocolError
 from kvrouter.core.ids import WorkerId
+from kvrouter.kube.client import decoded
+from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.discovery.wire import CardRecord, checked_namespace, decode_record, encode_record
 
 GROUP = "kvrouter.dev"
@@ -67,30 +68,6 @@ class WorkerObject(msgspec.Struct, frozen=True, rename="camel"):
     spec: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class WatchEvent(msgspec.Struct, frozen=True):
-    """A line of a watch."""
-
-    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
-    object: msgspec.Raw
-
-
-class Status(msgspec.Struct, frozen=True):
-    """What the API server says when it does not do what it was asked."""
-
-    code: int = 0
-    reason: str = ""
-    message: str = ""
-
-
-class ListMetadata(
-    msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "more": "continue"}
-):
-    """Where a list ends: the version that a watch goes on from, and what fetches the next page."""
-
-    resource_version: str
-    more: str = ""
-
-
 def checked_fleet(namespace: str) -> str:
     """Return ``namespace``; raise ConfigError for one that cannot be in the name of an object."""
     if len(checked_namespace(namespace)) > FLEET_CHARS_MAX or not _FLEET.fullmatch(namespace):
@@ -133,11 +110,8 @@ def encode_object(
 
 
 def decoded_event(event: WatchEvent) -> WorkerObject:
-    """Return the object that an event is about. Raises ProtocolError for one that is none of ours."""
-    try:
-        return msgspec.json.decode(event.object, type=WorkerObject)
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"the API server's watch: {error}") from error
+    """Return the object that an event is about. Raises ClusterLost for one that is none of ours."""
+    return decoded(bytes(event.object), WorkerObject)
 
 
 def worker_of(found: WorkerObject, *, fleet: str) -> WorkerId | None:

@@ -9,11 +9,12 @@ import msgspec
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.workers import EnginePod, PodPort
+from kvrouter.kube.account import Account, AccountConnection
+from kvrouter.kube.client import CONFLICT, FORBIDDEN, ClusterError, KubeClient, RequestRefused, decoded
+from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.discovery.card_tracker import TroubleSink
-from kvrouter.transports.discovery.kubernetes.account import Account
+from kvrouter.transports.discovery.kubernetes.api import why
 from kvrouter.transports.discovery.kubernetes.follow import Follow
-from kvrouter.transports.discovery.kubernetes.objects import WatchEvent
-from kvrouter.transports.discovery.kubernetes.server import ApiError, ApiServer, decoded, why
 from kvrouter.transports.discovery.port import StoreSink
 
 PODS_MAX = 1024
@@ -85,9 +86,16 @@ class _Pod(msgspec.Struct, frozen=True):
     status: _Status = _Status()
 
 
+def _pod(text: bytes) -> _Pod:
+    try:
+        return decoded(text, _Pod)
+    except ClusterError as error:
+        raise ProtocolError(error.message) from error
+
+
 def pod_of(text: bytes) -> EnginePod:
     """Read a pod as the API server writes it. Raises ProtocolError for what is none."""
-    pod = decoded(text, _Pod)
+    pod = _pod(text)
     metadata, status = pod.metadata, pod.status
     if not metadata.uid or not metadata.name:
         raise ProtocolError("the API server's answer: a pod without a name or uid", param="metadata")
@@ -114,7 +122,7 @@ def pod_of(text: bytes) -> EnginePod:
 
 
 class PodsApi:
-    """The pods of ``namespace`` that the labels select. Every method raises one of STORE_ERRORS.
+    """The pods of ``namespace`` that the labels select. Every method raises ClusterError.
 
     ``answer_s`` is how long the API server may take for an answer.
     """
@@ -123,19 +131,19 @@ class PodsApi:
         self._namespace = namespace
         self._selector = selector
         self._path = f"/api/v1/namespaces/{namespace}/pods"
-        self._server = ApiServer(account, answer_s=answer_s)
+        self._client = KubeClient(AccountConnection(account), answer_s=answer_s)
 
     async def close(self) -> None:
         """Close every connection; idempotent."""
-        await self._server.close()
+        await self._client.close()
 
     async def everything(self) -> tuple[list[msgspec.Raw], str]:
         """Return every pod, unread, and the version as of which they are all."""
-        return await self._server.everything(self._path, selector=self._selector)
+        return await self._client.everything(self._path, labels=self._selector)
 
     def watch(self, version: str) -> AbstractAsyncContextManager[AsyncIterator[list[WatchEvent]]]:
         """Hear what happens after ``version``, as it comes; open when this is entered, it ends some time."""
-        return self._server.watch(self._path, version, selector=self._selector)
+        return self._client.watch(self._path, version, labels=self._selector)
 
     async def tell(self, pod: EnginePod, *, reason: str, message: str, warns: bool) -> None:
         """Write an event about a pod. An event written before is not written again while it is kept."""
@@ -164,15 +172,15 @@ class PodsApi:
         }
         path = f"/api/v1/namespaces/{self._namespace}/events"
         try:
-            await self._server.ask("POST", path, body=msgspec.json.encode(body))
-        except ApiError as error:
-            if error.code != 409:
+            await self._client.ask("POST", path, body=msgspec.json.encode(body))
+        except RequestRefused as error:
+            if error.status != CONFLICT:
                 raise
 
 
 def pods_reason(error: Exception, *, needs: str = "list and watch on pods") -> str:
     """What ``error`` says, in a line that a person can act on; ``needs`` are the rights that were used."""
-    if isinstance(error, ApiError) and error.code == 403:
+    if isinstance(error, RequestRefused) and error.status == FORBIDDEN:
         return f"{why(error)} (bind a Role with {needs} to this pod's service account)"
     return why(error)
 
@@ -207,7 +215,7 @@ class PodsWatch(Follow[msgspec.Raw]):
         """Whether there is room for pods that were left out."""
         return self._has_left_out and len(self._uids) < self._pods_max
 
-    def lose(self, error: Exception) -> None:
+    def lose(self, error: ClusterError) -> None:
         """The API server cannot be asked: everybody stays."""
         if not self._is_lost:
             self._is_lost = True
@@ -234,7 +242,7 @@ class PodsWatch(Follow[msgspec.Raw]):
     def take_event(self, event: WatchEvent) -> str:
         """Take one change; return its version."""
         text = bytes(event.object)
-        version = decoded(text, _Pod).metadata.resource_version
+        version = _pod(text).metadata.resource_version
         if event.type == "DELETED":
             self._let_go(pod_of(text).uid)
         elif event.type != "BOOKMARK":

@@ -1,14 +1,23 @@
-"""The service account of a pod: token, authority and namespace."""
+"""The service account of a pod, and the connections to the API server as whom it is asked."""
 
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
+
 from kvrouter.core.errors import ConfigError
+from kvrouter.kube.client import Query
 
 TOKEN_GOOD_S = 60.0
 """For how long a token that was read is used: the kubelet writes a new one long before it runs out."""
+
+KEPT_OPEN_S = 75.0
+"""For how long a connection waits for the next question. The API server closes one after 90 s; a worker
+renews its lease more often than this, so that no renewal costs both of them a handshake.
+"""
 
 TOKEN, AUTHORITY, NAMESPACE = "token", "ca.crt", "namespace"
 """The files of a service account."""
@@ -78,3 +87,46 @@ def account_of_pod(
         ) from error
     named = f"[{host}]" if ":" in host else host
     return Account(f"https://{named}:{port}", folder, namespace)
+
+
+class AccountConnection:
+    """A :class:`~kvrouter.kube.client.Connection` as a service account."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._token = Token(account)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        limits: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        """Send a request. Raises OSError where the account's files cannot be read."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                ssl=self._account.trust(), limit=0, keepalive_timeout=KEPT_OPEN_S
+            )
+            self._session = aiohttp.ClientSession(connector=connector)
+        return await self._session.request(
+            method,
+            f"{self._account.url}{path}",
+            params=list(query),
+            data=body,
+            headers={**headers, "Authorization": f"Bearer {self._token.read()}"},
+            timeout=limits,
+        )
+
+    def refused(self) -> None:
+        """The token that was read is not taken any more."""
+        self._token.refused()
+
+    async def close(self) -> None:
+        """Close every connection; idempotent."""
+        if self._session is not None:
+            await self._session.close()

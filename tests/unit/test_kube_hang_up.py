@@ -7,17 +7,18 @@ import ssl
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from kubernetes.aio.client import ApiClient, Configuration
 
+from kvrouter.kube.account import Account
+from kvrouter.kube.client import KubeClient
+from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.reconcile.cluster import Cluster
 from kvrouter.operator.reconcile.kinds import NODES
-from kvrouter.transports.discovery.kubernetes import Account
 from kvrouter.transports.discovery.kubernetes.api import WorkersApi
 
 LINE = b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"2"}}}\n'
@@ -36,7 +37,7 @@ async def by_the_operator(url: str, folder: Path) -> None:
     configuration.ssl_ca_cert = str(folder / AUTHORITY_CERT)
     async with (
         ApiClient(configuration) as api,
-        aclosing(Cluster(api).watch(NODES, "1", for_s=300)) as stream,
+        KubeClient(LoaderConnection(api)).watch(NODES.path(), "1") as stream,
     ):
         await anext(stream)
 

@@ -1,4 +1,4 @@
-"""What the operator watches: lost and back when that is so, and of nodes no more than it needs."""
+"""The informer: lost and back when that is so, and of nodes no more than is needed."""
 
 import asyncio
 import json
@@ -12,9 +12,11 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException
 
-from kvrouter.operator.reconcile.cluster import Cluster, ClusterError, ClusterLost
-from kvrouter.operator.reconcile.informer import Informer
-from kvrouter.operator.reconcile.kinds import NODES, PODS, Manifest, ResourceKind, metadata_of
+from kvrouter.kube.client import ClusterError, ClusterLost, KubeClient
+from kvrouter.kube.informer import Informer
+from kvrouter.kube.kubeconfig import LoaderConnection
+from kvrouter.kube.objects import Manifest, ResourceKind, metadata_of
+from kvrouter.operator.reconcile.kinds import NODES, PODS
 
 Watching = Callable[[web.StreamResponse], Awaitable[None]]
 
@@ -39,6 +41,27 @@ async def test_a_server_that_takes_no_watch_is_lost_once_and_back_once() -> None
         is_up.set()
         assert isinstance(await losses.get(), ClusterError)
         assert await losses.get() is None
+
+
+async def test_the_first_refusal_of_a_version_is_no_loss() -> None:
+    refusals = [web.HTTPGone(text='{"kind": "Status", "code": 410, "reason": "Expired"}')]
+
+    async def watching(told: web.StreamResponse) -> None:
+        await told.write(line("ADDED", pod("one")))
+        await asyncio.Event().wait()
+
+    async def taking(_request: web.Request) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    losses: list[ClusterError | None] = []
+    async with (
+        asyncio.timeout(30.0),
+        api_server(watching, taking=taking) as cluster,
+        watched(cluster, PODS, losses.append) as (_, changed),
+    ):
+        assert metadata_of(await changed.get())["name"] == "one"
+    assert losses == []
 
 
 @pytest.mark.parametrize("depth", [1_000, 5_000, 9_990])
@@ -75,7 +98,7 @@ async def test_a_server_that_ends_every_watch_at_once_is_asked_ever_later(
         waits.append(delay_s)
         await sleep(0)
 
-    monkeypatch.setattr("kvrouter.operator.reconcile.informer.asyncio.sleep", sleeping)
+    monkeypatch.setattr("kvrouter.kube.informer.asyncio.sleep", sleeping)
     watches: asyncio.Queue[None] = asyncio.Queue()
 
     async def watching(told: web.StreamResponse) -> None:
@@ -178,7 +201,7 @@ async def api_server(
     there: bytes = b"",
     taking: Callable[[web.Request], Awaitable[None]] = nothing,
     signing: Callable[[Configuration], None] = lambda _: None,
-) -> AsyncIterator[Cluster]:
+) -> AsyncIterator[KubeClient]:
     """Lists what is ``there``, as JSON; ``watching`` tells on each watch, and ``taking`` may refuse it.
     ``signing`` is asked for the token of each call.
     """
@@ -201,12 +224,12 @@ async def api_server(
         configuration = Configuration(host=str(server.make_url("")), api_key={"BearerToken": "token"})
         cast(Any, configuration).refresh_api_key_hook = signing
         async with ApiClient(configuration) as api:
-            yield Cluster(api)
+            yield KubeClient(LoaderConnection(api))
 
 
 @asynccontextmanager
 async def watched(
-    cluster: Cluster, kind: ResourceKind, lost: Callable[[ClusterError | None], None] = lambda _: None
+    cluster: KubeClient, kind: ResourceKind, lost: Callable[[ClusterError | None], None] = lambda _: None
 ) -> AsyncIterator[tuple[Informer[None], asyncio.Queue[Manifest]]]:
     """Each object that came, changed or went is put into the queue."""
     changed: asyncio.Queue[Manifest] = asyncio.Queue()

@@ -1,0 +1,480 @@
+"""A client of the API server: requests, lists in pages, watches; in JSON that is never too deep.
+
+One object whose parts are deep inside each other would end the decoding of a whole list, or of a watch, and
+hide all others: what lies deeper than :data:`DEPTH_MAX` is read as null.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple, Protocol, TypeVar
+
+import aiohttp
+import msgspec
+from pydantic import JsonValue
+
+from kvrouter.core.errors import KvrouterError
+from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
+
+ANSWER_S = 10.0
+"""How long the API server may take for an answer, where nothing else is said."""
+
+PAGE_OBJECTS = 500
+ANSWER_MAX_BYTES = 64 * 1024 * 1024
+"""A page of the largest objects, with room."""
+
+LINE_MAX_BYTES = 2 * 1024 * 1024
+"""More than etcd keeps under one key."""
+
+ASKED_AT_ONCE = 32
+"""How many questions of one client may be open, watches apart."""
+
+WATCH_S = 300
+"""For how long a watch is asked for; then another goes on where it ended."""
+
+WATCH_QUIET_S = 20.0
+"""How much longer than asked for a watch may be silent before its connection counts as lost."""
+
+DEPTH_MAX = 400
+"""What lies deeper inside an object is read as null. Python's decoders fail from a depth of about 1,000 on;
+the API server stores objects of 10,000."""
+
+JSON = "application/json"
+JSON_OF_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+JSON_OF_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+
+Query = Sequence[tuple[str, str]]
+T = TypeVar("T")
+
+
+class ClusterError(KvrouterError):
+    """The API server did not do what it was asked."""
+
+    code = "cluster_error"
+
+
+class ClusterLost(ClusterError):
+    """It could not be asked, did not answer in time, or its answer cannot be read."""
+
+    code = "cluster_lost"
+
+
+class RequestRefused(ClusterError):
+    """It answered with an error: ``status`` is HTTP's, ``reason`` its own word, such as ``Conflict``, and
+    ``said`` its own sentence. It wants to be left alone for ``wait_s``.
+    """
+
+    code = "cluster_refused"
+
+    def __init__(
+        self, message: str, *, status: int, reason: str = "", said: str = "", wait_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.said = said or message
+        self.wait_s = wait_s
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the same write may be taken a moment later, though nobody changes anything."""
+        return self.status in _PASSING
+
+
+UNAUTHORIZED = 401
+FORBIDDEN = 403
+NOT_FOUND = 404
+CONFLICT = 409
+GONE = 410
+_PASSING = frozenset({CONFLICT, 429, 503, 504})
+
+
+class Connection(Protocol):
+    """Sends requests to one API server, as somebody whom it knows."""
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query,
+        headers: Mapping[str, str],
+        body: bytes | None,
+        limits: aiohttp.ClientTimeout,
+    ) -> aiohttp.ClientResponse:
+        """Send a request; return its response, whose body is not read. Raises ClusterLost."""
+
+    def refused(self) -> None:
+        """The API server does not know whom it was asked as (401)."""
+
+    async def close(self) -> None:
+        """Close every connection; idempotent."""
+
+
+class ObjectList(NamedTuple):
+    """The objects of a list, and the version from which a watch goes on."""
+
+    objects: list[Manifest]
+    version: str
+
+
+class _ListMetadata(
+    msgspec.Struct, frozen=True, rename={"resource_version": "resourceVersion", "more": "continue"}
+):
+    resource_version: str = ""
+    more: str = ""
+
+
+class _Page(msgspec.Struct, frozen=True):
+    metadata: _ListMetadata = _ListMetadata()
+    items: list[msgspec.Raw] | None = None
+
+
+class Status(msgspec.Struct, frozen=True):
+    """What the API server says when it does not do what it was asked."""
+
+    code: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+class KubeClient:
+    """Asks one API server. Every method raises ClusterLost or RequestRefused for what was not done.
+
+    ``answer_s`` is how long the API server may take for an answer. ``manager`` is the field manager of what
+    is written.
+    """
+
+    def __init__(
+        self, connection: Connection, *, answer_s: float = ANSWER_S, manager: str = "kvrouter"
+    ) -> None:
+        self._connection = connection
+        self._answer_s = answer_s
+        self._managed = (("fieldManager", manager),)
+        self._forced = (*self._managed, ("force", "true"))
+        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def close(self) -> None:
+        """Close every connection; idempotent."""
+        await self._connection.close()
+
+    # Bytes
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query = (),
+        body: bytes | None = None,
+        content_type: str = JSON,
+        accept: str = JSON,
+    ) -> bytes:
+        """Ask; return the whole answer."""
+        async with self._asking:
+            try:
+                async with asyncio.timeout(self._answer_s):
+                    response = await self._send(
+                        method, path, query=query, body=body, content_type=content_type, accept=accept
+                    )
+                    async with response:
+                        return await _read(response)
+            except (aiohttp.ClientError, OSError) as error:
+                raise _lost(f"{method} {path}", error) from error
+
+    async def everything(
+        self, path: str, *, labels: str = "", accept: str = JSON
+    ) -> tuple[list[msgspec.Raw], str]:
+        """Return every object under ``path`` that ``labels``, a selector, picks, page by page; and the
+        version as of which they are all.
+        """
+        found: list[msgspec.Raw] = []
+        rest = ""
+        while True:
+            query = [("limit", str(PAGE_OBJECTS)), ("labelSelector", labels), ("continue", rest)]
+            page = decoded(await self.ask("GET", path, query=query, accept=accept), _Page)
+            found += page.items or ()
+            rest = page.metadata.more
+            if not rest:
+                return found, page.metadata.resource_version
+
+    @asynccontextmanager
+    async def watch(
+        self, path: str, version: str, *, labels: str = "", accept: str = JSON, for_s: int = WATCH_S
+    ) -> AsyncIterator[AsyncIterator[list[WatchEvent]]]:
+        """Hear what happens after ``version``, as it comes, for about ``for_s`` seconds. The API server has
+        taken the watch when this is entered.
+
+        RequestRefused with 410 says that the server no longer knows that version.
+        """
+        query = [
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", str(for_s)),
+            ("labelSelector", labels),
+        ]
+        quiet = aiohttp.ClientTimeout(sock_connect=self._answer_s, sock_read=for_s + WATCH_QUIET_S)
+        try:
+            async with asyncio.timeout(self._answer_s):
+                response = await self._send("GET", path, query=query, accept=accept, limits=quiet)
+        except OSError as error:
+            raise _lost(f"watch of {path}", error) from error
+        try:
+            yield _events(response, path)
+        finally:
+            _hang_up(response)
+
+    # Objects
+
+    async def read(self, kind: ResourceKind, key: Key) -> Manifest | None:
+        """Return one object; None when it is not there."""
+        try:
+            return await self._call("GET", kind.path(*key))
+        except RequestRefused as refused:
+            if refused.status == NOT_FOUND:
+                return None
+            raise
+
+    async def served(self, group_version: str) -> frozenset[str]:
+        """Return the plurals that are served in a group's version; none where it is not served at all."""
+        try:
+            answer = await self._call("GET", f"/apis/{group_version}")
+        except RequestRefused as refused:
+            if refused.status == NOT_FOUND:
+                return frozenset()
+            raise
+        found = answer.get("resources")
+        entries = found if isinstance(found, list) else []
+        return frozenset(str(entry.get("name")) for entry in entries if isinstance(entry, dict))
+
+    async def version(self) -> tuple[int, int]:
+        """Return the version of Kubernetes: (1, 36); zeros for what cannot be read as one."""
+        answer = await self._call("GET", "/version")
+        major, minor = (re.match(r"\d{1,4}", str(answer.get(part))) for part in ("major", "minor"))
+        return (int(major[0]) if major else 0, int(minor[0]) if minor else 0)
+
+    async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
+        """Return all objects that ``labels``, a selector, picks."""
+        accept = JSON_OF_METADATA_LIST if kind.is_metadata_enough else JSON
+        items, version = await self.everything(kind.path(namespace), labels=labels, accept=accept)
+        named: Manifest = {"apiVersion": kind.api_version, "kind": kind.name}
+        return ObjectList([{**manifest_of(kind, item), **named} for item in items], version)
+
+    async def claim(self, kind: ResourceKind, manifest: Manifest, *, manager: str) -> Manifest:
+        """Be one more of those who hold the fields of ``manifest``, as the field manager ``manager``.
+
+        Refused with 409 where another holds one of them with another value, or the object is not of the
+        ``resourceVersion`` that is named.
+        """
+        query = (("fieldManager", manager),)
+        return await self._call(
+            "PATCH", kind.path(*key_of(manifest)), query=query, body=manifest, content_type=APPLY
+        )
+
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        """Make the fields of ``manifest`` so, by server-side apply, regardless of who wrote them before."""
+        path = kind.path(*key_of(manifest), subresource)
+        return await self._call("PATCH", path, query=self._forced, body=manifest, content_type=APPLY)
+
+    async def dry_run(self, kind: ResourceKind, manifest: Manifest) -> None:
+        """Ask whether the API server, and all that it asks, would take this apply; nothing is stored."""
+        path = kind.path(*key_of(manifest))
+        await self._call(
+            "PATCH", path, query=(*self._forced, ("dryRun", "All")), body=manifest, content_type=APPLY
+        )
+
+    async def merge(self, kind: ResourceKind, key: Key, patch: Manifest) -> Manifest:
+        """Change one object by a JSON merge patch."""
+        return await self._call("PATCH", kind.path(*key), query=self._managed, body=patch, content_type=MERGE)
+
+    async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
+        """Create an object; Refused with 409 when it is there."""
+        path = kind.path(key_of(manifest).namespace)
+        return await self._call("POST", path, query=self._managed, body=manifest)
+
+    async def replace(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
+        """Replace an object; Refused with 409 when it is not of the ``resourceVersion`` that is named."""
+        return await self._call("PUT", kind.path(*key_of(manifest)), query=self._managed, body=manifest)
+
+    async def delete(self, kind: ResourceKind, key: Key, *, uid: str) -> None:
+        """Delete the object of this uid, and what it owns after it; done when it is not there."""
+        options: Manifest = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
+        try:
+            await self._call("DELETE", kind.path(*key), body=options)
+        except RequestRefused as refused:
+            if refused.status not in (NOT_FOUND, CONFLICT):
+                raise
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query = (),
+        body: Manifest | None = None,
+        content_type: str = JSON,
+    ) -> Manifest:
+        text = None if body is None else json.dumps(body).encode()
+        answer = _manifest(await self.ask(method, path, query=query, body=text, content_type=content_type))
+        return answer if isinstance(answer, dict) else {}
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query,
+        accept: str,
+        content_type: str = JSON,
+        body: bytes | None = None,
+        limits: aiohttp.ClientTimeout | None = None,
+    ) -> aiohttp.ClientResponse:
+        headers = {"Accept": accept}
+        if body is not None:
+            headers["Content-Type"] = content_type
+        try:
+            response = await self._connection.send(
+                method,
+                path,
+                query=[(key, value) for key, value in query if value],
+                headers=headers,
+                body=body,
+                limits=limits or aiohttp.ClientTimeout(total=None),
+            )
+            if response.status >= 400:
+                if response.status == UNAUTHORIZED:
+                    self._connection.refused()
+                async with response:
+                    raise _refusal(response, f"{method} {path}", await _read(response))
+        except (aiohttp.ClientError, OSError) as error:
+            raise _lost(f"{method} {path}", error) from error
+        return response
+
+
+def manifest_of(kind: ResourceKind, text: msgspec.Raw) -> Manifest:
+    """Return an object without what nothing is decided by, such as the record of who wrote which field:
+    thousands are kept. Raises ClusterLost for what is no object.
+    """
+    manifest = _manifest(bytes(text))
+    if not isinstance(manifest, dict):
+        raise ClusterLost(f"{kind.plural}: something else than an object")
+    metadata_of(manifest).pop("managedFields", None)
+    if not kind.kept:
+        return manifest
+    reduced: Manifest = {
+        part: manifest[part] for part in ("apiVersion", "kind", "metadata") if part in manifest
+    }
+    for path in kind.kept:
+        part, _, name = path.partition(".")
+        fields, kept = manifest.get(part), reduced.get(part)
+        if isinstance(fields, dict) and name in fields:
+            reduced[part] = {**(kept if isinstance(kept, dict) else {}), name: fields[name]}
+    return reduced
+
+
+def decoded(text: bytes, kind: type[T]) -> T:
+    """Return ``text`` as a value of this kind. Raises ClusterLost."""
+    try:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except RecursionError:
+            return msgspec.json.decode(cut_at_depth(text), type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ClusterLost(f"the API server's answer: {error}") from error
+
+
+def _manifest(text: bytes) -> JsonValue:
+    found: JsonValue
+    try:
+        try:
+            found = json.loads(text)
+        except RecursionError:
+            found = json.loads(cut_at_depth(text))
+    except (ValueError, RecursionError) as error:
+        raise ClusterLost(f"the API server's answer: {error}") from error
+    return found
+
+
+_NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_OPENS, _CLOSES = b"[{", b"]}"
+
+
+def cut_at_depth(text: bytes, *, depth_max: int = DEPTH_MAX) -> bytes:
+    """Return JSON text in which every part deeper than ``depth_max`` is null."""
+    pieces: list[bytes] = []
+    depth = kept_to = cut_from = 0
+    for token in _NESTING.finditer(text):
+        at = token.start()
+        if text[at] in _OPENS:
+            depth += 1
+            if depth == depth_max + 1:
+                cut_from = at
+        elif text[at] in _CLOSES:
+            if depth == depth_max + 1:
+                pieces += (text[kept_to:cut_from], b"null")
+                kept_to = token.end()
+            depth -= 1
+    return b"".join((*pieces, text[kept_to:]))
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    text = bytearray()
+    async for piece in response.content.iter_any():
+        text += piece
+        if len(text) > ANSWER_MAX_BYTES:
+            raise ClusterLost(f"the API server's answer has more than {ANSWER_MAX_BYTES} bytes")
+    return bytes(text)
+
+
+async def _events(response: aiohttp.ClientResponse, path: str) -> AsyncIterator[list[WatchEvent]]:
+    """The lines of a watch, all that came together at once. Raises RequestRefused for one that reports an
+    error.
+    """
+    rest = b""
+    try:
+        async for piece in response.content.iter_any():
+            *lines, rest = (rest + piece).split(b"\n")
+            if len(rest) > LINE_MAX_BYTES:
+                raise ClusterLost(f"a line of the watch of {path} has more than {LINE_MAX_BYTES} bytes")
+            events = [decoded(line, WatchEvent) for line in lines if line]
+            for event in events:
+                if event.type == "ERROR":
+                    said = decoded(bytes(event.object), Status)
+                    raise RequestRefused(said.message, status=said.code or 500, reason=said.reason)
+            if events:
+                yield events
+    except (aiohttp.ClientError, OSError) as error:
+        raise _lost(f"watch of {path}", error) from error
+
+
+def _hang_up(response: aiohttp.ClientResponse) -> None:
+    """End a connection now: a polite end of TLS waits for the peer, and outlives the session's own close."""
+    connection = response.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    response.close()
+
+
+def _lost(what: str, error: Exception) -> ClusterLost:
+    """Errors of a connection often say nothing."""
+    if isinstance(error, TimeoutError):
+        return ClusterLost(f"{what}: the API server did not answer in time")
+    return ClusterLost(f"{what}: {str(error) or type(error).__name__}")
+
+
+def _refusal(response: aiohttp.ClientResponse, what: str, body: bytes) -> RequestRefused:
+    try:
+        said = msgspec.json.decode(body, type=Status)
+    except (msgspec.MsgspecError, RecursionError):
+        said = Status()
+    message = said.message or body[:200].decode(errors="replace")
+    asked_wait = response.headers.get("Retry-After", "")
+    wait_s = float(asked_wait) if asked_wait.isascii() and asked_wait.isdecimal() else 0.0
+    return RequestRefused(
+        f"{what}: {message}", status=response.status, reason=said.reason, said=message, wait_s=wait_s
+    )

@@ -1,0 +1,81 @@
+"""Objects of Kubernetes as JSON: their kinds and paths, their keys and versions."""
+
+from typing import Literal, NamedTuple
+
+import msgspec
+from pydantic import JsonValue
+
+Manifest = dict[str, JsonValue]
+"""An object as the API server takes and gives it."""
+
+
+class ResourceKind(NamedTuple):
+    """One kind: what manifests call it, and what paths do.
+
+    ``is_metadata_enough``: lists and watches bring nothing but metadata. ``kept`` are the parts, such as
+    ``spec.nodeName``, that are kept with metadata of what they bring; everything where none is named.
+    """
+
+    api_version: str
+    name: str
+    plural: str
+    is_namespaced: bool = True
+    is_metadata_enough: bool = False
+    kept: tuple[str, ...] = ()
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """Return the path of all objects, of those of a namespace, of one, or of a part of one."""
+        root = "/api" if "/" not in self.api_version else "/apis"
+        parts = [root, self.api_version]
+        if self.is_namespaced and namespace:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        parts += [part for part in (name, subresource) if part]
+        return "/".join(parts)
+
+
+class Key(NamedTuple):
+    """The place of one object among those of its kind; the namespace is empty where the kind has none."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}" if self.namespace else self.name
+
+
+LEASES = ResourceKind("coordination.k8s.io/v1", "Lease", "leases")
+EVENTS = ResourceKind("v1", "Event", "events")
+
+
+class WatchEvent(msgspec.Struct, frozen=True):
+    """A line of a watch."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK", "ERROR"]
+    object: msgspec.Raw
+
+
+def metadata_of(manifest: Manifest) -> Manifest:
+    """Return the metadata of an object, empty where it has none."""
+    found = manifest.get("metadata")
+    return found if isinstance(found, dict) else {}
+
+
+def key_of(manifest: Manifest) -> Key:
+    """Return the place of an object, with empty names where it has none."""
+    metadata = metadata_of(manifest)
+    return Key(_text(metadata.get("namespace")), _text(metadata.get("name")))
+
+
+def version_of(manifest: Manifest) -> str:
+    """Return the resourceVersion of an object or a list."""
+    return _text(metadata_of(manifest).get("resourceVersion"))
+
+
+def uid_of(manifest: Manifest) -> str:
+    """Return the uid of an object, empty where it has none."""
+    return _text(metadata_of(manifest).get("uid"))
+
+
+def _text(found: JsonValue) -> str:
+    return found if isinstance(found, str) else ""
