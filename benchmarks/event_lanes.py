@@ -30,7 +30,7 @@ from kvrouter.core.events import KvBatch, KvSnapshot, Removed, Stored, pack_hash
 from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import EventSource, Role, WorkerCard
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index import NativeBlockIndex
 from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
@@ -172,7 +172,7 @@ async def take(lane: str, url: str, token: str, n_batches: int, pipe: Connection
     """Take ``n_batches`` batches; return seconds of processor time and of the clock."""
     source: EventSource = await asyncio.to_thread(pipe.recv)
     async with subscriber_of(lane, url, token) as subscriber:
-        pump = EventIngest(BlockIndex(), subscriber, ModelInstrumentation(Telemetry(), MODEL))
+        pump = EventIngest(NativeBlockIndex(), subscriber, ModelInstrumentation(Telemetry(), MODEL))
         heard: set[WorkerRank] = set()
         done = asyncio.Event()
         taken = 0

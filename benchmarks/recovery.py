@@ -38,7 +38,7 @@ from benchmarks.turns import Turn, TurnClock
 from kvrouter.core.ids import ModelName, Slot, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, Role, WorkerCard
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import ApproximateIndex, BlockIndex
+from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.instrumentation import ModelInstrumentation
@@ -86,7 +86,7 @@ class Router:
 
     def __init__(self, subscriber: EventSubscriber, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.index = BlockIndex()
+        self.index = NativeBlockIndex()
         self.subscriber = subscriber
         self.pump = EventIngest(self.index, subscriber, ModelInstrumentation(Telemetry(), "m"))
         subscriber.subscribe(self.pump.on_batch, lambda _report: None)
@@ -181,7 +181,7 @@ class Bench:
         """Take one while a router runs."""
         async with self.on_jetstream() as (router, subscriber):
             await router.learn(self._sources.jetstream)
-            cache = EventCacheView(router.index, router.pump, ApproximateIndex())
+            cache = EventCacheView(router.index, router.pump, NativeApproximateIndex())
             snapshots = IndexSnapshots(subscriber, lambda: [cache], messages_max=0)
             watch = Watch(self._clock)
             if await snapshots.check() != 1:

@@ -140,7 +140,7 @@ def sequence_hashes(block_hashes: bytes) -> bytes:
 
 @final
 class Applied:
-    """What became of the blocks of some events; see kvrouter.index.port.Applied for each count."""
+    """What became of the blocks of some events; see kvrouter.index.Applied for each count."""
 
     @property
     def stored(self) -> int: ...
@@ -161,7 +161,7 @@ class Applied:
 
 @final
 class IndexStats:
-    """Sizes of a BlockIndex; see kvrouter.index.port.IndexStats."""
+    """Sizes of a BlockIndex; see kvrouter.index.IndexStats."""
 
     @property
     def blocks(self) -> tuple[int, int, int, int]: ...
@@ -174,7 +174,7 @@ class IndexStats:
 
 @final
 class BlockIndex:
-    """Who holds which blocks, as the engines' events say; the contract is kvrouter.index.port.BlockIndex.
+    """Who holds which blocks, as the engines' events say; the contract is kvrouter.index.BlockIndex.
 
     An engine hash is opaque and means something at its own rank alone. A block stored n times at one (rank,
     medium) takes n removals. Two engine hashes of one rank may name the same block, which stays until both
@@ -214,7 +214,7 @@ class ApproximateStats:
 
 @final
 class ApproximateIndex:
-    """Who may hold which blocks, predicted; the contract is kvrouter.index.port.ApproximateIndex.
+    """Who may hold which blocks, predicted; the contract is kvrouter.index.ApproximateIndex.
 
     Raises ValueError for a ttl_s that is not above 0, max_blocks below 1, a ratio outside 0..1, a time that
     is not finite.

@@ -10,7 +10,7 @@ from kubernetes.aio.client import ApiClient
 from kvrouter.kube.client import KubeClient, manifest_of
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.objects import key_of
-from kvrouter.operator.reconcile.kinds import PODS
+from kvrouter.operator.cluster_info import PODS
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.nodes import RACK, ZONES
 

@@ -8,8 +8,7 @@ import pytest
 from kvrouter.core.events import Cleared, Held, Medium, Removed, Stored, pack_hashes, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import EngineHash, Slot
-from kvrouter.index.native import BlockIndex as NativeBlockIndex
-from kvrouter.index.port import BlockIndex
+from kvrouter.index import BlockIndex, NativeBlockIndex
 from tests.oracles.index import NaiveBlockIndex
 
 MAKERS = [NaiveBlockIndex, NativeBlockIndex]

@@ -7,8 +7,7 @@ import pytest
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
-from kvrouter.index.native import ApproximateIndex as NativeApproximateIndex
-from kvrouter.index.port import ApproximateIndex
+from kvrouter.index import ApproximateIndex, NativeApproximateIndex
 from tests.oracles.index import NaiveApproximateIndex
 
 A, B = Slot(0), Slot(5)

@@ -20,7 +20,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index import NativeBlockIndex
 from kvrouter.mock import EngineHashing, MockConfig, MockEngine
 from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
@@ -164,7 +164,7 @@ class Router:
 
     def __init__(self, wire: BadWire, epoch: Epoch) -> None:
         self.epoch = epoch
-        self.index = BlockIndex()
+        self.index = NativeBlockIndex()
         self.pump = EventIngest(self.index, wire, ModelInstrumentation(Telemetry(), "m"))
         self._end = wire.subscribe(self.pump.on_batch, lambda _report: None)
         self._join()

@@ -12,7 +12,7 @@ from kvrouter.core.events import KvBatch, KvSnapshot, unpack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index import NativeBlockIndex
 from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
@@ -68,7 +68,7 @@ class Rig:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.wire = BadWire(self.chance)
-        self.index = BlockIndex()
+        self.index = NativeBlockIndex()
         self.pump = EventIngest(self.index, self.wire, ModelInstrumentation(Telemetry(), "m"))
         self.wire.subscribe(self.pump.on_batch, lambda _report: None)
         self.epochs: Iterator[int] = iter(self.chance.sample(range(1000), 50))

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
-from kvrouter.index.native import ApproximateIndex
+from kvrouter.index import NativeApproximateIndex
 from tests.oracles.index import NaiveApproximateIndex
 
 SLOTS = st.sampled_from([Slot(n) for n in (0, 1, 2, 70)])
@@ -25,7 +25,7 @@ class Twins(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.native = ApproximateIndex(ttl_s=8.0, max_blocks=24, prune_target_ratio=0.6)
+        self.native = NativeApproximateIndex(ttl_s=8.0, max_blocks=24, prune_target_ratio=0.6)
         self.naive = NaiveApproximateIndex(ttl_s=8.0, max_blocks=24, prune_target_ratio=0.6)
         self.now_s = 0.0
 

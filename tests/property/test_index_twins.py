@@ -11,8 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 from kvrouter.core.events import Cleared, Held, KvEvent, Medium, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt, block_hashes
 from kvrouter.core.ids import EngineHash, Slot
-from kvrouter.index.native import BlockIndex
-from kvrouter.index.port import Applied
+from kvrouter.index import Applied, NativeBlockIndex
 from tests.oracles.index import NaiveApplied, NaiveBlockIndex
 
 TOKENS = st.integers(0, 2)
@@ -64,7 +63,7 @@ class Twins(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.native = BlockIndex(blocks_per_rank_max=12)
+        self.native = NativeBlockIndex(blocks_per_rank_max=12)
         self.naive = NaiveBlockIndex(blocks_per_rank_max=12)
         self.kept: list[Held] = []
 
@@ -96,7 +95,7 @@ class Twins(RuleBasedStateMachine):
         assert self.dropped(self.native, slot) == self.dropped(self.naive, slot)
 
     @staticmethod
-    def dropped(index: BlockIndex | NaiveBlockIndex, slot: Slot) -> int:
+    def dropped(index: NativeBlockIndex | NaiveBlockIndex, slot: Slot) -> int:
         n_blocks = 0
         while dropped := index.drop_some(slot).cleared:
             n_blocks += dropped

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvrouter.core.errors import NoEligibleWorker, WorkerFailed
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import FinishReason, KvLoss, Leg, Sampling
-from kvrouter.journey.journey import (
+from kvrouter.journey import (
     Abandon,
     ClientLeft,
     Command,

@@ -24,7 +24,7 @@ from kvrouter.transports.requests.messages import (
     greeting,
     hello,
 )
-from kvrouter.transports.requests.nats.pipe import FromRouter, NatsPipe, Post
+from kvrouter.transports.requests.nats.plane import FromRouter, NatsPipe, Post
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterHello, RouterLimits, RouterSession, Session
 from kvrouter.transports.requests.worker_session import (

@@ -12,9 +12,9 @@ from kvrouter.core.ids import Epoch, EventId, WorkerId
 from kvrouter.core.requests import FinishReason
 from kvrouter.core.workers import EventLane, EventSource, LoadReport, WorkerCard
 from kvrouter.frontend.fleet_state import fleet_json
-from kvrouter.service.event_mux import LaneSubscriber
 from kvrouter.transports.discovery.port import Gone
 from kvrouter.transports.events.port import DropReason, EventSubscriber
+from kvrouter.wiring.router_transports import LaneSubscriber
 from tests.support.fleets import Bench, HandEvents, card, read_all
 from tests.support.planes import ScriptedPlane, address_of
 

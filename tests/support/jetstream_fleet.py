@@ -16,7 +16,7 @@ from kvrouter.core.ids import DpRank, Epoch, EventId, ModelName, RequestId, Slot
 from kvrouter.core.requests import EngineRequest, Leg, Sampling
 from kvrouter.core.workers import Role, WorkerCard
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import ApproximateIndex, BlockIndex
+from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.mock import MockConfig, MockEngine
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
@@ -160,11 +160,11 @@ class Replica:
             heartbeat_s=0.2,
             lease_s=0.5,
         )
-        self.index = BlockIndex()
+        self.index = NativeBlockIndex()
         self.telemetry = Telemetry()
         self.pump = EventIngest(self.index, self.subscriber, ModelInstrumentation(self.telemetry, "m"))
         self.subscriber.subscribe(self.pump.on_batch, lambda _report: None)
-        cache = EventCacheView(self.index, self.pump, ApproximateIndex())
+        cache = EventCacheView(self.index, self.pump, NativeApproximateIndex())
         self.snapshots = IndexSnapshots(self.subscriber, lambda: [cache], messages_max=0)
         self.slots: dict[WorkerRank, Slot] = {}
         self._fleet = fleet

@@ -19,8 +19,8 @@ from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot
 from kvrouter.core.requests import GenerateRequest, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
 from kvrouter.fleet import CircuitSettings, Fault, Fleet
-from kvrouter.index.native import ApproximateIndex
-from kvrouter.journey.journey import RetryPlan, Shape
+from kvrouter.index import NativeApproximateIndex
+from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.journal import Journal, SharedLedger
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.ledger.replicas import Replicas, Replication
@@ -62,7 +62,7 @@ class PlacementScript:
         modes = tuple(RouterMode)
         self.placer = Placer(
             fleet=self.fleet,
-            cache=PredictedCacheView(ApproximateIndex(ttl_s=20.0)),
+            cache=PredictedCacheView(NativeApproximateIndex(ttl_s=20.0)),
             ledger=NativeLedger(1),
             router_id=RouterId("here"),
             settings=RoutingSettings(

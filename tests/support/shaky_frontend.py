@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from kvrouter.cli import main
 from kvrouter.core.events import KvBatch
-from kvrouter.service.event_mux import LaneSubscriber
 from kvrouter.transports.events.port import BatchSink, LoadSink
+from kvrouter.wiring.router_transports import LaneSubscriber
 
 ROUND_BATCHES = 100
 LATE_BATCHES = 3

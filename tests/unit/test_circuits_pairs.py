@@ -8,7 +8,7 @@ from kvrouter.core.ids import LeaseId, RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitSettings, CircuitState, Fleet, Pair
-from kvrouter.journey.journey import Shape
+from kvrouter.journey import Shape
 from kvrouter.placement.circuits import Circuits
 from kvrouter.placement.placement import Placement
 from kvrouter.routing import Decision, Pick, RouteRequest

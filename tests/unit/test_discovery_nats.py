@@ -239,7 +239,7 @@ async def test_a_watcher_that_hears_nothing_asks_before_anybody_expires(store: N
     await lives.publish(card(1))
     await dies.publish(card(2))
     ear = await listen(watcher)
-    for watch in watcher._watches:
+    for watch in watcher._watches._watches:
         assert watch._listening is not None
         await watch._listening.unsubscribe()
     await dies.close()
@@ -258,7 +258,7 @@ async def test_a_connection_that_was_lost_between_two_looks_is_read_anew(store: 
             lease_s=LEASE_S,
         )
         ear = await listen(watcher)
-        for watch in watcher._watches:
+        for watch in watcher._watches._watches:
             assert watch._listening is not None
             await watch._listening.unsubscribe()
         await store.end().publish(card())

@@ -11,7 +11,7 @@ from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import ApproximateIndex, BlockIndex
+from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.service import event_ingest
 from kvrouter.service.event_ingest import RANK_BLOCKS_MAX, EventCacheView, EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
@@ -55,7 +55,7 @@ class AskedSubscriber:
 class Bench:
     def __init__(self, *, rank_blocks_max: int = RANK_BLOCKS_MAX) -> None:
         self.subscriber = AskedSubscriber()
-        self.index = BlockIndex()
+        self.index = NativeBlockIndex()
         self.telemetry = Telemetry()
         self.pump = EventIngest(
             self.index,
@@ -63,7 +63,7 @@ class Bench:
             ModelInstrumentation(self.telemetry, "mock"),
             rank_blocks_max=rank_blocks_max,
         )
-        self.view = EventCacheView(self.index, self.pump, ApproximateIndex())
+        self.view = EventCacheView(self.index, self.pump, NativeApproximateIndex())
 
     def overlap(self) -> list[int]:
         overlap = self.view.overlap(PROMPT, 2, now_s=0.0)

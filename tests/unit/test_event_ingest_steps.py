@@ -8,7 +8,7 @@ import pytest
 from kvrouter.core.events import Cleared, Held, KvBatch, KvEvent, KvSnapshot, Removed, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index import NativeBlockIndex
 from kvrouter.service import event_ingest, index_work, rank_ingest
 from kvrouter.service.index_work import STEP_BLOCKS, STEP_EVENTS, Steps
 from kvrouter.transports.events.port import AnswerTooLarge
@@ -313,7 +313,7 @@ def stored_run(first: int, n_blocks: int, *, parent: int | None = None) -> Store
 
 
 async def test_a_live_batch_of_many_blocks_is_applied_in_steps_to_what_it_is_as_a_whole() -> None:
-    bench, whole = Bench(), BlockIndex()
+    bench, whole = Bench(), NativeBlockIndex()
     await bench.join(OTHER, OTHER_SLOT)
     bench.pump.on_batch(batch(0, stored(0, 3), rank=OTHER))
     await bench.join()

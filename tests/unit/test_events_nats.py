@@ -11,7 +11,7 @@ from kvrouter.core.events import Held, KvBatch, KvSnapshot, Stored, pack_hashes
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import EventLane, EventSource, LoadReport
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import BlockIndex
+from kvrouter.index import NativeBlockIndex
 from kvrouter.service.event_ingest import EventIngest
 from kvrouter.service.instrumentation import ModelInstrumentation
 from kvrouter.telemetry import Telemetry
@@ -106,7 +106,7 @@ async def test_while_the_server_does_not_read_what_waits_has_a_limit(own_nats: N
 async def test_an_index_is_true_again_after_the_server_was_away(own_nats: NatsServer) -> None:
     """Stores and removals are lost with the connection; the next heartbeat reveals it."""
     async with two_ends(own_nats) as ends:
-        index, slot = BlockIndex(), Slot(0)
+        index, slot = NativeBlockIndex(), Slot(0)
         pump = EventIngest(index, ends.subscriber, ModelInstrumentation(Telemetry(), "m"))
         ends.subscriber.subscribe(pump.on_batch, lambda _report: None)
         worker = KvPublisher(ends.publisher, worker_id=RANK.worker_id, epoch=EPOCH, block_size=1)

@@ -17,7 +17,7 @@ def sources() -> dict[str, str]:
 
 def test_only_the_native_doors_import_the_native_core() -> None:
     doors = {name for name, text in sources().items() if IMPORTS_NATIVE.search(text)}
-    assert doors == {"core/hashing.py", "core/json_bounds.py", "index/native.py", "ledger/port.py"}
+    assert doors == {"core/hashing.py", "core/json_bounds.py", "index.py", "ledger/port.py"}
 
 
 def test_no_module_is_a_grab_bag() -> None:

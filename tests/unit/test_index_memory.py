@@ -8,7 +8,7 @@ import pytest
 from kvrouter.core.events import Cleared, Removed, Stored, pack_hashes
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
-from kvrouter.index.native import BlockIndex
+from kvrouter.index import NativeBlockIndex
 
 N_RANKS = 8
 BLOCKS_A_RANK = 65_536
@@ -23,7 +23,7 @@ def store(of_rank: int, *, blocks_of: int) -> Stored:
 
 @pytest.mark.parametrize(("shared", "bytes_max"), [(False, 39.0), (True, 24.0)])
 def test_memory_is_small_and_returns(shared: bool, bytes_max: float) -> None:
-    index = BlockIndex()
+    index = NativeBlockIndex()
     for rank in range(N_RANKS):
         index.apply(Slot(rank), [store(rank, blocks_of=0 if shared else rank)])
     assert index.stats().blocks[0] == N_RANKS * BLOCKS_A_RANK
@@ -34,7 +34,7 @@ def test_memory_is_small_and_returns(shared: bool, bytes_max: float) -> None:
 
 
 def test_memory_returns_block_by_block() -> None:
-    index = BlockIndex()
+    index = NativeBlockIndex()
     events = {rank: store(rank, blocks_of=rank) for rank in range(2)}
     for rank, event in events.items():
         index.apply(Slot(rank), [event])
@@ -48,7 +48,7 @@ def test_memory_returns_block_by_block() -> None:
 
 
 def test_names_that_count_upwards_are_spread() -> None:
-    index = BlockIndex()
+    index = NativeBlockIndex()
     blocks = store(0, blocks_of=0).block_hashes
     for rank, step in enumerate([1, 2, 4096, 1 << 32, 1 << 48]):
         names = np.arange(BLOCKS_A_RANK, dtype=np.uint64) * np.uint64(step)
@@ -58,7 +58,7 @@ def test_names_that_count_upwards_are_spread() -> None:
 
 
 def test_readers_get_their_turn_while_a_big_batch_is_applied() -> None:
-    index = BlockIndex()
+    index = NativeBlockIndex()
     prompt = Prompt(range(512), block_size=1)
     index.apply(Slot(0), [Stored(None, pack_hashes(range(512)), prompt.block_hashes)])
     big = store(1, blocks_of=1)

@@ -18,7 +18,7 @@ from kvrouter.kube.account import Account
 from kvrouter.kube.client import KubeClient
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, SERVING_CERT, SERVING_KEY, renewed
-from kvrouter.operator.reconcile.kinds import NODES
+from kvrouter.operator.cluster_info import NODES
 from kvrouter.transports.discovery.kubernetes.api import WorkersApi
 
 LINE = b'{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"2"}}}\n'

@@ -16,7 +16,7 @@ from kvrouter.kube.client import ClusterError, ClusterLost, KubeClient
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.objects import Manifest, ResourceKind, metadata_of
-from kvrouter.operator.reconcile.kinds import NODES, PODS
+from kvrouter.operator.cluster_info import NODES, PODS
 
 Watching = Callable[[web.StreamResponse], Awaitable[None]]
 

@@ -21,14 +21,14 @@ from kvrouter.transports.requests.messages import (
     encode_items,
     frame,
 )
-from kvrouter.transports.requests.nats.pipe import (
+from kvrouter.transports.requests.nats.plane import (
+    WINDOW_TOKENS,
     FromWorker,
     from_router,
     from_worker,
     requests_subject,
     seal_of,
 )
-from kvrouter.transports.requests.nats.plane import WINDOW_TOKENS
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.support.nats_ends import TOKEN, Loses, both_ends
 from tests.support.nats_server import NatsServer, running_nats

@@ -10,9 +10,9 @@ import pytest
 from kvrouter.kube.client import ClusterError, ClusterLost, KubeClient, RequestRefused
 from kvrouter.kube.objects import Key, Manifest, ResourceKind
 from kvrouter.operator.admission.certificates import SERVING_CERT, SERVING_KEY, renewed
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.reconcile.definition import Definition, why_not_ours
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS
 from kvrouter.operator.servers import ADMISSION, AdmissionWork, CertificateFiles
 from tests.support.deployments import DEFAULTS
 from tests.support.quiet_cluster import QuietCluster

@@ -13,10 +13,10 @@ from msgspec import Raw
 
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
 from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, TOPOLOGIES
 from kvrouter.operator.plan import PlanDefaults, plan, zone_budgets
 from kvrouter.operator.reconcile.apply import BUDGETS
 from kvrouter.operator.reconcile.controller import FACTS_S, Controller
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, TOPOLOGIES
 from kvrouter.operator.reconcile.reconciler import node_name_of
 from kvrouter.operator.status.resolved import copy_of
 from tests.support.deployments import DEFAULTS, FACTS, deployment

@@ -4,8 +4,8 @@ import re
 
 from kvrouter.kube.client import ClusterLost
 from kvrouter.kube.objects import Key, ResourceKind
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES
 
 GONE = ClusterLost("GET /x: connection refused")
 NAME = "kvrouter_operator_"

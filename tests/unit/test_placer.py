@@ -9,7 +9,7 @@ from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import Epoch, RouterId, WorkerId
 from kvrouter.core.workers import Role
 from kvrouter.fleet import CircuitSettings, Fleet
-from kvrouter.journey.journey import RetryPlan
+from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import NoCacheView
 from kvrouter.placement.placement import Draw, Placement

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvrouter.transports.background import go_on
-from kvrouter.transports.requests.liveness import LivenessListeners
+from kvrouter.transports.requests.port import LivenessListeners
 
 
 @pytest.fixture

@@ -188,7 +188,7 @@ WHERE = {
     "bytes of a rank's snapshot": "transports.events.wire.SNAPSHOT",
     "bytes of missed events": "transports.events.wire.RANGE",
     "events of a rank that wait": "service.rank_ingest",
-    "slots of a ledger": "index.port fleet.fleet",
+    "slots of a ledger": "index fleet.fleet",
     "http connections": "transports.requests.http.connections",
     "connections of engines": "worker.engine_door",
     "workers of a fleet": "service.router transports.discovery",

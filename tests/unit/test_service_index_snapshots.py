@@ -9,7 +9,7 @@ from kvrouter.core.events import Cleared, Held, KvBatch, KvSnapshot, Stored, pac
 from kvrouter.core.hashing import sequence_hashes
 from kvrouter.core.ids import DpRank, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.feed.states import FeedState
-from kvrouter.index.native import ApproximateIndex, BlockIndex
+from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.service.event_ingest import EventCacheView, EventIngest
 from kvrouter.service.index_snapshots import IndexSnapshots
 from kvrouter.service.instrumentation import ModelInstrumentation
@@ -74,10 +74,12 @@ class Answers(MemoryEventPlane):
 class Bench:
     def __init__(self) -> None:
         self.store = Store()
-        self.index = BlockIndex()
+        self.index = NativeBlockIndex()
         self.pump = EventIngest(self.index, Answers(), ModelInstrumentation(Telemetry(), "m"))
         self.snapshots = IndexSnapshots(
-            self.store, lambda: [EventCacheView(self.index, self.pump, ApproximateIndex())], messages_max=9
+            self.store,
+            lambda: [EventCacheView(self.index, self.pump, NativeApproximateIndex())],
+            messages_max=9,
         )
 
     async def live(self) -> "Bench":

@@ -15,7 +15,7 @@ from kvrouter.config import FrontendSettings, KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Enforcement, LoadReport, Role, WorkerCard
-from kvrouter.frontend.standalone.app import RouterApp
+from kvrouter.frontend.standalone import RouterApp
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation
 from kvrouter.service.prefill_dispatch import PrefillDispatch

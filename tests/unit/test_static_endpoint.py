@@ -10,7 +10,7 @@ from kvrouter.config.static_endpoint import static_card, static_cards, static_te
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard
-from kvrouter.transports.discovery.static import StaticDiscovery
+from kvrouter.transports.discovery.memory import StaticDiscovery
 from tests.support.discovery_stores import card, listen
 
 TCP = RequestPlaneKind.TCP

@@ -10,7 +10,7 @@ from kvrouter.transports.discovery.wire import decode_record
 from kvrouter.transports.events import wire as events
 from kvrouter.transports.message_auth import Seal
 from kvrouter.transports.requests import stream as requests
-from kvrouter.transports.requests.nats.pipe import from_router, from_worker
+from kvrouter.transports.requests.nats.plane import from_router, from_worker
 from kvrouter.transports.sync.nats import decode_message
 from kvrouter.worker.engine_door import decode_frame
 

@@ -392,8 +392,8 @@ async def pods_followed(
                 on_store=on_store,
                 on_refused=troubles_on("pods"),
             )
-            await watch.start()
             try:
+                await watch.start()
                 yield fleet
             finally:
                 watch.end()

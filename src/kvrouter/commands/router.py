@@ -16,7 +16,7 @@ from kvrouter.config import Settings
 from kvrouter.config.setting import installed_version
 from kvrouter.core.ids import Epoch, ModelName, WorkerId
 from kvrouter.core.workers import Role, WorkerCard
-from kvrouter.frontend.standalone.app import RouterApp
+from kvrouter.frontend.standalone import RouterApp
 from kvrouter.processes.lifetime import allow_many_files, claimed, told_to_stop
 from kvrouter.service.bookings import Bookings
 from kvrouter.service.instrumentation import ServiceInstrumentation

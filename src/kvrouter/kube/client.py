@@ -106,7 +106,10 @@ class Connection(Protocol):
         body: bytes | None,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        """Send a request; return its response, whose body is not read. Raises ClusterLost."""
+        """Send a request, whose body is JSON, if any; return its response, whose body is not read.
+
+        Raises ClusterLost, OSError or aiohttp.ClientError.
+        """
 
     def refused(self) -> None:
         """The API server does not know whom it was asked as (401)."""

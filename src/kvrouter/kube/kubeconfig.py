@@ -1,5 +1,6 @@
 """Signs in by a kubeconfig file, with the official client: its loader knows all that such a file may say."""
 
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +33,10 @@ class LoaderConnection:
         body: bytes | None,
         limits: aiohttp.ClientTimeout,
     ) -> aiohttp.ClientResponse:
-        """Send a request. Raises ClusterLost where the user's token or certificate cannot be had."""
+        """Send a request, whose body is JSON.
+
+        Raises ClusterLost where the user's token or certificate cannot be had.
+        """
         try:
             method, url, signed, _, _ = await self._api.param_serialize(
                 method,
@@ -42,7 +46,11 @@ class LoaderConnection:
                 auth_settings=["BearerToken"],
             )
             answered = await self._api.call_api(
-                method, url, header_params=signed, body=body, _request_timeout=limits
+                method,
+                url,
+                header_params=signed,
+                body=None if body is None else json.loads(body),  # the official client encodes it itself
+                _request_timeout=limits,
             )
         except ConfigException as error:  # what a plugin of the file raises
             raise ClusterLost(f"{method} {path}: {error}") from error

@@ -1,9 +1,8 @@
 """The library: kvrouter inside your own program."""
 
 from kvrouter.library.inputs import AnswerPiece, AnswerPieces
-from kvrouter.library.mock_fleet import mock_fleet
 from kvrouter.library.router import BestWorker, BestWorkers, KvIndexer, KvRouter, PotentialLoad
-from kvrouter.library.runtime import Client, Component, Endpoint, Namespace, Runtime
+from kvrouter.library.runtime import Client, Component, Endpoint, Namespace, Runtime, mock_fleet
 
 KvPushRouter = KvRouter
 """The name under which Dynamo's users know it."""

@@ -15,12 +15,23 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from kvrouter.config import KvRouterConfig, Settings, load_settings
-from kvrouter.core.errors import InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
+from kvrouter.commands import MockFleet
+from kvrouter.config import (
+    KvRouterConfig,
+    MockEngineSpec,
+    Settings,
+    default_fleet_document,
+    load_fleet,
+    load_settings,
+    read_document,
+)
+from kvrouter.config.problems import dotted
+from kvrouter.core.errors import ConfigError, InvalidRequest, NoEligibleWorker, Reason, ShuttingDown
 from kvrouter.core.ids import DpRank, Epoch, RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import Bootstrap, EngineRequest, KvTransferParams, Leg
 from kvrouter.core.workers import Role, WorkerCard
@@ -253,3 +264,19 @@ def _engine_request(request: Mapping[str, object], card: WorkerCard) -> EngineRe
         kv_transfer_params=parsed.kv_transfer_params,
         prefill_worker_id=None if parsed.prefill_worker_id is None else WorkerId(parsed.prefill_worker_id),
     )
+
+
+@asynccontextmanager
+async def mock_fleet(path: Path | None = None) -> AsyncIterator[Runtime]:
+    """Run the fleet of a fleet file (by default two zones, 1 prefill and 2 decode workers each).
+
+    Raises ConfigError with a line for each mistake in the file; an engine that is no mock engine is one.
+    """
+    document = default_fleet_document() if path is None else read_document(path)
+    described = load_fleet(document).fleet
+    for position, group in enumerate(described.workers):
+        if not isinstance(group.engine, MockEngineSpec):
+            at = ("workers", position, "engine", "kind")
+            raise ConfigError(f"{document.place(at)}: must be 'mock' here", param=dotted(at))
+    async with MockFleet(described) as fleet:
+        yield Runtime(fleet.discovery, fleet.requests, fleet.events)

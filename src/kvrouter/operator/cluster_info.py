@@ -1,10 +1,19 @@
-"""What the operator read of the cluster, as one value."""
+"""The cluster as the operator reads it: the kinds of its objects, and what was found."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvrouter.operator.api import ClusterTopology
+from kvrouter.kube.objects import ResourceKind
+from kvrouter.operator.api import (
+    API_VERSION,
+    GROVE_GROUP,
+    GROVE_PLURALS,
+    GROVE_VERSION,
+    KIND,
+    PLURAL,
+    ClusterTopology,
+)
 
 
 class Grove(StrEnum):
@@ -40,3 +49,23 @@ def by_name(topologies: Iterable[ClusterTopology]) -> dict[str, ClusterTopology]
         topologies, key=lambda topology: (topology.kind == "ClusterTopologyBinding", topology.name)
     )
     return {topology.name: topology for topology in found}
+
+
+DEPLOYMENTS_OF_GRAPHS = ResourceKind(API_VERSION, KIND, PLURAL)
+TOPOLOGIES = tuple(
+    ResourceKind(f"{GROVE_GROUP}/{GROVE_VERSION}", name, plural, is_namespaced=False)
+    for name, plural in GROVE_PLURALS.items()
+)
+PODS = ResourceKind(
+    "v1",
+    "Pod",
+    "pods",
+    kept=(
+        "spec.nodeName",
+        "status.phase",
+        "status.conditions",
+        "status.initContainerStatuses",
+        "status.containerStatuses",
+    ),
+)
+NODES = ResourceKind("v1", "Node", "nodes", is_namespaced=False, is_metadata_enough=True)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kvrouter.core.events import KvBatch
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
-from kvrouter.index.port import ApproximateIndex
+from kvrouter.index import ApproximateIndex
 from kvrouter.routing.request import Decision
 
 U32 = npt.NDArray[np.uint32]

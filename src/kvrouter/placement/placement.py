@@ -8,7 +8,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import Bootstrap, Leg, TokenBuffer
 from kvrouter.fleet import Circuit, Pair
-from kvrouter.journey.journey import RetryPlan, Shape
+from kvrouter.journey import RetryPlan, Shape
 from kvrouter.routing.request import Decision, Pick, RouteRequest
 
 

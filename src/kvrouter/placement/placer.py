@@ -17,7 +17,7 @@ from kvrouter.core.ids import LeaseId, LeaseKey, RequestId, RouterId, Slot, Work
 from kvrouter.core.requests import Bootstrap, GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.fleet import CircuitSettings, Fleet
-from kvrouter.journey.journey import RetryPlan, Shape
+from kvrouter.journey import RetryPlan, Shape
 from kvrouter.ledger.port import Ledger
 from kvrouter.ledger.replicas import Replication
 from kvrouter.placement.cache_view import CacheView

@@ -21,7 +21,7 @@ from kvrouter.core.requests import (
     Sampling,
 )
 from kvrouter.fleet import Fault
-from kvrouter.journey.journey import Journey, LegLost, State
+from kvrouter.journey import Journey, LegLost, State
 from kvrouter.placement.placement import Placement
 from kvrouter.routing.request import Pick
 from kvrouter.service.model_router import ModelRouter

@@ -27,7 +27,7 @@ from kvrouter.feed.states import (
     FeedState,
     Load,
 )
-from kvrouter.index.port import Applied, ApproximateIndex, BlockIndex
+from kvrouter.index import Applied, ApproximateIndex, BlockIndex
 from kvrouter.placement.cache_view import PredictedCacheView
 from kvrouter.routing.request import Decision
 from kvrouter.service.index_work import (

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvrouter.core.events import HASH_BYTES, Cleared, Held, KvEvent, Removed, Stored, unpack_hashes
 from kvrouter.core.ids import EngineHash, Slot
-from kvrouter.index.port import Applied, BlockIndex
+from kvrouter.index import Applied, BlockIndex
 
 STEP_BLOCKS = 2048
 """Blocks that one step places, forgets or lists, about: a millisecond or two."""

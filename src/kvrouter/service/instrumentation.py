@@ -11,8 +11,8 @@ from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.feed.states import FeedCount, FeedState
 from kvrouter.fleet import Fault
-from kvrouter.index.port import Applied
-from kvrouter.journey.journey import KvLost, LegLost
+from kvrouter.index import Applied
+from kvrouter.journey import KvLost, LegLost
 from kvrouter.placement.placement import Placement
 from kvrouter.service.engine_reports import EngineInstrumentation
 from kvrouter.telemetry import Event, Fields, Telemetry, log_event

@@ -16,7 +16,7 @@ from kvrouter.core.ids import RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.requests import GenerateRequest, Leg, TokenBuffer
 from kvrouter.core.workers import LoadReport
 from kvrouter.fleet import CircuitSettings, CircuitState, Fault, Fleet, Pair
-from kvrouter.journey.journey import RetryPlan
+from kvrouter.journey import RetryPlan
 from kvrouter.ledger.port import Ledger
 from kvrouter.placement.cache_view import CacheView
 from kvrouter.placement.placement import AttemptRequest, Draw, Placement

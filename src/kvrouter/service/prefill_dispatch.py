@@ -17,7 +17,7 @@ from kvrouter.core.errors import (
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import Bootstrap, GenerateRequest, KvTransferParams, Leg
 from kvrouter.fleet import Fault
-from kvrouter.journey.journey import (
+from kvrouter.journey import (
     Abandon,
     Fail,
     Journey,

@@ -34,7 +34,7 @@ from kvrouter.core.requests import (
     Leg,
     Usage,
 )
-from kvrouter.journey.journey import (
+from kvrouter.journey import (
     Abandon,
     ClientLeft,
     Command,

@@ -9,7 +9,7 @@ from kvrouter.config import KvRouterConfig
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import ModelName, RouterId
 from kvrouter.fleet import Fleet
-from kvrouter.index.native import ApproximateIndex, BlockIndex
+from kvrouter.index import NativeApproximateIndex, NativeBlockIndex
 from kvrouter.ledger.port import NativeLedger
 from kvrouter.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.routing.request import RoutingSettings
@@ -107,13 +107,13 @@ def _cache_view(
     """No index where overlap weighs nothing or no cost is asked for; else events, or predictions."""
     if config.overlap_score_weight == 0.0 or config.router_mode is not RouterMode.KV:
         return NoCacheView()
-    predicted = ApproximateIndex(
+    predicted = NativeApproximateIndex(
         ttl_s=config.router_ttl_s,
         max_blocks=config.router_max_tree_size,
         prune_target_ratio=config.router_prune_target_ratio,
     )
     if config.kv_events:
-        index = BlockIndex()
+        index = NativeBlockIndex()
         pump = EventIngest(index, subscriber, observed, rank_blocks_max=config.router_rank_blocks_max)
         return EventCacheView(index, pump, predicted)
     return PredictedCacheView(predicted)

@@ -13,21 +13,31 @@ from nats.aio.client import Client
 
 from kvrouter.config import DiscoveryBackend, EventPlaneKind, PlaneSettings, RequestPlaneKind, Settings
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.ids import RouterId
-from kvrouter.core.workers import EventLane, WorkerCard
+from kvrouter.core.errors import ConfigError
+from kvrouter.core.events import KvBatch, KvSnapshot
+from kvrouter.core.ids import EventId, RouterId, WorkerId, WorkerRank
+from kvrouter.core.workers import EventLane, LoadReport, WorkerCard
 from kvrouter.kube.account import account_of_pod
-from kvrouter.service.event_mux import LaneSubscriber
 from kvrouter.service.replica_sync import ReplicaSync
 from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.discovery.file import FileDiscovery
 from kvrouter.transports.discovery.kubernetes import KubernetesDiscovery, OwnerPod
+from kvrouter.transports.discovery.memory import StaticDiscovery
 from kvrouter.transports.discovery.nats import NatsDiscovery
 from kvrouter.transports.discovery.port import Discovery, GoneSink
-from kvrouter.transports.discovery.static import StaticDiscovery
 from kvrouter.transports.events.jetstream import JetStreamSubscriber, StreamLimits
 from kvrouter.transports.events.nats import NatsEventSubscriber
 from kvrouter.transports.events.nats_recovery import NatsRecovery
-from kvrouter.transports.events.port import EventSubscriber, SnapshotStore
+from kvrouter.transports.events.port import (
+    BLOCKS_MAX,
+    BatchSink,
+    DropReason,
+    EventSubscriber,
+    ForeignRank,
+    LoadSink,
+    SnapshotStore,
+    foreign,
+)
 from kvrouter.transports.events.zmq import ZmqEventSubscriber
 from kvrouter.transports.requests.http import HttpRequestPlane
 from kvrouter.transports.requests.nats import NatsRequestPlane
@@ -43,6 +53,83 @@ _log = logging.getLogger("kvrouter.planes")  # as log lines name it
 
 START_BYTES = 4
 """What distinguishes one start of a router from every other in the names of its consumers."""
+
+
+class LaneSubscriber:
+    """Hears a mixed fleet. A question goes to the event transport on which the worker is followed; what
+    another transport brings of that worker is dropped, and ``on_foreign`` is called.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[EventLane, EventSubscriber],
+        *,
+        on_foreign: Callable[[EventLane, ForeignRank], None],
+    ) -> None:
+        self._lanes = lanes
+        self._on_foreign = on_foreign
+        self._lane_of: dict[WorkerId, EventSubscriber] = {}
+
+    def subscribe(self, on_batch: BatchSink, on_load: LoadSink) -> Callable[[], None]:
+        """Begin to deliver what comes on every event transport; return the function that ends it."""
+        ends = [self._subscribe(name, lane, on_batch, on_load) for name, lane in self._lanes.items()]
+
+        def end() -> None:
+            for end_one in ends:
+                end_one()
+
+        return end
+
+    def _subscribe(
+        self, name: EventLane, lane: EventSubscriber, on_batch: BatchSink, on_load: LoadSink
+    ) -> Callable[[], None]:
+        def batch_came(batch: KvBatch) -> None:
+            """Deliver a batch of a worker followed on this transport; one followed nowhere has none."""
+            rank = batch.rank
+            followed = self._lane_of.get(rank.worker_id)
+            if followed is lane:
+                on_batch(batch)
+            elif followed is not None:
+                channel = f"the {name} lane, which its card does not name"
+                self._on_foreign(name, foreign(rank, channel, DropReason.OTHER_LANE))
+
+        def load_came(report: LoadReport) -> None:
+            """Deliver a load once: on NATS both transports hear the loads of every worker."""
+            if self._lane_of.get(report.rank.worker_id) is lane:
+                on_load(report)
+
+        return lane.subscribe(batch_came, load_came)
+
+    def follow(self, card: WorkerCard) -> Callable[[], None]:
+        """Listen to this worker on its event transport. Raises ConfigError for one that this router does not
+        hear.
+        """
+        lane = self._lanes.get(card.event_source.lane)
+        if lane is None:
+            raise ConfigError(
+                f"event_source: this router does not hear the {card.event_source.lane} lane on which worker "
+                f"{card.worker_id} publishes: its cache stays unknown here",
+                param="event_source",
+            )
+        end_there = lane.follow(card)
+        self._lane_of[card.worker_id] = lane
+
+        def end() -> None:
+            end_there()
+            if self._lane_of.get(card.worker_id) is lane:
+                del self._lane_of[card.worker_id]
+
+        return end
+
+    async def recover_range(self, rank: WorkerRank, first: EventId, last: EventId) -> KvBatch | None:
+        """The batch of ids ``first`` to ``last`` (inclusive), or None when there is no one to ask."""
+        lane = self._lane_of.get(rank.worker_id)
+        return None if lane is None else await lane.recover_range(rank, first, last)
+
+    async def recover_snapshot(self, rank: WorkerRank, *, blocks_max: int = BLOCKS_MAX) -> KvSnapshot | None:
+        """The rank's whole state, or None when there is no one to ask."""
+        lane = self._lane_of.get(rank.worker_id)
+        return None if lane is None else await lane.recover_snapshot(rank, blocks_max=blocks_max)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import EventLane
 from kvrouter.processes.lifetime import share_descriptors
+from kvrouter.transports.discovery.memory import StaticDiscovery
 from kvrouter.transports.discovery.port import Discovery, GoneSink
-from kvrouter.transports.discovery.static import StaticDiscovery
 from kvrouter.transports.events.jetstream import JetStreamPublisher
 from kvrouter.transports.events.memory import MemoryEventPlane
 from kvrouter.transports.events.nats import NatsEventPublisher

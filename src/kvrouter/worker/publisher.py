@@ -21,7 +21,7 @@ from kvrouter.core.hashing import block_hashes, hash_seed
 from kvrouter.core.ids import DpRank, EngineHash, Epoch, EventId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.core.workers import KvTransfers, LoadReport
-from kvrouter.index.native import BlockIndex
+from kvrouter.index import NativeBlockIndex
 from kvrouter.transports.events.port import EventPublisher
 
 FIRST_RANK = DpRank(0)
@@ -35,8 +35,8 @@ class RankMirror:
     routers count it as an orphan.
     """
 
-    def __init__(self, index: BlockIndex | None = None, dp_rank: DpRank = FIRST_RANK) -> None:
-        self._index = BlockIndex() if index is None else index
+    def __init__(self, index: NativeBlockIndex | None = None, dp_rank: DpRank = FIRST_RANK) -> None:
+        self._index = NativeBlockIndex() if index is None else index
         self._slot = Slot(dp_rank)
 
     def apply(self, events: tuple[KvEvent, ...]) -> None:
@@ -105,7 +105,7 @@ class KvPublisher:
         self._pending_events_max = pending_events_max
         self._wall_clock = wall_clock
         self._ranks: dict[DpRank, _Rank] = {}
-        self._mirrored = BlockIndex()
+        self._mirrored = NativeBlockIndex()
         self._loads: dict[DpRank, LoadReport] = {}
         self._is_flush_due = False
         self._is_closed = False

@@ -4,7 +4,6 @@ It knows nothing of routing or OpenAI beyond the shape of an error. A handler ge
 :class:`Responder`.
 """
 
-from kvrouter.frontend.http.asgi import AsgiBridge
 from kvrouter.frontend.http.limits import BodyLimit, Limits
 from kvrouter.frontend.http.protocol import Handler, HttpEvent
 from kvrouter.frontend.http.response import (
@@ -18,7 +17,7 @@ from kvrouter.frontend.http.response import (
     error_body,
     sse_event,
 )
-from kvrouter.frontend.http.server import HttpServer, Observer
+from kvrouter.frontend.http.server import AsgiBridge, HttpServer, Observer
 
 __all__ = [
     "SSE_DONE",

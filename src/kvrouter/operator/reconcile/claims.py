@@ -7,7 +7,7 @@ from kvrouter.kube.client import NOT_FOUND, ClusterError, KubeClient, RequestRef
 from kvrouter.kube.objects import LEASES, Key, Manifest, key_of, uid_of, version_of
 from kvrouter.operator.api import API_VERSION, KIND
 from kvrouter.operator.api.deployment import DEFAULT_CLASS
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS
 
 GONE_S = 120.0
 """For how long another operator's lease must not be renewed, or not be there, before it counts as gone: far

@@ -13,14 +13,21 @@ from kvrouter.kube.informer import RETRY_S, Informer
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 from kvrouter.operator.api import read_topology
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
-from kvrouter.operator.cluster_info import ClusterFacts, Grove, by_name
+from kvrouter.operator.cluster_info import (
+    DEPLOYMENTS_OF_GRAPHS,
+    NODES,
+    PODS,
+    TOPOLOGIES,
+    ClusterFacts,
+    Grove,
+    by_name,
+)
 from kvrouter.operator.labels import gather_s, read_node
 from kvrouter.operator.plan import DEPLOYMENT_LABEL, MANAGER, PlanDefaults, fleet_name
 from kvrouter.operator.reconcile.apply import OWNED, Applier, owner_uid_of
 from kvrouter.operator.reconcile.bindings import POLICIES, Bindings, is_known, wanted_by
 from kvrouter.operator.reconcile.cards import EXPIRE_S, FLEET_LABEL, WORKERS, Cards, fleet_of
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims, StatusRefused
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, PODS, TOPOLOGIES
 from kvrouter.operator.reconcile.reconciler import (
     ClusterView,
     Reconciler,

@@ -8,11 +8,10 @@ from kvrouter.kube.client import ClusterError, KubeClient
 from kvrouter.kube.informer import Informer
 from kvrouter.kube.objects import Key, Manifest, ResourceKind, key_of, metadata_of, uid_of
 from kvrouter.operator.api.deployment import DEFAULT_CLASS, class_of
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, NODES, TOPOLOGIES, ClusterFacts
 from kvrouter.operator.labels import BoundPod, Copy, is_pod_of, pod_labels, pod_name_stem, read_node
 from kvrouter.operator.reconcile.bindings import is_known, wanted_by
 from kvrouter.operator.reconcile.controller import read_facts
-from kvrouter.operator.reconcile.kinds import DEPLOYMENTS_OF_GRAPHS, NODES, TOPOLOGIES
 
 FACTS_S = 15.0
 """How often topologies are read again."""

@@ -23,7 +23,7 @@ from kvrouter.operator.api import (
     Level,
     read_deployment,
 )
-from kvrouter.operator.cluster_info import ClusterFacts
+from kvrouter.operator.cluster_info import PODS, ClusterFacts
 from kvrouter.operator.labels import Copy, Pod, late_labels, read_node, read_pod
 from kvrouter.operator.plan import (
     COMPONENT_LABEL,
@@ -43,7 +43,6 @@ from kvrouter.operator.plan import (
 from kvrouter.operator.plan.manifest import MANAGER
 from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS, Applier, Changes
 from kvrouter.operator.reconcile.claims import StatusRefused, takeover_instructions, write_status
-from kvrouter.operator.reconcile.kinds import PODS
 from kvrouter.operator.status import (
     NAME_TAKEN_MEND,
     RefusedObjects,

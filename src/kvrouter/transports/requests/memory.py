@@ -8,10 +8,10 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.transports.requests.legs import LegKey, RunningLegs, key_of
-from kvrouter.transports.requests.liveness import LivenessListeners
 from kvrouter.transports.requests.port import (
     AliveSink,
     EngineStream,
+    LivenessListeners,
     RequestServer,
     StreamBroken,
     WorkerUnreachable,

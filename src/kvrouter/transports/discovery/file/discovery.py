@@ -14,6 +14,7 @@ from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.card_tracker import (
     RENEWALS_PER_LEASE,
     CardLeases,
+    OpenWatches,
     TroubleSink,
     WatcherSinks,
     lost_why,
@@ -171,7 +172,7 @@ class FileDiscovery:
         self._writing = asyncio.Lock()
         self._held: dict[WorkerId, HeldCard] = {}
         self._failing: set[WorkerId] = set()
-        self._watches: set[FolderWatch] = set()
+        self._watches: OpenWatches[FolderWatch] = OpenWatches()
         self._renewing: asyncio.Task[None] | None = None
 
     async def publish(self, card: WorkerCard) -> None:
@@ -219,27 +220,14 @@ class FileDiscovery:
             answer_s=self._answer_s,
             on_refused=self._on_refused,
         )
-        self._watches.add(watch)
-
-        def end() -> None:
-            self._watches.discard(watch)
-            watch.end()
-
-        try:
-            await watch.start()
-        except BaseException:
-            end()
-            raise
-        return end
+        return await self._watches.start(watch)
 
     async def close(self) -> None:
         """Renew nothing and watch nothing any more; idempotent. Cards that were not withdrawn run out."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait({self._renewing})
-        for watch in self._watches:
-            watch.end()
-        self._watches.clear()
+        self._watches.end()
         self._held.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

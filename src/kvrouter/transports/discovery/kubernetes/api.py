@@ -1,14 +1,18 @@
-"""The questions to the API server that discovery asks."""
+"""The questions to the API server that discovery asks, and a list-and-watch as a task."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
 
 import msgspec
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.kube.account import Account, AccountConnection
 from kvrouter.kube.client import FORBIDDEN, NOT_FOUND, KubeClient, RequestRefused, decoded
+from kvrouter.kube.informer import ListAndWatch, Objects
 from kvrouter.kube.objects import WatchEvent
+from kvrouter.transports.background import go_on
 from kvrouter.transports.discovery.kubernetes.objects import (
     FLEET_LABEL,
     GROUP,
@@ -86,3 +90,35 @@ class WorkersApi:
 
     def _url(self, worker_id: WorkerId) -> str:
         return f"{self._path}/{name_of(self._fleet, worker_id)}"
+
+
+Item = TypeVar("Item")
+
+
+class Follow(ListAndWatch[Item]):
+    """A :class:`~kvrouter.kube.informer.ListAndWatch` that runs in a task called ``name``."""
+
+    def __init__(self, objects: Objects[Item], *, name: str, tick_s: float, quiet_s: float) -> None:
+        super().__init__(objects, tick_s=tick_s, quiet_s=quiet_s)
+        self._name = name
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Deliver what is there and go on watching; report a store that does not answer, and wait for it."""
+        self._task = go_on(self.run(), name=self._name)
+        began = asyncio.create_task(self.began.wait())
+        try:
+            # The task may end before it has listed anything, by a mistake of ours; it reports that itself.
+            await asyncio.wait({began, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            began.cancel()
+
+    def end(self) -> None:
+        """Watch no more; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def ended(self) -> None:
+        """Return once nothing runs any more, after :meth:`end`."""
+        if self._task is not None:
+            await asyncio.wait({self._task})

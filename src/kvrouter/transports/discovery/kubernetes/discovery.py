@@ -20,12 +20,12 @@ from kvrouter.transports.discovery.card_publisher import HeldCards, OtherWrote
 from kvrouter.transports.discovery.card_tracker import (
     RENEWALS_PER_LEASE,
     CardLeases,
+    OpenWatches,
     StoreRefusals,
     TroubleSink,
     WatcherSinks,
 )
-from kvrouter.transports.discovery.kubernetes.api import WorkersApi, reason
-from kvrouter.transports.discovery.kubernetes.follow import Follow
+from kvrouter.transports.discovery.kubernetes.api import Follow, WorkersApi, reason
 from kvrouter.transports.discovery.kubernetes.objects import (
     OwnerPod,
     OwnerReference,
@@ -291,7 +291,7 @@ class KubernetesDiscovery:
             on_trouble=on_trouble,
             on_lost=on_lost,
         )
-        self._watches: set[WorkersWatch] = set()
+        self._watches: OpenWatches[WorkersWatch] = OpenWatches()
         self._renewing: asyncio.Task[None] | None = None
 
     async def publish(self, card: WorkerCard) -> None:
@@ -321,28 +321,14 @@ class KubernetesDiscovery:
             refusals=self._refusals,
             on_trouble=self._on_trouble,
         )
-        self._watches.add(watch)
-
-        def end() -> None:
-            self._watches.discard(watch)
-            watch.end()
-
-        try:
-            await watch.start()
-        except BaseException:
-            end()
-            raise
-        return end
+        return await self._watches.start(watch)
 
     async def close(self) -> None:
         """Renew nothing and watch nothing any more; idempotent. Cards that were not withdrawn run out."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait({self._renewing})
-        watches, self._watches = self._watches, set()
-        for watch in watches:
-            watch.end()
-        for watch in watches:
+        for watch in self._watches.end():
             await watch.ended()
         self._cards.let_go()
         await self._api.close()

@@ -13,8 +13,7 @@ from kvrouter.kube.account import Account, AccountConnection
 from kvrouter.kube.client import CONFLICT, FORBIDDEN, ClusterError, KubeClient, RequestRefused, decoded
 from kvrouter.kube.objects import WatchEvent
 from kvrouter.transports.discovery.card_tracker import TroubleSink
-from kvrouter.transports.discovery.kubernetes.api import why
-from kvrouter.transports.discovery.kubernetes.follow import Follow
+from kvrouter.transports.discovery.kubernetes.api import Follow, why
 from kvrouter.transports.discovery.port import StoreSink
 
 PODS_MAX = 1024

@@ -16,6 +16,7 @@ from kvrouter.transports.discovery.card_publisher import HeldCards
 from kvrouter.transports.discovery.card_tracker import (
     RENEWALS_PER_LEASE,
     CardLeases,
+    OpenWatches,
     StoreRefusals,
     TroubleSink,
     WatcherSinks,
@@ -262,7 +263,7 @@ class NatsDiscovery:
         self._cards = HeldCards(
             BucketCards(self._bucket), lease_s=lease_s, on_trouble=on_trouble, on_lost=on_lost
         )
-        self._watches: set[BucketWatch] = set()
+        self._watches: OpenWatches[BucketWatch] = OpenWatches()
         self._renewing: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -294,25 +295,12 @@ class NatsDiscovery:
             quiet_s=self._lease_s * QUIET_LEASES,
             refusals=self._refusals,
         )
-        self._watches.add(watch)
-
-        def end() -> None:
-            self._watches.discard(watch)
-            watch.end()
-
-        try:
-            await watch.start()
-        except BaseException:
-            end()
-            raise
-        return end
+        return await self._watches.start(watch)
 
     async def close(self) -> None:
         """Renew nothing and watch nothing any more; idempotent. Cards that were not withdrawn run out."""
         self._is_closed = True
-        watches, self._watches = self._watches, set()
-        for watch in watches:
-            watch.end()
+        watches = self._watches.end()
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait({self._renewing})

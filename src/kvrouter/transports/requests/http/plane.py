@@ -25,8 +25,13 @@ from kvrouter.transports.requests.http.frames import (
     FrameReader,
 )
 from kvrouter.transports.requests.legs import AwakeClock
-from kvrouter.transports.requests.liveness import LivenessListeners
-from kvrouter.transports.requests.port import AliveSink, ReaderTooSlow, StreamBroken, WorkerUnreachable
+from kvrouter.transports.requests.port import (
+    AliveSink,
+    LivenessListeners,
+    ReaderTooSlow,
+    StreamBroken,
+    WorkerUnreachable,
+)
 from kvrouter.transports.requests.stream import (
     REQUEST_MAX_BYTES,
     LegStream,

@@ -14,8 +14,8 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.transports.background import go_on
 from kvrouter.transports.message_auth import Newest, Seal
 from kvrouter.transports.nats_client import flush_subscriptions, subject_name
-from kvrouter.transports.requests.legs import AwakeClock, LegServer
-from kvrouter.transports.requests.nats.pipe import (
+from kvrouter.transports.requests.legs import AwakeClock, LegServer, SessionLegs
+from kvrouter.transports.requests.nats.plane import (
     NatsPipe,
     Post,
     answers_subject,
@@ -25,7 +25,6 @@ from kvrouter.transports.requests.nats.pipe import (
 )
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.session import STREAMS_MAX
-from kvrouter.transports.requests.session_legs import SessionLegs
 from kvrouter.transports.requests.worker_session import WorkerLimits, WorkerSession
 
 ROUTERS_MAX = 4096

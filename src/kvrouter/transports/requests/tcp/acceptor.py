@@ -16,11 +16,10 @@ from kvrouter.transports.listener import (
     TcpServer,
     UnauthenticatedConnections,
 )
-from kvrouter.transports.requests.legs import AwakeClock, LegServer
+from kvrouter.transports.requests.legs import AwakeClock, LegServer, SessionLegs
 from kvrouter.transports.requests.messages import Hello, Secret, goodbye, greeting
 from kvrouter.transports.requests.port import RequestServer
 from kvrouter.transports.requests.session import STREAMS_MAX, UNREAD_MAX_BYTES
-from kvrouter.transports.requests.session_legs import SessionLegs
 from kvrouter.transports.requests.tcp.plane import (
     CLOSE_WITHIN_S,
     TcpAddress,

@@ -16,9 +16,8 @@ from kvrouter.core.hosts import bracketed
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.background import go_on
-from kvrouter.transports.requests.liveness import LivenessListeners
 from kvrouter.transports.requests.messages import NONCE_BYTES, Secret
-from kvrouter.transports.requests.port import AliveSink, WorkerUnreachable
+from kvrouter.transports.requests.port import AliveSink, LivenessListeners, WorkerUnreachable
 from kvrouter.transports.requests.session import (
     LEFT,
     STREAMS_MAX,

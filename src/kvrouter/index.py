@@ -1,4 +1,7 @@
-"""The port of the block index. A slot is a small dense int that stands for one worker rank."""
+"""The block index: who holds which blocks; what the engines' events say, or what decisions predict.
+
+A slot is a small dense int that stands for one worker rank.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,6 +9,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvrouter._native import ApproximateIndex as _ApproximateIndex
+from kvrouter._native import BlockIndex as _BlockIndex
 from kvrouter.core.events import Held, KvEvent, Medium
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
@@ -145,3 +150,10 @@ class ApproximateIndex(Protocol):
 
     def stats(self) -> ApproximateStats:
         """Sizes now."""
+
+
+NativeBlockIndex = _BlockIndex
+"""A :class:`BlockIndex` in the native core."""
+
+NativeApproximateIndex = _ApproximateIndex
+"""An :class:`ApproximateIndex` in the native core."""

@@ -1,1 +1,0 @@
-"""Who holds which blocks: what the engines' events say, or what routing decisions predict."""

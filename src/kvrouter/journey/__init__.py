@@ -1,1 +1,0 @@
-"""The states of one request as a table: state × event → commands."""
